@@ -1,0 +1,36 @@
+# `make demo` and `make test` work on a fresh machine with Python 3.11 and a C compiler: each creates .venv first.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test lint bench test-lowest clean
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,report]'
+	touch $@
+
+demo: $(VENV)/.installed
+	$(BIN)/python examples/finetune_then_compress.py
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest
+
+bench: $(VENV)/.installed
+	$(BIN)/python benchmarks/gptq_vs_llmcompressor.py
+
+# The lowest versions pyproject.toml admits, of everything but torch.
+test-lowest: constraints-lowest.txt
+	test -x .venv-lowest/bin/python || $(PYTHON) -m venv .venv-lowest
+	.venv-lowest/bin/pip install --quiet --constraint constraints.txt torch
+	.venv-lowest/bin/pip install --quiet --constraint constraints-lowest.txt --editable '.[dev,report]'
+	.venv-lowest/bin/python -m pytest
+
+clean:
+	rm -rf $(VENV) .venv-lowest outputs multirun

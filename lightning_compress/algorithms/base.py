@@ -1,0 +1,233 @@
+"""What every algorithm is: a frozen set of options with a pure function (weight, statistics, scheme) -> `Solved`.
+
+Method: solving has a serial part, done once for all output rows (`prepare`: factorize the Gram, choose per-tensor scales),
+and a part in which every output row is independent of the others (`solve_rows`). The unit of the second is a *row tile*,
+whose height depends on the number of rows alone (`row_tiles`), never on who solves it: the same matrix shapes give the
+same last bits, so ranks can share the tiles of one weight and end in the codes that one rank finds.
+
+Alternative not taken: one `solve` per module. Modules that read the same input (q, k, v; gate, up) share their Gram, so
+their rows are stacked and the factor is computed once; `split` takes the result apart again.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+from torch import Tensor
+
+from lightning_compress.algorithms.scales import Grid, Scales
+from lightning_compress.errors import NonFiniteError, SolveError
+from lightning_compress.statistics import InputGram, Statistic
+
+ROW_TILE = 2048  # at most so many rows are solved at a time: enough to amortize the cost of a call per column
+
+
+@dataclass(frozen=True)
+class Solved:
+    """A quantized weight: the value of a code is `(code - zero_point) * scale`.
+
+    Attributes:
+        codes: int8 [O, I], in [-2^(b-1), 2^(b-1) - 1], as compressed-tensors stores them before packing.
+        scale: [O, G] in the storage dtype; [O, 1] per channel; per tensor [O, 1] (each row its module's scale) until
+            `split` reduces it to the [1] that is stored.
+        zero_point: int8, the shape of `scale`; None for symmetric schemes.
+        row_error: float64 [O], the error of each output row, (w - q) C (w - q)ᵀ with the Gram C (identity without one).
+        row_energy: float64 [O], w C wᵀ.
+        damping: what was added to the Gram's diagonal, as a fraction of its mean; 0 where nothing was.
+        notes: what the user should know, as sentences.
+        per_tensor: the scheme has one scale per module.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+    row_error: Tensor
+    row_energy: Tensor
+    damping: float = 0.0
+    notes: tuple[str, ...] = ()
+    per_tensor: bool = False
+
+    @property
+    def error(self) -> float:
+        """Relative output error tr((W-Q) C (W-Q)ᵀ) / tr(W C Wᵀ); 0 where there is no output at all."""
+        energy = float(self.row_energy.sum())
+        return float(self.row_error.sum()) / energy if energy > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class Factor:
+    """The Gram C, damped and factorized: H = L Lᵀ with the channels in `order`.
+
+    Attributes:
+        order: int64 [I], the channel at each place; channels are quantized from the last place to the first.
+        lower: float32 [I, I], L with each column divided by its diagonal entry, so the diagonal is 1.
+        pivots: float32 [I], the squared diagonal of L.
+        damping: the fraction of the mean diagonal that was added.
+        added: what was added to each diagonal entry.
+        notes: why `damping` is not what was asked for, if so.
+    """
+
+    order: Tensor
+    lower: Tensor
+    pivots: Tensor
+    damping: float
+    added: float
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What all row tiles of a weight share.
+
+    Attributes:
+        grid: the integer grid of the scheme.
+        gram: C, float32 [I, I]; None where the algorithm had none.
+        weighting: float32 [I], how much an error in each input channel counts when scales are searched; None for equally.
+        tensor_scales: for per-tensor schemes, the scales of all rows, [O, 1].
+        factor: for algorithms that propagate errors.
+        notes: see `Solved`.
+    """
+
+    grid: Grid
+    gram: Tensor | None = None
+    weighting: Tensor | None = None
+    tensor_scales: Scales | None = None
+    factor: Factor | None = None
+    notes: tuple[str, ...] = ()
+
+
+class Algorithm(ABC):
+    """A solver. Subclasses are final frozen dataclasses of their options."""
+
+    @abstractmethod
+    def statistics(self, weights: QuantizationArgs) -> tuple[type[Statistic], ...]:
+        """The statistics that `solve` needs for this scheme; none for data-free algorithms."""
+
+    @abstractmethod
+    def prepare(
+        self,
+        weight: Tensor,
+        statistics: Mapping[type[Statistic], Statistic],
+        args: QuantizationArgs,
+        scale_dtype: torch.dtype,
+        row_splits: Sequence[int],
+    ) -> Prepared:
+        """The serial part. The arguments and errors are those of `solve`."""
+
+    @abstractmethod
+    def solve_rows(self, weight: Tensor, rows: slice, prepared: Prepared) -> Solved:
+        """Solve the rows `rows` of `weight` [O, I], one of its `row_tiles`."""
+
+    def solve(
+        self,
+        weight: Tensor,
+        statistics: Mapping[type[Statistic], Statistic],
+        args: QuantizationArgs,
+        scale_dtype: torch.dtype,
+        row_splits: Sequence[int] | None = None,
+    ) -> Solved:
+        """Quantize `weight` [O, I], the stacked rows of all modules that share an input.
+
+        Args:
+            weight: any float dtype; not modified.
+            statistics: of the shared input, by class; at least those that `statistics` names.
+            args: the scheme of the weights: int, 2 to 8 bits, tensor, channel or group strategy.
+            scale_dtype: the dtype in which scales are stored; they are rounded to it before solving.
+            row_splits: the rows of each module, which sum to O; one module by default.
+
+        Raises:
+            SolveError: the scheme does not fit the weight, or the Gram cannot be factorized.
+            NonFiniteError: NaN or Inf in the weight or the Gram.
+        """
+        splits = [weight.shape[0]] if row_splits is None else row_splits
+        prepared = self.prepare(weight, statistics, args, scale_dtype, splits)
+        return join([self.solve_rows(weight, rows, prepared) for rows in row_tiles(weight.shape[0])])
+
+
+def row_tiles(num_rows: int) -> list[slice]:
+    """Tiles of (nearly) equal height that cover the rows; a function of their number alone.
+
+    >>> row_tiles(4608)
+    [slice(0, 1536, None), slice(1536, 3072, None), slice(3072, 4608, None)]
+    """
+    num_tiles = -(-num_rows // ROW_TILE)
+    height = -(-num_rows // (num_tiles * 64)) * 64
+    return [slice(start, min(start + height, num_rows)) for start in range(0, num_rows, height)]
+
+
+def join(parts: Sequence[Solved]) -> Solved:
+    """One `Solved` from those of consecutive row tiles."""
+    if len(parts) == 1:
+        return parts[0]
+    zero_points = [part.zero_point for part in parts if part.zero_point is not None]
+    return replace(
+        parts[0],
+        codes=torch.cat([part.codes for part in parts]),
+        scale=torch.cat([part.scale for part in parts]),
+        zero_point=torch.cat(zero_points) if zero_points else None,
+        row_error=torch.cat([part.row_error for part in parts]),
+        row_energy=torch.cat([part.row_energy for part in parts]),
+    )
+
+
+def split(solved: Solved, row_splits: Sequence[int]) -> list[Solved]:
+    """The `Solved` of every stacked module; `row_splits` are their rows. Per-tensor scales become [1]."""
+    assert sum(row_splits) == solved.codes.shape[0]
+    members = []
+    start = 0
+    for num_rows in row_splits:
+        rows = slice(start, start + num_rows)
+        stored = slice(start, start + 1) if solved.per_tensor else rows
+        scale, zero_point = solved.scale[stored], None if solved.zero_point is None else solved.zero_point[stored]
+        if solved.per_tensor:
+            scale, zero_point = scale.reshape(1), None if zero_point is None else zero_point.reshape(1)
+        members.append(
+            replace(
+                solved,
+                codes=solved.codes[rows],
+                scale=scale,
+                zero_point=zero_point,
+                row_error=solved.row_error[rows],
+                row_energy=solved.row_energy[rows],
+            )
+        )
+        start += num_rows
+    return members
+
+
+def check_weight(weight: Tensor, args: QuantizationArgs) -> None:
+    """Raise `NonFiniteError` for NaN or Inf, `SolveError` for what is no matrix or holds no rows."""
+    if weight.ndim != 2 or weight.numel() == 0 or not weight.is_floating_point():
+        raise SolveError(f"A floating-point matrix [out, in] is needed, but the weight is {weight.dtype} {tuple(weight.shape)}.")
+    if not bool(torch.isfinite(weight.sum(dtype=torch.float32))) and not bool(torch.isfinite(weight).all()):
+        raise NonFiniteError(
+            f"The weight {tuple(weight.shape)} holds NaN or Inf, so {args.num_bits}-bit codes cannot be found for it; "
+            "repair the checkpoint or exclude the module with `ignore`."
+        )
+
+
+def input_gram(statistics: Mapping[type[Statistic], Statistic]) -> InputGram | None:
+    """The `InputGram` among `statistics`, or None."""
+    gram = statistics.get(InputGram)
+    assert gram is None or isinstance(gram, InputGram)
+    return gram
+
+
+def row_products(weight: Tensor, gram: Tensor | None) -> Tensor:
+    """w C wᵀ of every row w of `weight` [R, I], float64 [R]; w wᵀ without a Gram.
+
+    Block by block of the lower triangle, which is half the work of the full product.
+    """
+    if gram is None:
+        return torch.linalg.vector_norm(weight, dim=1, dtype=torch.float64).square()
+    weight = weight.float()
+    total = torch.zeros(weight.shape[0], dtype=torch.float64, device=weight.device)
+    for start in range(0, weight.shape[1], 256):
+        end = min(start + 256, weight.shape[1])
+        block = weight[:, start:end]
+        product = weight[:, :start] @ gram[:start, start:end] if start else torch.zeros_like(block)
+        product = torch.addmm(product, block, gram[start:end, start:end], beta=2)
+        total += torch.linalg.vecdot(product, block)
+    return total

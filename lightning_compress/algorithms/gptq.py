@@ -1,0 +1,234 @@
+"""GPTQ: quantize the input channels one after the other, each making up for the errors of those before it.
+
+Reference: Frantar et al., GPTQ (arXiv 2210.17323), code IST-DASLab/gptq. Method, as Babai's nearest plane (Chen et al., arXiv
+2507.18553): with the damped Gram H = L Lᵀ, L lower triangular, the output error of a row splits into
+(w - q) H (w - q)ᵀ = ||(w - q) L||² = sum over k of L_kk² (t_k - q_k)², where the target
+t_k = w_k + sum_{i>k} (w_i - q_i) L_ik / L_kk holds nothing but channels quantized earlier if one goes from the last to the first.
+So q_k is the grid point next to t_k. In exact arithmetic this is the reference GPTQ run in the reverse order of channels, but it
+takes one Cholesky factorization and no inverse, and it tells the output error on the way.
+
+Channels are taken in descending order of C_kk (static activation order: scales belong to groups in the original order, so inference
+sees nothing of it): large ones are rounded while many others can still make up for it.
+
+Layout: everything is transposed to [I, O], so that a channel is one contiguous vector over the rows. Three levels: products with
+all earlier blocks (`block_size` channels), products within the block, and a thin matrix-vector product within 16 channels.
+
+A channel that was always zero in calibration has no influence on any other and none on it: it is rounded to nearest. The reference sets
+its weights to zero; keeping them costs nothing, and they are right if the channel comes alive after calibration.
+
+Alternatives not taken: the inverse Hessian of the paper (two more factorizations' worth of work, and less accurate in float32);
+falling back to round-to-nearest when the factorization fails (the user would not know): damping is raised and reported instead.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+from torch import Tensor
+
+from lightning_compress.algorithms.base import Algorithm, Factor, Prepared, Solved, check_weight, input_gram, row_products
+from lightning_compress.algorithms.scales import Grid, Scales, choose_scales, make_grid, tensor_scales
+from lightning_compress.errors import NonFiniteError, SolveError
+from lightning_compress.statistics import InputGram, Statistic
+
+_SUB_BLOCK = 16
+_MAX_DAMPING = 1.0
+
+
+@final
+@dataclass(frozen=True)
+class Gptq(Algorithm):
+    """GPTQ with static activation order and searched scales.
+
+    Attributes:
+        block_size: channels whose mutual corrections are applied one by one; those of earlier blocks come as one product.
+        damping: what is added to the Gram's diagonal, as a fraction of its mean.
+        activation_order: quantize the channels with the largest inputs first.
+        scale_search: scales that minimize the error weighted by the Gram's diagonal, instead of min-max.
+    """
+
+    block_size: int = 128
+    damping: float = 0.01
+    activation_order: bool = True
+    scale_search: bool = True
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1:
+            raise ValueError(f"block_size must be at least 1, not {self.block_size}; 128 is a good choice.")
+        if not 0 <= self.damping <= _MAX_DAMPING:
+            raise ValueError(f"damping must be between 0 and {_MAX_DAMPING}, not {self.damping}; 0.01 is a good choice.")
+
+    def statistics(self, weights: QuantizationArgs) -> tuple[type[Statistic], ...]:
+        return (InputGram,)
+
+    def prepare(
+        self,
+        weight: Tensor,
+        statistics: Mapping[type[Statistic], Statistic],
+        args: QuantizationArgs,
+        scale_dtype: torch.dtype,
+        row_splits: Sequence[int],
+    ) -> Prepared:
+        check_weight(weight, args)
+        grid = make_grid(args, weight.shape, scale_dtype)
+        statistic = input_gram(statistics)
+        if statistic is None or statistic.num_tokens == 0:
+            raise SolveError(
+                f"GPTQ of the weight {tuple(weight.shape)} needs inputs, but calibration brought it no token: give more or "
+                "other samples, or quantize this module with the algorithm `rtn`."
+            )
+        gram = statistic.matrix()
+        if gram.shape[0] != weight.shape[1]:
+            raise SolveError(f"The weight {tuple(weight.shape)} does not fit a Gram of {gram.shape[0]} channels.")
+        factor = factorize(gram, self.damping, self.activation_order)
+        num_dead = int((gram.diagonal() == 0).sum())
+        dead = (f"{num_dead} of {gram.shape[0]} input channels were always zero; their weights were rounded to nearest.",)
+        weighting = gram.diagonal() + factor.added
+        return Prepared(
+            grid=grid,
+            gram=gram,
+            weighting=weighting,
+            tensor_scales=tensor_scales(weight, weighting, grid, self.scale_search, row_splits),
+            factor=factor,
+            notes=factor.notes + (dead if num_dead else ()),
+        )
+
+    def solve_rows(self, weight: Tensor, rows: slice, prepared: Prepared) -> Solved:
+        factor, grid, shared = prepared.factor, prepared.grid, prepared.tensor_scales
+        assert factor is not None
+        weight = weight[rows]
+        scales = choose_scales(weight, prepared.weighting, grid, self.scale_search) if shared is None else shared.rows(rows)
+        codes, row_error = nearest_plane(weight, factor, scales, grid, self.block_size)
+        return Solved(
+            codes=codes,
+            scale=scales.scale,
+            zero_point=scales.zero_point,
+            row_error=row_error,
+            row_energy=row_products(weight, prepared.gram),
+            damping=factor.damping,
+            notes=prepared.notes,
+            per_tensor=grid.per_tensor,
+        )
+
+
+def factorize(gram: Tensor, damping: float, activation_order: bool = True) -> Factor:
+    """Damp, order and factorize a Gram [I, I]; if that fails, with ten times the damping, up to its mean diagonal.
+
+    Raises:
+        NonFiniteError: NaN or Inf in the Gram.
+        SolveError: it is zero, or cannot be factorized with any admitted damping.
+    """
+    diagonal = gram.diagonal()
+    if not bool(torch.isfinite(gram).all()):
+        raise NonFiniteError(f"The Gram of {gram.shape[0]} input channels holds NaN or Inf: the activations overflowed during calibration.")
+    mean = float(diagonal.mean(dtype=torch.float64))
+    if mean <= 0:
+        raise SolveError(f"All {gram.shape[0]} input channels were zero in every calibration token: exclude the module, or use the algorithm `rtn`.")
+    first_to_last = diagonal.argsort(descending=True, stable=True) if activation_order else torch.arange(len(diagonal), device=gram.device)
+    order = first_to_last.flip(0)
+    ordered = gram[order][:, order]
+    tried = damping
+    while True:
+        damped = ordered.clone()
+        damped.diagonal().add_(tried * mean)
+        with _one_thread(gram.device):
+            lower, info = torch.linalg.cholesky_ex(damped)
+        pivots = lower.diagonal().clone()
+        if int(info) == 0 and bool(torch.isfinite(pivots).all()):
+            break
+        if tried >= _MAX_DAMPING:
+            raise SolveError(
+                f"The Gram of {gram.shape[0]} input channels cannot be factorized even with damping {tried:g}: calibrate "
+                "with more tokens, or quantize this module with the algorithm `rtn`."
+            )
+        tried = min(max(10 * tried, 0.001), _MAX_DAMPING)
+    raised = f"Damping was raised from {damping:g} to {tried:g}, because the Gram was not positive definite with less."
+    return Factor(
+        order=order,
+        lower=lower.div_(pivots),
+        pivots=pivots.square(),
+        damping=tried,
+        added=tried * mean,
+        notes=(raised,) if tried != damping else (),
+    )
+
+
+def nearest_plane(weight: Tensor, factor: Factor, scales: Scales, grid: Grid, block_size: int = 128) -> tuple[Tensor, Tensor]:
+    """Codes int8 [R, I] of a row tile [R, I], and the output error of its rows without damping, float64 [R]."""
+    order, lower = factor.order, factor.lower
+    places = weight.float().t().contiguous().index_select(0, order)  # [I, R], what is to be quantized
+    groups = (order // grid.group_size).tolist()
+    scale = scales.scale.float().t().contiguous().unbind(0)
+    zero_point = None if scales.zero_point is None else scales.zero_point.float().t().contiguous().unbind(0)
+    num_channels, num_rows = places.shape
+    delta = torch.zeros_like(places)  # w - q
+    codes = torch.empty(places.shape, dtype=torch.int8, device=weight.device)
+    target, rounded = places.new_empty(2, min(block_size, num_channels), num_rows)
+    row_error = torch.zeros(num_rows, dtype=torch.float64, device=weight.device)
+    for end in range(num_channels, 0, -block_size):
+        start = max(end - block_size, 0)
+        t, q, w, d = target[: end - start], rounded[: end - start], places[start:end], delta[start:end]
+        torch.addmm(w, lower[end:, start:end].t(), delta[end:], out=t)
+        block_scale = [scale[group] for group in groups[start:end]]
+        block_zero_point = None if zero_point is None else [zero_point[group] for group in groups[start:end]]
+        quantize_block(t, w, lower[start:end, start:end], block_scale, block_zero_point, grid, q, d)
+        codes[start:end].copy_(q)
+        row_error += factor.pivots[start:end] @ t.sub_(w).add_(d).square_()
+        row_error -= factor.added * torch.mul(d, d, out=t).sum(0)
+    inverse = order.argsort()
+    return codes.index_select(0, inverse).t().contiguous(), row_error.clamp_(min=0)
+
+
+def quantize_block(
+    target: Tensor,
+    weight: Tensor,
+    lower: Tensor,
+    scale: Sequence[Tensor],
+    zero_point: Sequence[Tensor] | None,
+    grid: Grid,
+    codes: Tensor,
+    delta: Tensor,
+) -> None:
+    """Quantize the channels of one block, last to first; all matrices are [n, R], n channels by R rows.
+
+    Args:
+        target: w plus what earlier blocks left to make up for; the block's own corrections are added in place.
+        weight: w.
+        lower: [n, n], the unit lower triangular factor within the block.
+        scale: n rows [R].
+        zero_point: n rows [R]; None for symmetric grids.
+        grid: the codes' limits.
+        codes: written, as floats.
+        delta: written, w - q; zero on entry.
+    """
+    for end in range(len(target), 0, -_SUB_BLOCK):
+        start = max(end - _SUB_BLOCK, 0)
+        if end < len(target):
+            target[start:end].addmm_(lower[end:, start:end].t(), delta[end:])
+        # Coefficients of channels that are not quantized yet are zero, and so are their deltas: one product of fixed shape.
+        coefficients = lower[start:end, start:end].tril(-1).t().contiguous().unbind(0)
+        earlier = delta[start:end].t()
+        for place in range(end - 1, start - 1, -1):
+            t, q, s, d = target[place], codes[place], scale[place], delta[place]
+            torch.addmv(t, earlier, coefficients[place - start], out=t)
+            if zero_point is None:
+                torch.div(t, s, out=q).round_().clamp_(grid.low, grid.high)
+                torch.addcmul(weight[place], q, s, value=-1, out=d)
+            else:
+                torch.addcdiv(zero_point[place], t, s, out=q).round_().clamp_(grid.low, grid.high)
+                torch.addcmul(weight[place], q - zero_point[place], s, value=-1, out=d)
+
+
+@contextmanager
+def _one_thread(device: torch.device) -> Iterator[None]:
+    """One thread on a CPU: the last bits of a factorization depend on their number."""
+    before = torch.get_num_threads()
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,1 @@
+"""One calibration run: `loop.py` is the place to start reading."""

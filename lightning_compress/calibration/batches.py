@@ -1,0 +1,93 @@
+"""The calibration set: collected once, checked, and freed of padding masks that mask nothing.
+
+Whether there is padding is one decision for the whole run: without it the mask is left out before tracing, so that
+attention keeps its fast causal path.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from lightning_compress.errors import CalibrationDataError
+
+MASK_SUFFIX = "attention_mask"
+
+
+@dataclass(frozen=True)
+class CalibrationSet:
+    """Batches of equal structure, in host memory.
+
+    Attributes:
+        batches: as the model takes them.
+        has_padding: whether an attention mask is among the fields.
+    """
+
+    batches: tuple[Any, ...]
+    has_padding: bool
+
+
+def collect(batches: Iterable[Any], limit: int | None = None) -> CalibrationSet:
+    """Read and check the calibration set; tensors are moved to host memory.
+
+    Args:
+        batches: an iterable of mappings, tensors, or trees of them.
+        limit: how many to read at most.
+
+    Raises:
+        CalibrationDataError: there are none, or their keys, structure, constants, dtypes or values do not fit together.
+    """
+    collected = [pytree.tree_map_only(Tensor, Tensor.cpu, _as_plain(batch)) for batch in islice(iter(batches), limit)]
+    if not collected:
+        raise CalibrationDataError(
+            "The calibration dataloader is empty. Give it at least one batch, or use a recipe that needs no data (algorithm: rtn)."
+        )
+    for number, batch in enumerate(collected):
+        _check_like_first(collected[0], batch, number)
+        _check_values(batch, number)
+    masks = [key for key in collected[0] if key.endswith(MASK_SUFFIX)] if isinstance(collected[0], dict) else []
+    masks = [key for key in masks if isinstance(collected[0][key], Tensor) and collected[0][key].ndim == 2]
+    idle = [key for key in masks if all(bool(batch[key].bool().all()) for batch in collected)]
+    without = [{k: v for k, v in batch.items() if k not in idle} if idle else batch for batch in collected]
+    return CalibrationSet(tuple(without), has_padding=len(idle) < len(masks))
+
+
+def _as_plain(batch: Any) -> Any:
+    """transformers' BatchEncoding and other mappings become dicts, which pytree knows."""
+    return dict(batch) if isinstance(batch, Mapping) else batch
+
+
+def _check_like_first(first: Any, batch: Any, number: int) -> None:
+    if isinstance(first, dict) and isinstance(batch, dict) and first.keys() != batch.keys():
+        raise CalibrationDataError(
+            f"Batch {number} of the calibration data has the keys {sorted(batch)}, but batch 0 has {sorted(first)}. "
+            "Make the collate function return the same fields for every batch."
+        )
+    leaves, spec = pytree.tree_flatten(batch)
+    first_leaves, first_spec = pytree.tree_flatten(first)
+    if spec != first_spec:
+        raise CalibrationDataError(f"Batch {number} of the calibration data has another structure ({spec}) than batch 0 ({first_spec}).")
+    for mine, other in zip(leaves, first_leaves, strict=True):
+        if isinstance(mine, Tensor) != isinstance(other, Tensor):
+            raise CalibrationDataError(f"A field of batch {number} is a tensor where batch 0 has none, or the other way round.")
+        if isinstance(mine, Tensor) and (mine.dtype, mine.ndim) != (other.dtype, other.ndim):
+            raise CalibrationDataError(
+                f"A field of batch {number} has dtype {mine.dtype} and shape {list(mine.shape)}, but in batch 0 {other.dtype} and {list(other.shape)}."
+            )
+        if not isinstance(mine, Tensor) and mine != other:
+            raise CalibrationDataError(
+                f"The field {mine!r} of batch {number} is no tensor and differs from batch 0 ({other!r}); the model is recorded once "
+                "for all batches. Drop the field in the collate function, or turn it into a tensor."
+            )
+
+
+def _check_values(batch: Any, number: int) -> None:
+    for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
+        if isinstance(leaf, Tensor) and leaf.is_floating_point() and not torch.isfinite(leaf).all():
+            raise CalibrationDataError(f"Field {pytree.keystr(path)} of calibration batch {number} holds NaN or Inf.")
+        if isinstance(leaf, Tensor) and 0 in leaf.shape:
+            raise CalibrationDataError(f"Field {pytree.keystr(path)} of calibration batch {number} is empty (shape {list(leaf.shape)}).")

@@ -1,0 +1,185 @@
+"""The run: every subgraph in turn is brought onto the device, the calibration set flows through it, and it is quantized.
+
+    for subgraph in subgraphs:                    # a slice of the traced graph
+        with store.onload(subgraph):              # its weights are on the device in here only
+            for step in subgraph.steps:
+                run the step's nodes on every batch, gathering statistics of what its groups read
+                solve its groups and put the quantized weights in place
+
+All schedules are this loop; they differ in the steps that `graph.stages` lays out. Values that later steps read wait in
+the activation cache and are dropped at their last use.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx, nn
+
+from lightning_compress.calibration.observe import Statistics, observing
+from lightning_compress.calibration.records import ModuleRecord, SubgraphRecord
+from lightning_compress.calibration.solve import QuantizedModule, apply, describe_scheme, solve_group
+from lightning_compress.graph.execute import execute
+from lightning_compress.graph.stages import Group, Source, Step, Subgraph, last_steps
+from lightning_compress.graph.trace import Leaf, Traced
+from lightning_compress.memory.activations import ActivationCache
+from lightning_compress.memory.store import HostWeights
+from lightning_compress.memory.tracker import peak_bytes, reset_peak
+from lightning_compress.recipe.resolve import ResolvedRecipe
+from lightning_compress.statistics import Statistic
+
+Write = Callable[[QuantizedModule], int]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Everything a run needs, prepared and checked (see `prepare`).
+
+    Attributes:
+        traced: the graph; None where nothing has to run.
+        needs: which statistics each source has to gather.
+        masks: for a source, the input that marks its padding tokens.
+    """
+
+    root: nn.Module
+    resolved: ResolvedRecipe
+    subgraphs: tuple[Subgraph, ...]
+    traced: Traced | None
+    needs: Mapping[Source, tuple[type[Statistic], ...]]
+    masks: Mapping[Source, fx.Node]
+    cache: ActivationCache
+    store: HostWeights
+    device: torch.device
+
+
+@torch.no_grad()
+def calibrate(run: Calibration, write: Write) -> Iterator[SubgraphRecord]:
+    """Quantize the model, one subgraph per item of the iterator.
+
+    Args:
+        run: what to do.
+        write: called with each quantized module while it is at hand; packs it and returns its packed bytes.
+
+    Yields:
+        A record of each finished subgraph. The model holds the quantized weights of all subgraphs yielded so far.
+    """
+    last = last_steps(run.subgraphs)
+    statistics: Statistics = {}
+    number = 0
+    for index, subgraph in enumerate(run.subgraphs):
+        clock = _Clock(run.device)
+        modules: list[ModuleRecord] = []
+        num_tokens = 0
+        reset_peak(run.device)
+        with run.store.onload(subgraph.modules, subgraph.tensors):
+            clock.lap("onload")
+            for step in subgraph.steps:
+                _run_step(run, step, number, last, statistics)
+                clock.lap("run")
+                for group in step.solve:
+                    gathered = _merged(group, statistics)
+                    num_tokens = max([num_tokens, *(statistic.num_tokens for statistic in gathered.values())])
+                    for quantized in solve_group(group, run.root, run.resolved, gathered):
+                        modules.append(_record(run, subgraph, group, quantized, gathered, write(quantized)))
+                        apply(quantized, run.root, run.store)
+                for source in step.forget:
+                    statistics.pop(source, None)
+                clock.lap("solve")
+                number += 1
+        yield SubgraphRecord(
+            name=subgraph.name,
+            index=index,
+            num_subgraphs=len(run.subgraphs),
+            modules=tuple(modules),
+            num_tokens=num_tokens,
+            onload_s=clock.seconds["onload"],
+            run_s=clock.seconds["run"],
+            solve_s=clock.seconds["solve"],
+            activation_bytes=run.cache.num_bytes,
+            peak_bytes=peak_bytes(run.device),
+        )
+
+
+def _run_step(run: Calibration, step: Step, number: int, last: Mapping[fx.Node, int], statistics: Statistics) -> None:
+    """Run a step's nodes on every batch and gather the statistics of its sources."""
+    if run.traced is None or not (step.nodes or step.observe):
+        return
+    masks = {source: run.masks[source] for source in step.observe if source in run.masks}
+    read = {node for computed in step.nodes for node in computed.all_input_nodes}
+    read |= {source.node for source in step.observe} | set(masks.values())
+    outliving = {node for node, use in last.items() if use > number} | set(run.masks.values())
+    kept = outliving if step.keep else set()
+    drop_after = _drops(step, kept)
+    for batch in range(len(run.cache)):
+        values = run.cache.load(batch, read)
+        with observing(run.root, step.observe, values, masks, run.needs, statistics):
+            execute(step.nodes, values, run.root, run.traced.constants, run.device, drop_after)
+        if step.keep:
+            run.cache.store(batch, {node: values[node] for node in step.nodes if node in outliving})
+            run.cache.retain(batch, outliving)
+
+
+def _drops(step: Step, kept: set[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """For each node of a step the values that nothing reads after it: freed at once, within the batch."""
+    observed = {source.node for source in step.observe}
+    last: dict[fx.Node, fx.Node] = {}
+    for node in step.nodes:
+        last.update(dict.fromkeys((*node.all_input_nodes, node), node))
+    drops: dict[fx.Node, list[fx.Node]] = {}
+    for value, node in last.items():
+        if value not in kept and value not in observed:
+            drops.setdefault(node, []).append(value)
+    return drops
+
+
+def _merged(group: Group, statistics: Statistics) -> dict[type[Statistic], Statistic]:
+    """The statistics of a group: those of its one source, or of all calls of a module taken together."""
+    gathered = [statistics[source] for source in group.sources]
+    if len(gathered) < 2:
+        return dict(gathered[0]) if gathered else {}
+    total = deepcopy(gathered[0])
+    for other in gathered[1:]:
+        for kind, statistic in total.items():
+            statistic.merge(other[kind])
+    return total
+
+
+def _record(
+    run: Calibration, subgraph: Subgraph, group: Group, quantized: QuantizedModule, gathered: Mapping[type[Statistic], Statistic], packed: int
+) -> ModuleRecord:
+    weight: Tensor = run.root.get_submodule(quantized.module).get_parameter("weight")
+    nodes = run.traced.graph.nodes if run.traced is not None else ()
+    calls = sum(1 for node in nodes if isinstance(node.target, Leaf) and node.target.name == quantized.module)
+    return ModuleRecord(
+        module=quantized.module,
+        subgraph=subgraph.name,
+        algorithm=type(run.resolved.assignments[quantized.module].algorithm).__name__,
+        scheme=describe_scheme(quantized.scheme),
+        shape=tuple(weight.shape),
+        error=quantized.solved.error,
+        num_tokens=max((statistic.num_tokens for statistic in gathered.values()), default=0),
+        num_calls=calls,
+        solved_with=tuple(name for name in group.members if name != quantized.module),
+        damping=quantized.solved.damping,
+        bytes_before=weight.nbytes,
+        bytes_after=packed,
+        notes=quantized.solved.notes,
+    )
+
+
+class _Clock:
+    """Wall seconds per phase; waits for the device so that a phase pays for what it started."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.seconds = {"onload": 0.0, "run": 0.0, "solve": 0.0}
+        self._device = device
+        self._since = time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        now = time.perf_counter()
+        self.seconds[phase] += now - self._since
+        self._since = now

@@ -1,0 +1,68 @@
+"""Gather statistics of the values that groups read, without their padding tokens."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from lightning_compress.graph.stages import Source
+from lightning_compress.statistics import Statistic
+
+Statistics = dict[Source, dict[type[Statistic], Statistic]]
+
+
+@contextmanager
+def observing(
+    root: nn.Module,
+    sources: Sequence[Source],
+    values: Mapping[fx.Node, object],
+    masks: Mapping[Source, fx.Node],
+    needs: Mapping[Source, tuple[type[Statistic], ...]],
+    statistics: Statistics,
+) -> Iterator[None]:
+    """Update the statistics of `sources` with what one batch computes inside the context.
+
+    A value of the graph is read from `values` at the end; the input of a module inside an opaque leaf is caught by a
+    hook while the leaf runs.
+    """
+
+    def update(source: Source, x: object) -> None:
+        assert isinstance(x, Tensor)
+        mask = values[masks[source]] if source in masks else None
+        kept = tokens(x, mask if isinstance(mask, Tensor) else None)
+        found = statistics.setdefault(source, {})
+        for kind in needs[source]:
+            if kind not in found:
+                found[kind] = kind(x.shape[-1], x.device)
+            found[kind].update(kept)
+
+    with ExitStack() as hooks:
+        for source in sources:
+            if source.inner is not None:
+                hooks.enter_context(_catching(root.get_submodule(source.inner), source, update))
+        yield
+        for source in sources:
+            if source.inner is None:
+                update(source, values[source.node])
+
+
+def tokens(x: Tensor, mask: Tensor | None) -> Tensor:
+    """The tokens [T, I] of `x` [..., I]; `mask` [B, L] tells, where it fits x's leading sizes, which are not padding."""
+    flat = x.reshape(-1, x.shape[-1])
+    if mask is None or mask.numel() != flat.shape[0]:
+        return flat
+    keep = mask.reshape(-1).bool()
+    return flat if bool(keep.all()) else flat[keep]
+
+
+@contextmanager
+def _catching(module: nn.Module, source: Source, update: Any) -> Iterator[None]:
+    def hook(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        update(source, args[0] if args else kwargs["input"])
+
+    handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()

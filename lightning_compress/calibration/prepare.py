@@ -1,0 +1,140 @@
+"""Everything before the first subgraph: the model's state, the graph, the stages, the caches."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from lightning_compress.calibration.batches import CalibrationSet
+from lightning_compress.calibration.loop import Calibration
+from lightning_compress.calibration.solve import group_key, needed_statistics
+from lightning_compress.calibration.target import Target
+from lightning_compress.errors import CalibrationDataError, UnsupportedModelError
+from lightning_compress.graph.stages import Schedule, Source, Subgraph, datafree_subgraphs, subgraphs
+from lightning_compress.graph.targets import sequential_modules
+from lightning_compress.graph.trace import Traced, flatten_batch, leaf_input, token_mask_for, trace, violated_guards
+from lightning_compress.memory.activations import ActivationCache
+from lightning_compress.memory.store import HostWeights
+from lightning_compress.recipe.resolve import ResolvedRecipe
+from lightning_compress.statistics import Statistic
+
+
+def needs_data(resolved: ResolvedRecipe) -> bool:
+    """Whether any module's algorithm or scheme asks for statistics."""
+    return any(needed_statistics(assignment) for assignment in resolved.assignments.values())
+
+
+def prepare(
+    target: Target,
+    resolved: ResolvedRecipe,
+    data: CalibrationSet | None,
+    *,
+    schedule: Schedule = Schedule.STAGED,
+    sequential_targets: Sequence[str] | None = None,
+    device: torch.device,
+    cache_device: torch.device,
+) -> Calibration:
+    """Trace the model and lay the run out.
+
+    Args:
+        target: the model, in host memory and in eval mode (see `calibrating`).
+        resolved: what happens to each module.
+        data: the calibration set; None for schedule `datafree`.
+        schedule: where the graph is cut.
+        sequential_targets: what is onloaded at a time; None takes the model's layers.
+        device: where subgraphs run.
+        cache_device: where values wait between steps.
+
+    Raises:
+        UnsupportedModelError: `datafree` with an algorithm that needs data, or a module that the forward never calls.
+        UntraceableModelError: the forward cannot be recorded.
+        CalibrationDataError: batches that would take different paths through the model.
+    """
+    names = tuple(resolved.assignments)
+    boundaries = sequential_modules(target.root, sequential_targets, names)
+    store = HostWeights(target.root, device)
+    if schedule is Schedule.DATAFREE:
+        if needs_data(resolved):
+            raise UnsupportedModelError(
+                "Schedule 'datafree' runs nothing, but the recipe has algorithms or static activation scales that need statistics. "
+                "Use schedule 'staged', or algorithm rtn with weight-only or dynamic schemes."
+            )
+        parts = datafree_subgraphs(_by_boundary(names, boundaries))
+        return Calibration(target.root, resolved, parts, None, {}, {}, ActivationCache([], home=device, device=device), store, device)
+    if data is None:
+        raise CalibrationDataError("This recipe needs calibration data: give `dataloaders`, a datamodule, or `calibration`.")
+    traced = _trace(target, names, boundaries, data)
+    parts = subgraphs(traced, frozenset(names), lambda name: group_key(resolved.assignments[name], target.root.get_submodule(name)), schedule)
+    _check_all_called(parts, names, target)
+    cache = ActivationCache(_inputs(traced, data), home=cache_device, device=device)
+    needs = _needs(parts, resolved)
+    return Calibration(target.root, resolved, parts, traced, needs, _masks(traced, needs), cache, store, device)
+
+
+@contextmanager
+def calibrating(root: nn.Module) -> Iterator[None]:
+    """Eval mode and no gradients inside; every module's mode is as before afterwards."""
+    modes = {module: module.training for module in root.modules()}
+    root.eval()
+    for parameter in root.parameters():
+        parameter.grad = None
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def _trace(target: Target, names: Sequence[str], boundaries: Sequence[str], data: CalibrationSet) -> Traced:
+    largest = max(data.batches, key=lambda batch: sum(leaf.numel() for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)))
+    traced = trace(target.root, target.step, largest, leaf_names=names, boundary_names=boundaries)
+    for number, batch in enumerate(data.batches):
+        violated = violated_guards(traced, batch)
+        if violated:
+            raise CalibrationDataError(
+                f"Batch {number} of the calibration data would take another path through the model than the one recorded "
+                f"({'; '.join(violated[:3])}). Bring the batches to one length, or leave this one out."
+            )
+    return traced
+
+
+def _inputs(traced: Traced, data: CalibrationSet) -> list[dict[fx.Node, object]]:
+    placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
+    return [dict(zip(placeholders, flatten_batch(batch)[0], strict=True)) for batch in data.batches]
+
+
+def _needs(parts: Sequence[Subgraph], resolved: ResolvedRecipe) -> dict[Source, tuple[type[Statistic], ...]]:
+    needs: dict[Source, dict[type[Statistic], None]] = {}
+    for part in parts:
+        for step in part.steps:
+            for group in step.solve:
+                for source in group.sources:
+                    needs.setdefault(source, {}).update(dict.fromkeys(needed_statistics(resolved.assignments[group.members[0]])))
+    return {source: tuple(kinds) for source, kinds in needs.items()}
+
+
+def _masks(traced: Traced, needs: Mapping[Source, Any]) -> dict[Source, fx.Node]:
+    found = {source: token_mask_for(traced, leaf_input(source.node) if source.inner else source.node) for source in needs}
+    return {source: mask for source, mask in found.items() if mask is not None}
+
+
+def _check_all_called(parts: Sequence[Subgraph], names: Sequence[str], target: Target) -> None:
+    missing = sorted(set(names) - {name for part in parts for name in part.solved})
+    if missing:
+        shapes = ", ".join(f"{name} {list(target.root.get_submodule(name).get_parameter('weight').shape)}" for name in missing[:5])
+        raise UnsupportedModelError(
+            f"{len(missing)} modules that the recipe targets are never called by {target.step_name}: {shapes}. Add them to `ignore`, or "
+            "give the LightningModule a `calibration_step(self, batch)` that runs them."
+        )
+
+
+def _by_boundary(names: Sequence[str], boundaries: Sequence[str]) -> list[tuple[str, list[str]]]:
+    grouped: dict[str, list[str]] = {}
+    for name in names:
+        boundary = next((b for b in boundaries if name == b or name.startswith(b + ".")), name)
+        grouped.setdefault(boundary, []).append(name)
+    return list(grouped.items())

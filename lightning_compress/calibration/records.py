@@ -1,0 +1,54 @@
+"""What a run tells: one record per module and per subgraph. Plain values only, so that they serialize."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ModuleRecord:
+    """What happened to one module.
+
+    Attributes:
+        error: relative output error, tr(dW C dW^T) / tr(W C W^T) with C the mean Gram matrix of the inputs; without
+            statistics the relative squared error of the weights.
+        num_tokens: calibration tokens that the statistics saw.
+        num_calls: calls of the module in one forward.
+        solved_with: the other members of its group.
+        damping: fraction of the mean diagonal that was added to the Gram matrix; 0 where there is none.
+        bytes_before, bytes_after: of the weight as it was, and packed with its scales and zero points.
+        notes: anything the solver did beyond the plain path.
+    """
+
+    module: str
+    subgraph: str
+    algorithm: str
+    scheme: str
+    shape: tuple[int, ...]
+    error: float
+    num_tokens: int
+    num_calls: int
+    solved_with: tuple[str, ...]
+    damping: float
+    bytes_before: int
+    bytes_after: int
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class SubgraphRecord:
+    """What one subgraph took. Times are wall seconds; `peak_bytes` is of the device (see `memory.tracker.peak_bytes`)."""
+
+    name: str
+    index: int
+    num_subgraphs: int
+    modules: tuple[ModuleRecord, ...]
+    num_tokens: int
+    onload_s: float
+    run_s: float
+    solve_s: float
+    activation_bytes: int
+    peak_bytes: int
+
+    @property
+    def mean_error(self) -> float:
+        """Mean relative output error of its modules; 0 where it quantizes none."""
+        return sum(record.error for record in self.modules) / len(self.modules) if self.modules else 0.0

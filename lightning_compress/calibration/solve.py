@@ -1,0 +1,154 @@
+"""Solve one group and put the result into the model.
+
+The dequantized weight comes from compressed-tensors' own `dequantize` on the stored codes and scales, so the model in
+memory holds bit for bit what a reader of the checkpoint computes.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, QuantizationStrategy
+from compressed_tensors.quantization.lifecycle.forward import dequantize, fake_quantize
+from compressed_tensors.quantization.utils import calculate_qparams, compute_dynamic_scales_and_zp
+from torch import Tensor, nn
+
+from lightning_compress.algorithms.base import Solved, split
+from lightning_compress.errors import NonFiniteError, SolveError
+from lightning_compress.graph.stages import Group
+from lightning_compress.memory.store import HostWeights
+from lightning_compress.recipe.resolve import Assignment, ResolvedRecipe
+from lightning_compress.statistics import MinMax, Statistic
+
+GroupStatistics = Mapping[type[Statistic], Statistic]
+
+
+@dataclass(frozen=True)
+class QuantizedModule:
+    """The result for one module: codes and scales of its weight, and the static scale of its input, if any."""
+
+    module: str
+    scheme: QuantizationScheme
+    solved: Solved
+    input_scale: Tensor | None
+    input_zero_point: Tensor | None
+
+    @property
+    def weights(self) -> QuantizationArgs:
+        """The weights' arguments."""
+        assert self.scheme.weights is not None
+        return self.scheme.weights
+
+    def dequantized(self) -> Tensor:
+        """The weight [O, I] that the codes and scales stand for, in the scale's dtype."""
+        return dequantize_weight(self.solved.codes, self.solved.scale, self.solved.zero_point, self.weights)
+
+
+def dequantize_weight(codes: Tensor, scale: Tensor, zero_point: Tensor | None, args: QuantizationArgs) -> Tensor:
+    """compressed-tensors' value of integer codes [O, I] under scales, in the scale's dtype."""
+    weight: Tensor = dequantize(x_q=codes, scale=scale, zero_point=zero_point, args=args)
+    return weight
+
+
+@final
+@dataclass(frozen=True)
+class InputQuantizer:
+    """A forward pre-hook that quantizes and dequantizes a linear's input, as the checkpoint's runtime will."""
+
+    args: QuantizationArgs
+    scale: Tensor | None
+    zero_point: Tensor | None
+
+    def __call__(self, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+        if args:
+            return (self._quantized(module, args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "input": self._quantized(module, kwargs["input"])}
+
+    def _quantized(self, module: nn.Module, x: Tensor) -> Tensor:
+        if x.numel() == 0:
+            return x
+        if self.scale is None:
+            scale, zero_point = compute_dynamic_scales_and_zp(value=x, args=self.args, module=module)
+        else:
+            scale = self.scale.to(x.device)
+            zero_point = None if self.zero_point is None else self.zero_point.to(x.device)
+        quantized: Tensor = fake_quantize(x=x, scale=scale, zero_point=zero_point, args=self.args)
+        return quantized
+
+
+def group_key(assignment: Assignment, module: nn.Module) -> tuple[object, ...]:
+    """What modules must share, beside their input, to be solved as one."""
+    weight = module.get_parameter("weight")
+    return assignment.algorithm, json.dumps(assignment.scheme.model_dump(mode="json")), weight.dtype, weight.shape[1]
+
+
+def describe_scheme(scheme: QuantizationScheme) -> str:
+    """A scheme in a word, e.g. `W4A16 int group 128`."""
+    weights, inputs = scheme.weights, scheme.input_activations
+    assert weights is not None
+    kind = f"{weights.strategy}{'' if weights.group_size in (None, -1) else f' {weights.group_size}'}"
+    activations = "" if inputs is None else f", inputs {inputs.strategy} {'dynamic' if inputs.dynamic else 'static'}"
+    return f"W{weights.num_bits}A{inputs.num_bits if inputs else 16} {kind}{'' if weights.symmetric else ' asymmetric'}{activations}"
+
+
+def needed_statistics(assignment: Assignment) -> tuple[type[Statistic], ...]:
+    """What has to be gathered about a module's input before it can be solved."""
+    inputs = assignment.scheme.input_activations
+    static = (MinMax,) if inputs is not None and not inputs.dynamic else ()
+    return tuple(dict.fromkeys((*assignment.algorithm.statistics(assignment.weights), *static)))
+
+
+@torch.no_grad()
+def solve_group(group: Group, root: nn.Module, resolved: ResolvedRecipe, statistics: GroupStatistics) -> list[QuantizedModule]:
+    """Quantize all members of a group from one stack of their rows.
+
+    Raises:
+        SolveError: the algorithm failed; the message names the members and the shape.
+        NonFiniteError: the input of the group held NaN or Inf.
+    """
+    assignment = resolved.assignments[group.members[0]]
+    weights = [root.get_submodule(name).get_parameter("weight") for name in group.members]
+    rows = [weight.shape[0] for weight in weights]
+    stacked = torch.cat([weight.detach() for weight in weights])
+    _check_finite(group, statistics)
+    try:
+        solved = assignment.algorithm.solve(stacked, statistics, assignment.weights, weights[0].dtype, rows)
+    except ValueError as error:
+        raise SolveError(f"{', '.join(group.members)} (stacked weight {list(stacked.shape)}): {error}") from error
+    scale, zero_point = _static_input(assignment.scheme, statistics, weights[0].dtype)
+    return [
+        QuantizedModule(name, resolved.assignments[name].scheme, part, scale, zero_point)
+        for name, part in zip(group.members, split(solved, rows), strict=True)
+    ]
+
+
+def apply(quantized: QuantizedModule, root: nn.Module, store: HostWeights) -> None:
+    """Let the model compute with the quantized weight and, where the scheme says so, with quantized inputs."""
+    module = root.get_submodule(quantized.module)
+    store.write(module.get_parameter("weight"), quantized.dequantized())
+    inputs = quantized.scheme.input_activations
+    if inputs is not None:
+        hook = InputQuantizer(inputs, quantized.input_scale, quantized.input_zero_point)
+        module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _static_input(scheme: QuantizationScheme, statistics: GroupStatistics, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+    inputs = scheme.input_activations
+    if inputs is None or inputs.dynamic:
+        return None, None
+    assert inputs.strategy == QuantizationStrategy.TENSOR
+    seen = statistics[MinMax]
+    assert isinstance(seen, MinMax)
+    scale, zero_point = calculate_qparams(seen.minimum.reshape(1).to(dtype), seen.maximum.reshape(1).to(dtype), inputs)
+    return scale.to(dtype), None if inputs.symmetric else zero_point
+
+
+def _check_finite(group: Group, statistics: GroupStatistics) -> None:
+    tensors: Sequence[Tensor] = [tensor for statistic in statistics.values() for tensor, _ in statistic.reductions().values()]
+    if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
+        raise NonFiniteError(
+            f"The input of {', '.join(group.members)} holds NaN or Inf on the calibration data. Nothing was written. Run the model in "
+            "a wider dtype (bfloat16 or float32), or look for the first module that produces it."
+        )

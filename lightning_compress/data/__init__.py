@@ -1,0 +1,18 @@
+"""Calibration and evaluation text: configuration -> documents -> batches of token ids. No Lightning in here."""
+
+from lightning_compress.data.batches import calibration_dataloader, evaluation_dataloader
+from lightning_compress.data.config import DataConfig, DocsConfig, HfConfig, TextConfig, load_data_config
+from lightning_compress.data.perplexity import perplexity
+from lightning_compress.data.sources import docs_documents
+
+__all__ = [
+    "DataConfig",
+    "DocsConfig",
+    "HfConfig",
+    "TextConfig",
+    "calibration_dataloader",
+    "docs_documents",
+    "evaluation_dataloader",
+    "load_data_config",
+    "perplexity",
+]

@@ -1,0 +1,179 @@
+"""From documents to batches of token ids.
+
+Method: documents are drawn in a seeded order and tokenized only as far as needed (at least `num_samples` documents,
+so that a few long ones do not make up the whole sample). Packed (default): they are joined, cut into windows of equal
+length, and the sample is drawn from the windows. Ragged: one document is one sample, padded on the right, with a mask.
+Batches are formed here, once and globally, and handed to ranks whole: a sampler that strides samples over ranks would
+make the statistics depend on how many ranks there are (DESIGN.md, distribution contract).
+"""
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import cast, final
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from transformers import PreTrainedTokenizerBase
+
+from lightning_compress.data.config import DataConfig
+from lightning_compress.data.sources import Document, load_documents
+from lightning_compress.errors import CalibrationDataError
+
+Batch = dict[str, Tensor]
+
+log = logging.getLogger(__name__)
+
+_DOCUMENTS_AT_A_TIME = 64
+_SHORTEST_DOCUMENT = 2  # tokens: one to read and one to predict
+
+
+def calibration_dataloader(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> DataLoader[Batch]:
+    """`num_samples` samples drawn with `seed`, in batches.
+
+    Yields {"input_ids": [B, L]} int64, and "attention_mask" [B, L] int64 (1: token, 0: padding) in every batch where
+    any batch has padding. L is `max_length` when packed, else the longest of the batch.
+
+    Raises CalibrationDataError where there is too little text (with the numbers), no chat template, or no token to pad
+    with.
+    """
+    documents = load_documents(config)
+    generator = torch.Generator().manual_seed(config.seed)
+    order = torch.randperm(len(documents), generator=generator).tolist()
+    encoded = _encode((documents[i] for i in order), tokenizer)
+    if config.packing:
+        windows = _windows(encoded, config, least_documents=config.num_samples)
+        drawn = torch.randperm(len(windows), generator=generator)[: config.num_samples].tolist()
+        samples = [windows[i] for i in drawn]
+    else:
+        samples = _beginnings(encoded, config)
+    if len(samples) < config.num_samples:
+        raise CalibrationDataError(_too_little(config, samples, len(documents)))
+    return _dataloader(samples, config, tokenizer)
+
+
+def evaluation_dataloader(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> DataLoader[Batch]:
+    """The first `num_samples` samples in the order of the text (all there are, where there are fewer), in batches.
+
+    Packed windows follow one another without overlap. Shapes and errors as in `calibration_dataloader`; `seed` has
+    no effect.
+    """
+    documents = load_documents(config)
+    encoded = _encode((documents[i] for i in range(len(documents))), tokenizer)
+    if config.packing:
+        samples = _windows(encoded, config, least_documents=1)[: config.num_samples]
+    else:
+        samples = _beginnings(encoded, config)
+    if not samples:
+        raise CalibrationDataError(
+            f"data ({config.source}): the text is shorter than one window of {config.max_length} tokens."
+        )
+    return _dataloader(samples, config, tokenizer)
+
+
+def _encode(documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase) -> Iterator[Tensor]:
+    """Each document's token ids [T]: with the tokenizer's special tokens or, where it adds none, eos at the end."""
+    remaining = iter(documents)
+    adds_special = bool(tokenizer("")["input_ids"])
+    ending = [] if adds_special or tokenizer.eos_token_id is None else [cast(int, tokenizer.eos_token_id)]
+    while few := list(islice(remaining, _DOCUMENTS_AT_A_TIME)):
+        is_chat = not isinstance(few[0], str)
+        texts = [_render(document, tokenizer) for document in few]
+        encoded = tokenizer(texts, add_special_tokens=not is_chat, verbose=False)["input_ids"]
+        for ids in cast(list[list[int]], encoded):
+            yield torch.tensor(ids if is_chat else ids + ending, dtype=torch.int64)
+
+
+def _render(document: Document, tokenizer: PreTrainedTokenizerBase) -> str:
+    if isinstance(document, str):
+        return document
+    if tokenizer.chat_template is None:
+        raise CalibrationDataError(
+            f"the data holds chats, and the tokenizer {tokenizer.name_or_path!r} has no chat template: use the "
+            "instruction-tuned model's tokenizer, set tokenizer.chat_template, or choose a column of strings."
+        )
+    return cast(str, tokenizer.apply_chat_template(document, tokenize=False))
+
+
+def _windows(encoded: Iterator[Tensor], config: DataConfig, least_documents: int) -> list[Tensor]:
+    """Consecutive windows [max_length] of the joined documents: `num_samples`, or more where documents are long."""
+    pieces: list[Tensor] = []
+    num_tokens = 0
+    for ids in encoded:
+        pieces.append(ids)
+        num_tokens += len(ids)
+        if num_tokens >= config.num_samples * config.max_length and len(pieces) >= least_documents:
+            break
+    joined = torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64)
+    num_windows = num_tokens // config.max_length
+    return list(joined[: num_windows * config.max_length].view(num_windows, config.max_length))
+
+
+def _beginnings(encoded: Iterator[Tensor], config: DataConfig) -> list[Tensor]:
+    """The first `max_length` tokens of `num_samples` documents (those with too few tokens to predict one left out)."""
+    long_enough = (ids[: config.max_length] for ids in encoded if len(ids) >= _SHORTEST_DOCUMENT)
+    return list(islice(long_enough, config.num_samples))
+
+
+def _too_little(config: DataConfig, samples: Sequence[Tensor], num_documents: int) -> str:
+    if config.packing:
+        there = f"{len(samples) * config.max_length} tokens in whole windows, from {num_documents} documents"
+        needed = f"{config.num_samples * config.max_length} ({config.num_samples} x {config.max_length})"
+    else:
+        there = f"{len(samples)} documents of {_SHORTEST_DOCUMENT} tokens or more, of {num_documents}"
+        needed = f"{config.num_samples}"
+    return (
+        f"data ({config.source}): too little text: there are {there}, and {needed} are needed. "
+        "Lower data.num_samples or data.max_length, or give more text."
+    )
+
+
+@final
+class _Samples(Dataset[Tensor]):
+    def __init__(self, samples: Sequence[Tensor]) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.samples[index]
+
+
+@final
+@dataclass(frozen=True)
+class _Collate:
+    """Stacks samples [L_i] to a batch; `pad_token_id` is None where no batch of the run has padding."""
+
+    pad_token_id: int | None
+
+    def __call__(self, samples: Sequence[Tensor]) -> Batch:
+        if self.pad_token_id is None:
+            return {"input_ids": torch.stack(list(samples))}
+        lengths = torch.tensor([len(ids) for ids in samples])
+        padded = torch.nn.utils.rnn.pad_sequence(list(samples), batch_first=True, padding_value=self.pad_token_id)
+        mask = torch.arange(padded.shape[1]) < lengths[:, None]
+        return {"input_ids": padded, "attention_mask": mask.long()}
+
+
+def _dataloader(samples: Sequence[Tensor], config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> DataLoader[Batch]:
+    size = config.batch_size
+    starts = range(0, len(samples), size)
+    ragged = any(len({len(ids) for ids in samples[start : start + size]}) > 1 for start in starts)
+    collate = _Collate(_pad_token_id(tokenizer) if ragged else None)
+    # The samples are tensors and the collation makes them dicts, which DataLoader's one type parameter cannot say.
+    return cast(DataLoader[Batch], DataLoader(_Samples(samples), batch_size=size, collate_fn=collate))
+
+
+def _pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    if tokenizer.pad_token_id is not None:
+        return cast(int, tokenizer.pad_token_id)
+    if tokenizer.eos_token_id is None:
+        raise CalibrationDataError(
+            f"the samples differ in length, and the tokenizer {tokenizer.name_or_path!r} has neither a pad nor an eos "
+            "token: set tokenizer.pad_token, or use data.packing=true."
+        )
+    log.warning("The tokenizer has no pad token: padding with its eos token %r (masked).", tokenizer.eos_token)
+    return cast(int, tokenizer.eos_token_id)

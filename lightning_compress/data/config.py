@@ -1,0 +1,154 @@
+"""What text a calibration or an evaluation reads, as typed configuration.
+
+Method: one frozen dataclass per source of text (`docs`, `text`, `hf`) over the fields that all share. They hold plain
+values only, so they serialize, hash into a fingerprint and compose in Hydra (`data=docs data.num_samples=64`).
+Alternative not taken: Hydra's `_target_` in the YAML, which reports a mistyped value where it is first used and an
+unknown key as a `TypeError` of some constructor.
+"""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, final
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from lightning_compress.errors import CalibrationDataError
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The fields every source shares (abstract: use `DocsConfig`, `TextConfig` or `HfConfig`).
+
+    num_samples: windows (packed) or documents (ragged) that are drawn.
+    max_length: tokens per window; a ragged document is cut there.
+    batch_size: windows per batch; the last batch may be smaller.
+    seed: of the draw. The same configuration and tokenizer give the same batches.
+    packing: documents are joined and cut into windows of exactly `max_length` tokens. Otherwise a sample is the
+        beginning of one document, padded to the longest of its batch and masked.
+    """
+
+    source: ClassVar[str] = ""
+
+    num_samples: int = 128
+    max_length: int = 256
+    batch_size: int = 8
+    seed: int = 0
+    packing: bool = True
+
+    def __post_init__(self) -> None:
+        for name, least in (("num_samples", 1), ("max_length", 2), ("batch_size", 1)):
+            if getattr(self, name) < least:
+                raise CalibrationDataError(f"data.{name}={getattr(self, name)}: must be at least {least}.")
+
+
+@final
+@dataclass(frozen=True)
+class DocsConfig(DataConfig):
+    """Python's own documentation: `pydoc_data.topics` and the standard library's docstrings, about 2 MB of English.
+
+    split: "train", "test" (every 20th document, held out) or "all".
+    """
+
+    source: ClassVar[str] = "docs"
+
+    split: str = "train"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.split not in ("train", "test", "all"):
+            raise CalibrationDataError(f"data.split={self.split!r}: the splits are 'train', 'test' and 'all'.")
+
+
+@final
+@dataclass(frozen=True)
+class TextConfig(DataConfig):
+    """Plain text files in UTF-8, one document each.
+
+    files: their paths.
+    """
+
+    source: ClassVar[str] = "text"
+
+    files: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.files:
+            raise CalibrationDataError(
+                "data.files is empty: name at least one text file, as in data.files=[a.txt,b.txt]."
+            )
+
+
+@final
+@dataclass(frozen=True)
+class HfConfig(DataConfig):
+    """A data set of the `datasets` library; one row is one document.
+
+    path: a name on the Hub, a folder written by `save_to_disk`, or a local .json, .jsonl, .parquet or .csv file.
+    name: the data set's configuration, where it has several.
+    split: e.g. "train" or "train[:1000]" (slices: not for folders written by `save_to_disk`).
+    column: a string, or a chat (list of {role, content}), which goes through the tokenizer's chat template.
+    """
+
+    source: ClassVar[str] = "hf"
+
+    path: str = ""
+    name: str | None = None
+    split: str = "train"
+    column: str = "text"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.path:
+            raise CalibrationDataError(
+                "data.path is missing: a data set's name on the Hub, a saved folder or a local file."
+            )
+
+
+SOURCES: dict[str, type[DocsConfig] | type[TextConfig] | type[HfConfig]] = {
+    config.source: config for config in (DocsConfig, TextConfig, HfConfig)
+}
+
+
+def load_data_config(values: Mapping[str, Any] | DictConfig) -> DataConfig:
+    """The typed configuration of plain values such as a Hydra group's.
+
+    values: the fields of the source's dataclass, and `source` ("docs" where it is missing).
+    Raises CalibrationDataError naming the field, for an unknown source or key (with the nearest known one), a wrong
+    type or a field that must be given.
+
+    >>> load_data_config({"source": "docs", "num_samples": 16})
+    DocsConfig(num_samples=16, max_length=256, batch_size=8, seed=0, packing=True, split='train')
+    """
+    try:
+        plain = {str(key): value for key, value in values.items()}
+    except MissingMandatoryValue as error:
+        raise CalibrationDataError(f"data: a field must be given: {_first_line(error)}") from error
+    source = plain.pop("source", DocsConfig.source)
+    if source not in SOURCES:
+        raise CalibrationDataError(f"data.source={source!r} is unknown{_nearest(str(source), list(SOURCES))}")
+    config = SOURCES[source]
+    known = [field.name for field in fields(config)]
+    for key in plain:
+        if key not in known:
+            raise CalibrationDataError(f"data.{key} is not a field of the source {source!r}{_nearest(key, known)}")
+    schema = OmegaConf.structured(config)
+    OmegaConf.set_readonly(schema, False)
+    try:
+        typed = OmegaConf.to_container(OmegaConf.merge(schema, plain))
+    except OmegaConfBaseException as error:
+        raise CalibrationDataError(f"data ({source}): {_first_line(error)} (field '{error.full_key}')") from error
+    assert isinstance(typed, dict)
+    arguments: dict[str, Any] = {str(key): tuple(v) if isinstance(v, list) else v for key, v in typed.items()}
+    return config(**arguments)
+
+
+def _first_line(error: OmegaConfBaseException) -> str:
+    return str(error).splitlines()[0]
+
+
+def _nearest(word: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}."

@@ -1,0 +1,33 @@
+"""What a user can get wrong, as exceptions. Each message names the module, its shape, the scheme and the remedy."""
+
+
+class CompressionError(ValueError):
+    """Base of every error this package raises for a user's input."""
+
+
+class RecipeError(CompressionError):
+    """The recipe cannot be read: unknown name, key, preset or type."""
+
+
+class UnsupportedModelError(CompressionError):
+    """The recipe does not fit the model, or the model cannot be compressed as it is."""
+
+
+class UntraceableModelError(CompressionError):
+    """The model's forward cannot be recorded as a graph, even with its layers as single nodes."""
+
+
+class CalibrationDataError(CompressionError):
+    """The calibration batches cannot be used."""
+
+
+class NonFiniteError(CompressionError):
+    """A weight or an activation holds NaN or Inf."""
+
+
+class SolveError(CompressionError):
+    """A weight could not be quantized by its algorithm."""
+
+
+class OutputDirectoryError(CompressionError):
+    """The output folder cannot be written to."""

@@ -1,0 +1,182 @@
+"""The checkpoint folder: written beside its place and renamed into it, so that it exists whole or not at all.
+
+transformers models are saved by their own `save_pretrained` (names as in the original checkpoint, shards, configs);
+other modules as safetensors shards by huggingface_hub, with a config.json that holds the same `quantization_config`.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+from compressed_tensors.utils.match import match_targets
+from huggingface_hub import load_state_dict_from_file, save_torch_state_dict
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lightning_compress.calibration.solve import InputQuantizer
+from lightning_compress.errors import CompressionError, OutputDirectoryError
+from lightning_compress.export.packing import PackedModule, packed_state_dict, quantization_config, unpack
+from lightning_compress.recipe.resolve import ResolvedRecipe
+
+MARKER = "lightning_compress.json"
+_WEIGHTS = "model"
+
+
+class SavesPretrained(Protocol):
+    """A tokenizer or processor."""
+
+    def save_pretrained(self, save_directory: str, /) -> object: ...
+
+
+def check_output_dir(output_dir: Path) -> None:
+    """Raise before the work if the result could not be written.
+
+    Raises:
+        OutputDirectoryError: it exists and holds something that is not an earlier output of ours.
+    """
+    if output_dir.is_file():
+        raise OutputDirectoryError(f"output_dir {output_dir} is a file; give a folder.")
+    if output_dir.is_dir() and any(output_dir.iterdir()) and not (output_dir / MARKER).is_file():
+        raise OutputDirectoryError(
+            f"output_dir {output_dir} exists and was not written by lightning_compress (no {MARKER} in it). "
+            "Give another folder, or remove this one."
+        )
+    existing = next(parent for parent in (output_dir, *output_dir.absolute().parents) if parent.exists())
+    if not _is_writable(existing):
+        raise OutputDirectoryError(f"output_dir {output_dir} cannot be written to: no permission for {existing}.")
+
+
+def write_checkpoint(
+    output_dir: Path,
+    root: nn.Module,
+    resolved: ResolvedRecipe,
+    packed: Mapping[str, PackedModule],
+    tokenizer: SavesPretrained | None = None,
+    max_shard_size: str = "5GB",
+) -> None:
+    """Write the folder: weights, config, tokenizer and our marker with the recipe.
+
+    Args:
+        output_dir: replaced if an earlier run of ours wrote it.
+        root: the model, of which everything that is not in `packed` is stored as it is.
+        resolved: schemes of the packed modules.
+        packed: checkpoint tensors by module name.
+        tokenizer: saved too, if known.
+        max_shard_size: of one safetensors file, e.g. "5GB".
+    """
+    check_output_dir(output_dir)
+    partial = output_dir.with_name(f".{output_dir.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    state = packed_state_dict(root, packed)
+    if isinstance(root, PreTrainedModel):
+        dtype = root.config.dtype
+        root.save_pretrained(partial, state_dict=state, max_shard_size=max_shard_size)
+        root.config.dtype = dtype
+    else:
+        save_torch_state_dict(_without_ties(state), partial, max_shard_size=max_shard_size)
+    _update_config(partial / "config.json", quantization_config(resolved, root, _checkpoint_names(root)))
+    if tokenizer is not None:
+        tokenizer.save_pretrained(str(partial))
+    (partial / MARKER).write_text(json.dumps({"recipe": resolved.recipe.to_dict()}, indent=2) + "\n")
+    if output_dir.exists():
+        shutil.rmtree(output_dir)
+    partial.rename(output_dir)
+
+
+def load_compressed(module: nn.Module, directory: str | Path) -> nn.Module:
+    """Load a compressed checkpoint into a module of the architecture it was made from; returns the module.
+
+    Weights are dequantized into the module's parameters, in their dtype; quantized inputs are quantized by forward
+    pre-hooks. For checkpoints of transformers models `from_pretrained` does the same without the original class at hand.
+
+    Raises:
+        CompressionError: the folder holds no compressed checkpoint, or its tensors do not fit the module.
+    """
+    directory = Path(directory)
+    config_file = directory / "config.json"
+    if not config_file.is_file() or "quantization_config" not in (content := json.loads(config_file.read_text())):
+        raise CompressionError(f"{directory} holds no compressed checkpoint (no config.json with a quantization_config).")
+    config = QuantizationConfig.model_validate(content["quantization_config"])
+    state = _read_state(directory)
+    schemes = _schemes(module, config, state)
+    for name, scheme in schemes.items():
+        local = {key.rpartition(".")[2]: state.pop(key) for key in list(state) if key.rpartition(".")[0] == name and not key.endswith(".bias")}
+        target = module.get_submodule(name)
+        state[f"{name}.weight"] = unpack(local, scheme).to(target.get_parameter("weight").dtype)
+        if scheme.input_activations is not None:
+            hook = InputQuantizer(scheme.input_activations, local.get("input_scale"), local.get("input_zero_point"))
+            target.register_forward_pre_hook(hook, with_kwargs=True)
+    missing, unexpected = module.load_state_dict(state, strict=False)
+    ties = {key for key, tensor in module.state_dict(keep_vars=True).items() for other, loaded in module.state_dict(keep_vars=True).items() if other in state and loaded is tensor and key != other}
+    missing = [key for key in missing if key not in ties]
+    if missing or unexpected:
+        raise CompressionError(f"{directory} does not fit {type(module).__name__}: missing {missing[:5]}, unexpected {unexpected[:5]}.")
+    return module
+
+
+def _read_state(directory: Path) -> dict[str, Tensor]:
+    state: dict[str, Tensor] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        state.update(load_state_dict_from_file(file))
+    return state
+
+
+def _schemes(module: nn.Module, config: QuantizationConfig, state: Mapping[str, Tensor]) -> dict[str, QuantizationScheme]:
+    """The scheme of each module that the checkpoint holds quantized, by the library's own matching rules."""
+    by_target = {target: scheme for scheme in config.config_groups.values() for target in scheme.targets}
+    quantized = {key.rpartition(".")[0] for key in state if key.endswith(".weight_scale")}
+    found: dict[str, QuantizationScheme] = {}
+    for name, child in module.named_modules():
+        if name in quantized:
+            found[name] = by_target[match_targets(name, child, list(by_target))[0]]
+    return found
+
+
+def _checkpoint_names(root: nn.Module) -> dict[str, str]:
+    """Module names as the original checkpoint has them, where transformers renames on loading."""
+    conversions = getattr(root, "_weight_conversions", None)
+    if not conversions:
+        return {}
+    inverted = [conversion.reverse_transform() for conversion in reversed(conversions)]
+    names: dict[str, str] = {}
+    for name, module in root.named_modules():
+        if isinstance(module, nn.Linear):
+            key = f"{name}.weight"
+            for conversion in inverted:
+                renamed, matched = conversion.rename_source_key(key)
+                key = renamed if matched is not None else key
+            names[name] = key.removesuffix(".weight")
+    return names
+
+
+def _without_ties(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Each storage once: safetensors does not store shared ones, and `load_compressed` finds ties in the module."""
+    seen: set[tuple[int, torch.Size]] = set()
+    kept: dict[str, Tensor] = {}
+    for key, tensor in state.items():
+        identity = (tensor.data_ptr(), tensor.shape)
+        if tensor.numel() == 0 or identity not in seen:
+            kept[key] = tensor.contiguous()
+            seen.add(identity)
+    return kept
+
+
+def _update_config(path: Path, quantization: Mapping[str, object]) -> None:
+    config = json.loads(path.read_text()) if path.is_file() else {}
+    config["quantization_config"] = quantization
+    path.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _is_writable(path: Path) -> bool:
+    try:
+        probe = path / ".lightning_compress_probe"
+        probe.touch()
+        probe.unlink()
+    except OSError:
+        return False
+    return True

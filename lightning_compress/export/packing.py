@@ -1,0 +1,108 @@
+"""Pack integer codes into the tensors of a checkpoint, with compressed-tensors' own compressors.
+
+The compressors take a weight and quantize it themselves, so they are given codes x scale in float32, from which they
+recover exactly the codes that were solved. A weight in bfloat16 would not do: its rounding moves some codes.
+"""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.compressors.format import infer_module_format
+from compressed_tensors.config import CompressionFormat
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, QuantizationStatus
+from torch import Tensor, nn
+
+from lightning_compress.calibration.solve import QuantizedModule, dequantize_weight
+from lightning_compress.recipe.resolve import ResolvedRecipe
+
+PackedModule = dict[str, Tensor]
+
+
+def scheme_format(scheme: QuantizationScheme) -> str:
+    """The storage format of a Linear under `scheme`: the scheme's own, else the one compressed-tensors infers."""
+    return str(CompressionFormat(scheme.format or infer_module_format(nn.Linear, scheme)).value)
+
+
+def pack(quantized: QuantizedModule) -> PackedModule:
+    """The checkpoint tensors of one module under their local names (`weight_packed`, `weight_scale`, ...), in host memory."""
+    solved = quantized.solved
+    state: PackedModule = {
+        "weight": dequantize_weight(solved.codes, solved.scale.float(), solved.zero_point, quantized.weights),
+        "weight_scale": solved.scale,
+    }
+    if solved.zero_point is not None:
+        state["weight_zero_point"] = solved.zero_point
+    if quantized.input_scale is not None:
+        state["input_scale"] = quantized.input_scale
+    if quantized.input_zero_point is not None:
+        state["input_zero_point"] = quantized.input_zero_point
+    compressor = BaseCompressor.get_value_from_registry(scheme_format(quantized.scheme))
+    packed: Mapping[str, Tensor] = compressor.compress(state, quantized.scheme)
+    return {key: tensor.to("cpu", copy=False).contiguous() for key, tensor in packed.items()}
+
+
+def unpack(state: PackedModule, scheme: QuantizationScheme) -> Tensor:
+    """The weight [O, I] that a module's packed tensors stand for, in the scale's dtype."""
+    compressor = BaseCompressor.get_value_from_registry(scheme_format(scheme))
+    weight: Tensor = compressor.decompress(dict(state), scheme)["weight"]
+    return weight
+
+
+def nbytes(packed: PackedModule) -> int:
+    """Bytes of a packed module."""
+    return sum(tensor.nbytes for tensor in packed.values())
+
+
+def quantization_config(resolved: ResolvedRecipe, root: nn.Module, rename: Mapping[str, str]) -> dict[str, object]:
+    """The `quantization_config` of config.json.
+
+    With one scheme the target is the class `Linear`, less an `ignore` list. With several, every group names its modules:
+    readers that fuse q/k/v into one layer resolve names, but would let the class name win over them.
+
+    Args:
+        resolved: which module got which scheme.
+        root: the model.
+        rename: module names in the checkpoint where they differ from those in memory.
+    """
+    schemes: list[tuple[QuantizationScheme, list[str]]] = []
+    for name, assignment in resolved.assignments.items():
+        for scheme, members in schemes:
+            if scheme == assignment.scheme:
+                members.append(name)
+                break
+        else:
+            schemes.append((assignment.scheme, [name]))
+    linears = [name for name, module in root.named_modules() if isinstance(module, nn.Linear)]
+    ignore = [name for name in linears if name not in resolved.assignments]
+    groups = {
+        f"group_{number}": scheme.model_copy(
+            update={"targets": ["Linear"] if len(schemes) == 1 else _renamed(members, rename), "format": scheme_format(scheme)}
+        )
+        for number, (scheme, members) in enumerate(schemes)
+    }
+    formats = {str(group.format) for group in groups.values()}
+    config = QuantizationConfig(
+        config_groups=groups,
+        format=formats.pop() if len(formats) == 1 else CompressionFormat.mixed_precision.value,
+        quantization_status=QuantizationStatus.COMPRESSED,
+        ignore=_renamed(ignore, rename),
+    )
+    dumped: dict[str, object] = config.model_dump(mode="json")
+    return dumped
+
+
+def _renamed(names: Iterable[str], rename: Mapping[str, str]) -> list[str]:
+    return [rename.get(name, name) for name in names]
+
+
+def packed_state_dict(root: nn.Module, packed: Mapping[str, PackedModule]) -> dict[str, Tensor]:
+    """`root`'s state dict with the quantized weights replaced by their packed tensors, everything in host memory."""
+    state: dict[str, Tensor] = {}
+    for key, tensor in root.state_dict().items():
+        module, _, name = key.rpartition(".")
+        if module in packed and name == "weight":
+            state.update({f"{module}.{local}": value for local, value in packed[module].items()})
+        elif isinstance(tensor, torch.Tensor):
+            state[key] = tensor.detach().cpu()
+    return state

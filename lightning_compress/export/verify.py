@@ -1,0 +1,105 @@
+"""Read the checkpoint back and compare it with the model in memory: weights bit for bit, outputs on a batch."""
+
+import copy
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from transformers import PreTrainedModel
+
+from lightning_compress.calibration.target import find_target
+from lightning_compress.errors import CompressionError
+from lightning_compress.export.checkpoint import load_compressed
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What reading the checkpoint back showed.
+
+    Attributes:
+        loaded_with: what read it.
+        num_modules: quantized modules whose weights were compared.
+        different_modules: those whose weights are not bit for bit those in memory.
+        max_abs_difference: of the outputs (logits) on one batch; None where the module cannot be called on it.
+        batch: which batch that was.
+    """
+
+    loaded_with: str
+    num_modules: int
+    different_modules: tuple[str, ...]
+    max_abs_difference: float | None
+    batch: str
+
+    @property
+    def passed(self) -> bool:
+        """Weights identical, and outputs too where they could be compared."""
+        return not self.different_modules and not self.max_abs_difference
+
+
+@torch.no_grad()
+def verify(directory: Path, root: nn.Module, names: Iterable[str], batch: Any | None, batch_name: str) -> Verification:
+    """Compare the checkpoint in `directory` with the quantized model in memory.
+
+    Args:
+        directory: what `write_checkpoint` wrote.
+        root: the model in memory, quantized, in eval mode, in host memory.
+        names: the quantized modules.
+        batch: a batch as the model takes it, or None.
+        batch_name: says in the report which batch it is.
+
+    Raises:
+        CompressionError: the checkpoint's outputs hold NaN or Inf where those in memory do not.
+    """
+    reloaded, loaded_with = _reload(directory, root)
+    difference = None if batch is None else _output_difference(root, reloaded, batch)
+    names = list(names)
+    different = tuple(name for name in names if not _same_weight(root.get_submodule(name), reloaded.get_submodule(name)))
+    return Verification(loaded_with, len(names), different, difference, batch_name if difference is not None else "none")
+
+
+def _reload(directory: Path, root: nn.Module) -> tuple[nn.Module, str]:
+    if isinstance(root, PreTrainedModel):
+        model = type(root).from_pretrained(directory, dtype=root.dtype, attn_implementation=root.config._attn_implementation)
+        return model.eval(), f"transformers {type(root).__name__}.from_pretrained"
+    empty = copy.deepcopy(root)
+    for module in empty.modules():
+        module._forward_pre_hooks.clear()
+    for parameter in empty.parameters():
+        parameter.zero_()
+    return load_compressed(empty, directory).eval(), "lightning_compress.load_compressed"
+
+
+def _same_weight(mine: nn.Module, other: nn.Module) -> bool:
+    weight, reloaded = mine.get_parameter("weight"), getattr(other, "weight", None)
+    if not isinstance(reloaded, Tensor) or reloaded.shape != weight.shape:
+        return False
+    return torch.equal(weight.detach().cpu(), reloaded.detach().to("cpu", weight.dtype))
+
+
+def _output_difference(root: nn.Module, reloaded: nn.Module, batch: Any) -> float | None:
+    """Largest difference of any floating-point output; None where the model has its own `calibration_step`."""
+    if not isinstance(root, PreTrainedModel) and callable(getattr(root, "calibration_step", None)):
+        mine, other = root.calibration_step(batch), reloaded.calibration_step(batch)  # type: ignore[operator]
+    elif isinstance(root, PreTrainedModel) and not isinstance(batch, Mapping | Tensor):
+        return None
+    else:
+        mine, other = find_target(root).step(batch), find_target(reloaded).step(batch)
+    largest = 0.0
+    for left, right in zip(_outputs(mine), _outputs(other), strict=True):
+        if torch.isfinite(left).all() and not torch.isfinite(right).all():
+            raise CompressionError("The model read back from the checkpoint gives NaN or Inf where the one in memory does not.")
+        largest = max(largest, float((left.float() - right.float()).abs().nan_to_num().max()))
+    return largest
+
+
+def _outputs(value: object) -> list[Tensor]:
+    """Logits where there are any (past key values and hidden states follow from the same weights), else every output."""
+    logits = getattr(value, "logits", None)
+    if isinstance(logits, Tensor):
+        return [logits]
+    value = dict(value) if isinstance(value, Mapping) else value
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel()]

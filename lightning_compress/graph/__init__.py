@@ -1,0 +1,1 @@
+"""The model as a graph: tracing, executing, and cutting it into stages."""

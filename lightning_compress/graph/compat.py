@@ -1,0 +1,361 @@
+"""Every private import of torch and transformers, and everything of theirs that is patched while tracing.
+
+Written against torch 2.11-2.13 and transformers 5.15-5.23. What is used and why:
+
+- `ProxyTorchDispatchMode`, `PythonKeyTracer`, `FakeTensorMode`, `ShapeEnv`: the parts `make_fx` consists of. `make_fx`
+  itself names parameters `_param_constant0`, keeps `no_grad` and autocast switches as nodes and builds a GraphModule that
+  nobody runs, so the parts are put together here.
+- `nn.Module._compiled_call_impl`: an instance-level hook around `__call__`, made for `nn.Module.compile`. It sees a call
+  with the module's own hooks inside and leaves `forward` alone, whoever else has replaced it.
+- `masking_utils.find_packed_sequence_indices` reads values to find packed sequences. On fake tensors it cannot, assumes
+  them, and so costs SDPA's fast path.
+- `config._experts_implementation`: mixture-of-experts modules loop over the experts that were hit, which fake tensors
+  cannot tell; `batched_mm` has the same result shape and no such loop.
+"""
+
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import sympy
+import torch
+import transformers
+from torch import Tensor, fx, nn
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import (
+    ProxyTorchDispatchMode,
+    PreDispatchTorchFunctionMode,
+    PythonKeyTracer,
+    _temp_remove_pre_dispatch_torch_function_mode,
+    disable_autocast_cache,
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    set_meta,
+    track_tensor_tree,
+)
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from transformers import masking_utils
+
+SIZE_READERS = (
+    torch.ops.aten.sym_size.int,
+    torch.ops.aten.sym_stride.int,
+    torch.ops.aten.sym_numel.default,
+    torch.ops.aten.sym_storage_offset.default,
+)
+"""Targets of nodes that ask a tensor for a number and do not need its data."""
+SYMBOLIC_TYPES = (torch.SymInt, torch.SymFloat, torch.SymBool)
+TRACE_DEVICE = torch.device("cpu")
+"""Where fake tensors claim to be. One device for all, wherever the weights are, so that an offloaded model traces too."""
+
+
+class UnrecordedTensorError(RuntimeError):
+    """The model uses a tensor that was made inside a leaf and did not come out as its result."""
+
+
+class AutocastError(RuntimeError):
+    """The model switches autocast between leaves; the recorded operations would run without the switch."""
+
+
+class Recorder(PythonKeyTracer):
+    """Builds the graph; tensors that nobody computed become `get_attr` nodes with qualified names."""
+
+    def __init__(self, names: Mapping[int, str], fake_mode: FakeTensorMode) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.root = nn.Module()
+        self.graph = fx.Graph(tracer_cls=PythonKeyTracer)
+        self.names = names
+        self.fake_mode = fake_mode
+        self.constants: dict[str, Tensor] = {}
+
+    def create_arg(self, a: Any) -> Any:
+        """As in fx, but a bare tensor is looked up by identity, and a model output stays what it is."""
+        if isinstance(a, Tensor):
+            return self._attribute(a)
+        if isinstance(a, Mapping) and is_dataclass(a):
+            present = {f.name: self.create_arg(getattr(a, f.name)) for f in fields(a) if getattr(a, f.name) is not None}
+            return fx.proxy.TracerBase.create_node(self, "call_function", type(a), (), present)
+        return super().create_arg(a)
+
+    def _attribute(self, tensor: Tensor) -> fx.Node:
+        name = self.names.get(id(tensor))
+        if name is None:
+            if isinstance(tensor, FakeTensor):
+                raise UnrecordedTensorError(
+                    f"a tensor of shape {tuple(tensor.shape)} was kept on a module by one call and used by another"
+                )
+            known = (key for key, value in self.constants.items() if value is tensor)
+            name = next(known, f"constant_{len(self.constants)}")
+            self.constants[name] = tensor
+        node = fx.proxy.TracerBase.create_node(self, "get_attr", name, (), {})
+        node.meta["val"] = tensor if isinstance(tensor, FakeTensor) else fake_like(self.fake_mode, tensor)
+        return node
+
+
+class _GradAndAutocast(PreDispatchTorchFunctionMode):
+    """Carries out switches of gradient and autocast without recording them: the executor runs under `no_grad`."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
+        if func is torch._C._set_grad_enabled:
+            func(*args)
+            return None
+        if func is torch.amp.autocast_mode._enter_autocast:
+            if args[2]:
+                raise AutocastError(f"autocast to {args[1]} is switched on between two modules")
+            return None
+        if func is torch.amp.autocast_mode._exit_autocast:
+            return None
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def new_fake_mode() -> FakeTensorMode:
+    """A fake-tensor mode with symbolic sizes that takes the model's real constants."""
+    return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+
+
+def shape_env(fake_mode: FakeTensorMode) -> ShapeEnv:
+    """The symbols and guards of a fake mode made by `new_fake_mode`."""
+    assert fake_mode.shape_env is not None
+    return fake_mode.shape_env
+
+
+def fake_like(fake_mode: FakeTensorMode, tensor: Tensor) -> FakeTensor:
+    """A fake tensor of the same (fixed) sizes on the trace device, whatever device the tensor is on (also `meta`)."""
+    layout = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return FakeTensor(fake_mode, layout, TRACE_DEVICE)
+
+
+def fake_batch(fake_mode: FakeTensorMode, tensors: Sequence[Tensor], dynamic: Sequence[Sequence[bool]]) -> list[Tensor]:
+    """Fake inputs; dimensions marked dynamic get a symbol, equal sizes the same one."""
+    fakes: list[Tensor] = []
+    for index, (tensor, dims) in enumerate(zip(tensors, dynamic, strict=True)):
+        kinds = [DimDynamic.DUCK if is_dynamic else DimDynamic.STATIC for is_dynamic in dims]
+        context: StatelessSymbolicContext[..., Any] = StatelessSymbolicContext(dynamic_sizes=kinds)
+        base = torch.empty(tensor.shape, dtype=tensor.dtype, device=TRACE_DEVICE)
+        fakes.append(fake_mode.from_tensor(base, source=ConstantSource(f"batch{index}"), symbolic_context=context))
+    return fakes
+
+
+@contextmanager
+def recording(recorder: Recorder) -> Iterator[None]:
+    """Within: operations on fake tensors are recorded before autograd takes them apart (`aten.linear` stays one node)."""
+    decompositions = {torch.ops.aten.sym_numel.default: torch._decomp.decompositions.sym_numel}
+    proxy_mode = ProxyTorchDispatchMode(
+        recorder, "symbolic", pre_dispatch=True, decomposition_table=decompositions, _error_on_data_dependent_ops=True
+    )
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(recorder.fake_mode)
+        stack.enter_context(enable_python_dispatcher())
+        stack.enter_context(_GradAndAutocast(recorder))
+        stack.enter_context(proxy_mode)
+        stack.enter_context(disable_autocast_cache())
+        yield
+
+
+@contextmanager
+def not_recording() -> Iterator[None]:
+    """Within: operations run on fake tensors, but leave no trace."""
+    with disable_proxy_modes_tracing(), _temp_remove_pre_dispatch_torch_function_mode():
+        yield
+
+
+def active_recorder() -> Recorder | None:
+    """The recorder at work, or None outside `recording` and inside `not_recording`."""
+    mode = get_proxy_mode()
+    return mode.tracer if mode is not None and isinstance(mode.tracer, Recorder) else None
+
+
+def add_placeholder(recorder: Recorder, name: str, value: Tensor) -> fx.Node:
+    """An input of the graph."""
+    with not_recording():
+        proxy = recorder.create_proxy("placeholder", name, (), {})
+        track_tensor_tree(value, proxy, constant=None, tracer=recorder)
+    return proxy.node
+
+
+def to_argument(recorder: Recorder, value: object) -> Any:
+    """Tensors and symbolic sizes of a (nested) value replaced by the nodes that compute them."""
+    return recorder.create_arg(_proxies(recorder, value))
+
+
+def _proxies(recorder: Recorder, value: Any) -> Any:
+    if isinstance(value, (Tensor, *SYMBOLIC_TYPES)):
+        return recorder.unwrap_proxy(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        present = {f.name: _proxies(recorder, getattr(value, f.name)) for f in fields(value)}
+        given = {name: item for name, item in present.items() if item is not None}
+        return recorder.create_proxy("call_function", type(value), (), given)
+    if isinstance(value, dict):
+        return {key: _proxies(recorder, item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_proxies(recorder, item) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(_proxies(recorder, item) for item in value)
+    return value
+
+
+def add_call(recorder: Recorder, target: Callable[..., Any], args: Any, kwargs: Any, output: object) -> None:
+    """Record `output = target(*args, **kwargs)` as one node, with one more per tensor of a nested output."""
+    with not_recording():
+        arguments = _proxies(recorder, tuple(args)), _proxies(recorder, dict(kwargs))
+        _track(recorder, recorder.create_proxy("call_function", target, *arguments), output)
+
+
+def _track(recorder: Recorder, proxy: fx.Proxy, value: Any) -> None:
+    if isinstance(value, (Tensor, *SYMBOLIC_TYPES)):
+        track_tensor_tree(value, proxy, constant=None, tracer=recorder)
+        return
+    parts: Iterable[tuple[Callable[..., Any], Any, Any]] = ()
+    if isinstance(value, Mapping):
+        parts = [(operator.getitem, key, item) for key, item in value.items()]
+    elif isinstance(value, (list, tuple)):
+        parts = [(operator.getitem, index, item) for index, item in enumerate(value)]
+    elif is_dataclass(value):
+        parts = [(getattr, f.name, getattr(value, f.name)) for f in fields(value)]
+    for access, key, item in parts:
+        if isinstance(item, (Tensor, *SYMBOLIC_TYPES, Mapping, list, tuple)) or is_dataclass(item):
+            _track(recorder, recorder.create_proxy("call_function", access, (proxy, key), {}), item)
+
+
+def concrete(value: Any) -> Any:
+    """A (nested) value with every symbolic size replaced by the number it has in the traced batch."""
+    if isinstance(value, Tensor):
+        sizes, strides = [concrete(size) for size in value.shape], [concrete(stride) for stride in value.stride()]
+        return torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
+    if isinstance(value, SYMBOLIC_TYPES):
+        return type(value.node.hint)(value.node.hint)
+    return map_nested(value, concrete)
+
+
+def map_nested(value: Any, function: Callable[[Any], Any]) -> Any:
+    """Apply to the items of a container (a mapping, sequence or dataclass); anything else is returned as it is."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return type(value)(**{f.name: function(getattr(value, f.name)) for f in fields(value)})
+    if isinstance(value, dict):
+        return {key: function(item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(function(item) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(function(item) for item in value)
+    return value
+
+
+def expression(size: int | torch.SymInt) -> sympy.Expr:
+    """A size as a sympy expression, so that sizes can be compared without adding a guard."""
+    if isinstance(size, torch.SymInt):
+        return size.node.expr
+    return sympy.Integer(size)
+
+
+@contextmanager
+def calls_replaced(modules: Mapping[str, nn.Module], wrap: Callable[[str, nn.Module], Callable[..., Any]]) -> Iterator[None]:
+    """Within: calling a module calls `wrap(name, module)`, which reaches the module and its hooks by `_call_impl`."""
+    for name, module in modules.items():
+        module.__dict__["_compiled_call_impl"] = wrap(name, module)
+    try:
+        yield
+    finally:
+        for module in modules.values():
+            module.__dict__.pop("_compiled_call_impl", None)
+
+
+@contextmanager
+def attributes_restored(root: nn.Module) -> Iterator[None]:
+    """Whatever the body assigns on modules (caches, rescaled buffers, fake parameters) is undone after it."""
+    containers = ("_parameters", "_buffers", "_modules")
+    saved = [(m, dict(m.__dict__), [(m.__dict__[c], dict(m.__dict__[c])) for c in containers]) for m in root.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes, contents in saved:
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+            for container, content in contents:
+                container.clear()
+                container.update(content)
+
+
+def replace_by_fakes(root: nn.Module, fake_mode: FakeTensorMode) -> dict[int, str]:
+    """Put fake tensors in place of parameters and buffers (undone by `attributes_restored`): id of tensor -> name.
+
+    Tensor subclasses (DTensor, packed weights of other libraries) stay; the fake mode converts them when they are used.
+    """
+    names: dict[int, str] = {}
+    fakes: dict[int, Tensor] = {}
+    for prefix, module in root.named_modules():
+        for container in (module._parameters, module._buffers):
+            for key, tensor in container.items():
+                if tensor is None:
+                    continue
+                if type(tensor) in (Tensor, nn.Parameter):
+                    fake = fakes.get(id(tensor))
+                    if fake is None:
+                        fake = fake_like(fake_mode, tensor)
+                        if type(tensor) is nn.Parameter:
+                            fake = nn.Parameter(fake, requires_grad=False)
+                        fakes[id(tensor)] = fake
+                    container[key] = tensor = fake
+                names.setdefault(id(tensor), f"{prefix}.{key}" if prefix else key)
+    return names
+
+
+def configs_of(root: nn.Module) -> list[transformers.PreTrainedConfig]:
+    """Configurations of all transformers models inside `root`, nested ones included, each once."""
+    found: dict[int, transformers.PreTrainedConfig] = {}
+    waiting = [m.config for m in root.modules() if isinstance(getattr(m, "config", None), transformers.PreTrainedConfig)]
+    while waiting:
+        config = waiting.pop()
+        if id(config) not in found:
+            found[id(config)] = config
+            nested = [getattr(config, key, None) for key in config.sub_configs]
+            waiting += [item for item in nested if isinstance(item, transformers.PreTrainedConfig)]
+    return list(found.values())
+
+
+def no_split_classes(root: nn.Module) -> set[str]:
+    """Names of the layer classes that the models inside `root` declare as units (`_no_split_modules`)."""
+    declared = [getattr(m, "_no_split_modules", None) or () for m in root.modules()]
+    return {name for names in declared for name in names}
+
+
+def is_encoder_decoder(root: nn.Module) -> bool:
+    """Whether a transformers model inside has an encoder and a decoder, with sequences of their own."""
+    return any(getattr(config, "is_encoder_decoder", False) for config in configs_of(root))
+
+
+@contextmanager
+def _assigned(target: Any, name: str, value: object) -> Iterator[None]:
+    before = getattr(target, name)
+    setattr(target, name, value)
+    try:
+        yield
+    finally:
+        setattr(target, name, before)
+
+
+@contextmanager
+def without_cache(root: nn.Module) -> Iterator[None]:
+    """Within: the models inside `root` keep no key/value cache."""
+    with ExitStack() as stack:
+        for config in configs_of(root):
+            if getattr(config, "use_cache", None):
+                stack.enter_context(_assigned(config, "use_cache", False))
+        yield
+
+
+@contextmanager
+def traceable_transformers(root: nn.Module, *, packed_sequences: bool) -> Iterator[None]:
+    """Within: transformers takes the branches it takes on real, unpacked data, and runs experts without a loop."""
+    with ExitStack() as stack:
+        if not packed_sequences:
+            stack.enter_context(_assigned(masking_utils, "find_packed_sequence_indices", lambda position_ids: None))
+        for config in configs_of(root):
+            if hasattr(config, "_experts_implementation_internal"):
+                stack.enter_context(_assigned(config, "_experts_implementation_internal", "batched_mm"))
+        yield

@@ -1,0 +1,60 @@
+"""Run nodes of a traced graph on real tensors.
+
+The executor is a loop over nodes, not a compiled module: which nodes run together, where their inputs come from and when
+values die is decided by the caller, batch by batch. Constants of the graph follow the device of the run.
+"""
+
+from collections.abc import Mapping, MutableMapping, Sequence
+
+import torch
+from torch import Tensor, fx, nn
+
+from lightning_compress.graph.leaf import Leaf
+
+
+def execute(
+    nodes: Sequence[fx.Node],
+    values: MutableMapping[fx.Node, object],
+    root: nn.Module,
+    constants: Mapping[str, Tensor],
+    device: torch.device,
+    drop_after: Mapping[fx.Node, Sequence[fx.Node]],
+) -> None:
+    """Run `nodes` in order; results go to `values`.
+
+    Args:
+        nodes: part of a graph in execution order. `get_attr` nodes are resolved where they are used, so they may be left out.
+        values: what the nodes read, and what they compute. Placeholders are put in by the caller. Sizes are plain ints.
+        root: owner of the modules and tensors that the graph names.
+        constants: `Traced.constants`.
+        device: what device arguments recorded in the graph are replaced by.
+        drop_after: after this node, these values are deleted.
+    """
+
+    def resolve(argument: object) -> object:
+        if isinstance(argument, fx.Node):
+            return attribute(argument, root, constants, device) if argument.op == "get_attr" else values[argument]
+        return device if isinstance(argument, torch.device) else argument
+
+    with torch.no_grad():
+        for node in nodes:
+            if node.op == "call_function":
+                args = fx.node.map_aggregate(node.args, resolve)
+                kwargs = fx.node.map_aggregate(node.kwargs, resolve)
+                target = node.target
+                function = root.get_submodule(target.name) if isinstance(target, Leaf) else target
+                assert callable(function) and isinstance(args, tuple) and isinstance(kwargs, dict)
+                values[node] = function(*args, **kwargs)
+            for dead in drop_after.get(node, ()):
+                values.pop(dead, None)
+
+
+def attribute(node: fx.Node, root: nn.Module, constants: Mapping[str, Tensor], device: torch.device) -> object:
+    """The tensor that a `get_attr` node names: a constant of the trace, or a parameter or buffer of `root`."""
+    name = str(node.target)
+    if name in constants:
+        tensor: object = constants[name]
+    else:
+        owner, _, key = name.rpartition(".")
+        tensor = getattr(root.get_submodule(owner), key)
+    return tensor.to(device) if isinstance(tensor, Tensor) and tensor.device != device else tensor

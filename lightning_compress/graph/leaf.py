@@ -1,0 +1,37 @@
+"""A call of a module, as something an fx graph can hold."""
+
+from dataclasses import dataclass
+from typing import NoReturn
+
+from torch import fx
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """Target of a `call_function` node: call the module of this qualified name with the node's arguments.
+
+    The name is resolved by the executor, so a graph holds no reference to a module.
+
+    >>> Leaf("model.layers.0.mlp").__name__
+    'model_layers_0_mlp'
+    """
+
+    name: str
+
+    @property
+    def __name__(self) -> str:
+        """What fx names the node after."""
+        return self.name.replace(".", "_") or "root"
+
+    def __call__(self, *args: object, **kwargs: object) -> NoReturn:
+        """Never called: fx demands that a target is callable."""
+        raise TypeError(f"{self} is run by graph.execute, which knows the model")
+
+
+def leaf_input(node: fx.Node) -> fx.Node:
+    """The value that a leaf is called with, positional (`linear(x)`) or by keyword (`linear(input=x)`)."""
+    values = [*node.args, *node.kwargs.values()]
+    found = next((value for value in values if isinstance(value, fx.Node)), None)
+    if found is None:
+        raise ValueError(f"{node.name} is called without a tensor")
+    return found

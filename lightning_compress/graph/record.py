@@ -1,0 +1,198 @@
+"""One attempt at recording a model: which module calls become leaves, and where an attempt failed.
+
+A leaf's node is recorded and its body then runs on the fake tensors, unrecorded, to learn its output's shape. Bodies that
+cannot (they read values, or loop over a symbolic length) are tried in three ways, the caller escalating from one to the next:
+
+- SYMBOLIC: on the symbolic sizes;
+- STATIC: on fake tensors of the traced batch's plain sizes;
+- OBSERVED: not at all; the output's sizes are those of a real run of the whole step.
+
+In the latter two, an output size equal to a size of the batch, of the leaf's inputs, or to a product of two of them,
+becomes that symbol. Synthetic sizes are chosen so that this is no accident.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from itertools import combinations
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx, nn
+
+from lightning_compress.graph import compat
+from lightning_compress.graph.leaf import Leaf
+
+PASS_THROUGH = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+
+
+class Body(IntEnum):
+    """How a leaf's output shape is found."""
+
+    SYMBOLIC = 0
+    STATIC = 1
+    OBSERVED = 2
+
+
+class SpecializedSizeError(RuntimeError):
+    """The code only works for the very size that it was traced with."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a real run tells about a tensor: enough to make a fake one."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Which modules are recorded how. Containers are looked into; all names are qualified names in the root."""
+
+    leaves: Mapping[str, nn.Module]
+    containers: Mapping[str, nn.Module]
+    boundaries: frozenset[str]
+    bodies: Mapping[str, Body]
+    observed: Mapping[str, Sequence[Any]]
+
+
+@dataclass
+class Attempt:
+    """State of one recording: what was seen so far."""
+
+    cut: Cut
+    recorder: compat.Recorder
+    symbols: frozenset[sympy.Symbol]
+    sizes: Sequence[torch.SymInt]
+    spans: list[tuple[str, list[fx.Node]]] = field(default_factory=list)
+    calls: Counter[str] = field(default_factory=Counter)
+    inside_boundary: bool = False
+    failure: tuple[str, BaseException] | None = None
+
+    def wrap(self, name: str, module: nn.Module) -> Callable[..., Any]:
+        """What a call of `module` does while recording (see `compat.calls_replaced`)."""
+        run = self._call_leaf if name in self.cut.leaves else self._call_container
+        original = module._call_impl
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if compat.active_recorder() is not self.recorder:
+                return original(*args, **kwargs)
+            first = len(self.recorder.graph.nodes)
+            is_span = name in self.cut.boundaries and not self.inside_boundary
+            self.inside_boundary |= is_span
+            try:
+                output = run(name, module, args, kwargs)
+                self._check_symbols(name)
+            except Exception as error:
+                if self.failure is None or self.failure[1] is not error:
+                    self.failure = (name, error)
+                raise
+            finally:
+                self.inside_boundary &= not is_span
+            if is_span:
+                self.spans.append((name, list(self.recorder.graph.nodes)[first:]))
+            return output
+
+        return call
+
+    def _call_container(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)
+
+    def _call_leaf(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if passes_through(module):
+            return args[0] if args else next(iter(kwargs.values()))
+        with compat.not_recording():
+            output = self._leaf_output(name, module, args, kwargs)
+        compat.add_call(self.recorder, Leaf(name), args, kwargs, output)
+        return output
+
+    def _leaf_output(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        body = self.cut.bodies.get(name, Body.SYMBOLIC)
+        if body is Body.SYMBOLIC:
+            return module._call_impl(*args, **kwargs)
+        known = known_sizes([*symbolic_sizes((args, kwargs)), *self.sizes])
+        if body is Body.STATIC:
+            output = module._call_impl(*compat.concrete(args), **compat.concrete(kwargs))
+            return symbolic_like(layouts(output), known)
+        number, self.calls[name] = self.calls[name], self.calls[name] + 1
+        return symbolic_like(self.cut.observed[name][number], known)
+
+    def _check_symbols(self, name: str) -> None:
+        """Raise if code inside has tied a size of the batch to its traced value: the graph would serve no other."""
+        replacements = compat.shape_env(self.recorder.fake_mode).replacements
+        fixed = [symbol for symbol in self.symbols if symbol in replacements and replacements[symbol].is_number]
+        if fixed:
+            raise SpecializedSizeError(f"it takes the length or the number of rows ({replacements[fixed[0]]}) for a constant")
+
+
+def passes_through(module: nn.Module) -> bool:
+    """Whether the module returns its input: such calls are not recorded at all, unless somebody hooked on to them."""
+    if type(module) not in PASS_THROUGH or module._forward_hooks or module._forward_pre_hooks:
+        return False
+    return type(module) is nn.Identity or not module.training
+
+
+def symbolic_sizes(value: Any) -> list[torch.SymInt]:
+    """All symbolic sizes of the tensors in a nested value."""
+    if isinstance(value, Tensor):
+        return [size for size in value.shape if isinstance(size, torch.SymInt)]
+    found: list[torch.SymInt] = []
+    compat.map_nested(value, lambda item: found.extend(symbolic_sizes(item)))
+    return found
+
+
+def known_sizes(symbols: Sequence[torch.SymInt]) -> dict[int, torch.SymInt]:
+    """Number in the traced batch -> symbolic size, for each size and each product of two; earlier ones win."""
+    known: dict[int, torch.SymInt] = {}
+    for symbol in symbols:
+        known.setdefault(compat.concrete(symbol), symbol)
+    for left, right in combinations(list(known.values()), 2):
+        known.setdefault(compat.concrete(left) * compat.concrete(right), left * right)
+    return known
+
+
+def layouts(value: Any) -> Any:
+    """A nested value with each tensor replaced by its `Layout`."""
+    if isinstance(value, Tensor):
+        return Layout(tuple(value.shape), value.stride(), value.dtype)
+    return compat.map_nested(value, layouts)
+
+
+def symbolic_like(value: Any, known: Mapping[int, torch.SymInt]) -> Any:
+    """A nested value with each `Layout` replaced by a tensor whose sizes are symbols where they are known."""
+    if not isinstance(value, Layout):
+        return compat.map_nested(value, lambda item: symbolic_like(item, known))
+    sizes = [known.get(size, size) for size in value.sizes]
+    order = sorted(range(len(sizes)), key=lambda dim: -value.strides[dim])
+    stored = torch.empty([sizes[dim] for dim in order], dtype=value.dtype, device=compat.TRACE_DEVICE)
+    return stored.permute([order.index(dim) for dim in range(len(sizes))])
+
+
+def observe(root: nn.Module, modules: Mapping[str, nn.Module], run: Callable[[], object]) -> dict[str, list[Any]]:
+    """Outputs' layouts of every call of `modules` during a real `run`.
+
+    Raises:
+        RuntimeError: a parameter is on the meta device, so that nothing can be run.
+    """
+    on_meta = next((name for name, parameter in root.named_parameters() if parameter.is_meta), None)
+    if on_meta is not None:
+        raise RuntimeError(f"it reads values, and with {on_meta} not loaded the model cannot be run to learn its shapes")
+    seen: dict[str, list[Any]] = {name: [] for name in modules}
+
+    def wrap(name: str, module: nn.Module) -> Callable[..., Any]:
+        original = module._call_impl
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            output = original(*args, **kwargs)
+            seen[name].append(layouts(output))
+            return output
+
+        return call
+
+    with compat.attributes_restored(root), compat.calls_replaced(modules, wrap), torch.no_grad():
+        run()
+    return seen

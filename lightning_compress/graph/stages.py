@@ -1,0 +1,267 @@
+"""Cut a traced graph into what is onloaded at a time and what is solved together.
+
+Two words are kept apart. A *subgraph* is what sits on the device at once and what progress counts in: the nodes of one
+sequential target (by default a decoder layer) with the glue that follows it. A *step* is a part of a subgraph that runs
+over all batches before something is solved.
+
+A *group* is a set of modules that read the same value with the same scheme: q/k/v, gate/up, whatever the architecture.
+It falls out of the graph (same input node), so there are no per-architecture tables. One Gram matrix, one factorization
+and one solve over the stacked rows serve all members.
+
+The schedules differ in where they cut and in nothing else:
+
+- `staged` (default): cut right before each group. Every node runs once, and a group sees the quantization error of all
+  groups before it, also within its layer.
+- `block`: one cut per subgraph, which runs twice: once to observe, once through the quantized weights. Fewer values
+  cross a cut; the computation doubles. This is the usual scheme of other tools.
+- `basic`: the whole graph is one subgraph and runs once; nothing sees anyone's error.
+- `datafree`: nothing runs; for algorithms that need no statistics.
+
+A module that is called several times is solved once, on the inputs of all its calls up to the first cut behind one of
+them; later calls run with the result.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from torch import fx
+
+from lightning_compress.graph.trace import Leaf, Traced, leaf_input
+
+
+class Schedule(StrEnum):
+    """Where the graph is cut; see the module's docstring."""
+
+    STAGED = "staged"
+    BLOCK = "block"
+    BASIC = "basic"
+    DATAFREE = "datafree"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a group's input is observed: a value of the graph, or the input of a module inside an opaque leaf."""
+
+    node: fx.Node
+    inner: str | None = None
+
+
+@dataclass(frozen=True)
+class Group:
+    """Modules that are solved together, on the statistics of `sources`."""
+
+    sources: tuple[Source, ...]
+    members: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    """Nodes run over all batches, sources observed meanwhile, groups solved afterwards.
+
+    `keep` tells whether the values outlive the step: not in the first of two passes. `forget` names the sources whose
+    statistics nobody needs after this step.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    observe: tuple[Source, ...] = ()
+    solve: tuple[Group, ...] = ()
+    keep: bool = True
+    forget: tuple[Source, ...] = ()
+
+
+@dataclass(frozen=True)
+class Subgraph:
+    """What is on the device at a time.
+
+    Attributes:
+        name: the sequential target's name, or what its position says (`model.embed_tokens`, ...).
+        steps: run in order.
+        modules: names of the leaf modules whose weights the steps need.
+        tensors: qualified names of parameters, buffers and constants that glue nodes read directly.
+    """
+
+    name: str
+    steps: tuple[Step, ...]
+    modules: tuple[str, ...]
+    tensors: tuple[str, ...] = ()
+
+    @property
+    def solved(self) -> tuple[str, ...]:
+        """Names of the modules this subgraph quantizes."""
+        return tuple(name for step in self.steps for group in step.solve for name in group.members)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of consecutive nodes with the name of the sequential target that they hold."""
+
+    name: str
+    nodes: tuple[fx.Node, ...]
+
+
+GroupKey = Callable[[str], object]
+
+
+def computed_nodes(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes that are executed, in order: inputs come with the batch, `get_attr` is resolved where it is used."""
+    return [node for node in graph.nodes if node.op == "call_function"]
+
+
+def segments(traced: Traced) -> tuple[Segment, ...]:
+    """Cut at the calls of the sequential targets; what lies between two of them and owns no weights joins the first."""
+    all_nodes = list(traced.graph.nodes)
+    names: dict[fx.Node, str] = {}
+    for span in traced.spans:
+        names.update(dict.fromkeys(all_nodes[span.first : span.last + 1], f"{span.name}@{span.first}"))
+    cut: list[tuple[str, list[fx.Node]]] = []
+    for node in computed_nodes(traced.graph):
+        name = names.get(node, "")
+        if not cut or cut[-1][0] != name:
+            cut.append((name, []))
+        cut[-1][1].append(node)
+    joined: list[tuple[str, list[fx.Node]]] = []
+    for name, nodes in cut:
+        if joined and not name and not _reads_weights(nodes):
+            joined[-1][1].extend(nodes)
+        else:
+            joined.append((name.partition("@")[0], list(nodes)))
+    return tuple(Segment(name or _first_leaf(nodes), tuple(nodes)) for name, nodes in joined)
+
+
+def _reads_weights(nodes: Iterable[fx.Node]) -> bool:
+    return any(isinstance(node.target, Leaf) or any(arg.op == "get_attr" for arg in node.all_input_nodes) for node in nodes)
+
+
+def _first_leaf(nodes: Sequence[fx.Node]) -> str:
+    return next((node.target.name for node in nodes if isinstance(node.target, Leaf)), "inputs")
+
+
+Calls = tuple[tuple[str, Source], ...]
+
+
+def quantizable_calls(node: fx.Node, quantizable: frozenset[str]) -> Calls:
+    """The quantizable modules that executing `node` calls, each with where its input can be seen."""
+    if not isinstance(node.target, Leaf):
+        return ()
+    name = node.target.name
+    if name in quantizable:
+        return ((name, Source(leaf_input(node))),)
+    return tuple((inner, Source(node, inner)) for inner in sorted(quantizable) if inner.startswith(name + "."))
+
+
+def _grouped(calls: Iterable[tuple[str, Source]], key: GroupKey) -> tuple[Group, ...]:
+    """Modules with equal inputs (all their calls taken together) and equal key form one group."""
+    sources: dict[str, dict[Source, None]] = {}
+    for name, source in calls:
+        sources.setdefault(name, {})[source] = None
+    members: dict[tuple[tuple[Source, ...], object], list[str]] = {}
+    for name, found in sources.items():
+        members.setdefault((tuple(found), key(name)), []).append(name)
+    return tuple(Group(found, tuple(names)) for (found, _), names in members.items())
+
+
+def _sources(groups: Iterable[Group]) -> tuple[Source, ...]:
+    return tuple(dict.fromkeys(source for group in groups for source in group.sources))
+
+
+def _staged(nodes: Sequence[fx.Node], unsolved: set[str], key: GroupKey) -> list[Step]:
+    steps: list[Step] = []
+    start = 0
+    for position, node in enumerate(nodes):
+        calls = quantizable_calls(node, frozenset(unsolved))
+        if not calls:
+            continue
+        source = calls[0][1]
+        if source.inner is None:
+            behind = (call for later in nodes[position:] for call in quantizable_calls(later, frozenset(unsolved)))
+            groups = _grouped((call for call in behind if call[1] == source), key)
+            steps.append(Step(tuple(nodes[start:position]), _sources(groups), groups))
+        else:  # inside an opaque leaf nothing can be cut, so it runs twice
+            groups = _grouped(calls, key)
+            steps += [Step(tuple(nodes[start:position])), Step((node,), _sources(groups), groups, keep=False)]
+        unsolved.difference_update(name for group in groups for name in group.members)
+        start = position
+    return [*steps, Step(tuple(nodes[start:]))]
+
+
+def _block(nodes: Sequence[fx.Node], unsolved: set[str], key: GroupKey) -> list[Step]:
+    groups = _grouped((call for node in nodes for call in quantizable_calls(node, frozenset(unsolved))), key)
+    unsolved.difference_update(name for group in groups for name in group.members)
+    if not groups:
+        return [Step(tuple(nodes))]
+    return [Step(tuple(nodes), _sources(groups), groups, keep=False), Step(tuple(nodes))]
+
+
+def subgraphs(traced: Traced, quantizable: frozenset[str], key: GroupKey, schedule: Schedule) -> tuple[Subgraph, ...]:
+    """Lay a traced graph out for a schedule; what comes after the last group is left out, for nothing needs it.
+
+    Args:
+        traced: the graph.
+        quantizable: names of the modules to quantize.
+        key: what members of one group must have in common beside their input (scheme, algorithm, dtype).
+        schedule: `staged`, `block` or `basic`; `datafree` needs no graph, see `datafree_subgraphs`.
+    """
+    unsolved = set(quantizable)
+    if schedule is Schedule.BASIC:
+        parts: tuple[Segment, ...] = (Segment("model", tuple(computed_nodes(traced.graph))),)
+    else:
+        parts = segments(traced)
+    cut = _staged if schedule is Schedule.STAGED else _block
+    laid_out = [(part.name, cut(part.nodes, unsolved, key)) for part in parts]
+    steps = [[step for step in part if step.nodes or step.solve] for _, part in laid_out]
+    return _placed([name for name, _ in laid_out], _with_reuse(_trimmed(steps)))
+
+
+def datafree_subgraphs(names: Sequence[tuple[str, Sequence[str]]]) -> tuple[Subgraph, ...]:
+    """Subgraphs (name, modules to quantize) that are solved without running anything."""
+    return tuple(
+        Subgraph(name, (Step((), (), tuple(Group((), (module,)) for module in modules)),), tuple(modules))
+        for name, modules in names
+    )
+
+
+def _trimmed(steps: list[list[Step]]) -> list[list[Step]]:
+    """Drop every step behind the last one that solves something."""
+    flat = [(part, position) for part, found in enumerate(steps) for position, step in enumerate(found) if step.solve]
+    last_part, last_position = flat[-1]
+    return [*steps[:last_part], steps[last_part][: last_position + 1]]
+
+
+def _with_reuse(steps: list[list[Step]]) -> list[list[Step]]:
+    """Observe a source once while its value cannot change (computed in an earlier subgraph), forget it after its last group."""
+    last_use = {source: (part, at) for part, found in enumerate(steps) for at, step in enumerate(found) for source in _sources(step.solve)}
+    observed: set[Source] = set()
+    result: list[list[Step]] = []
+    for part, found in enumerate(steps):
+        own = {node for step in found for node in step.nodes}
+        renewed: list[Step] = []
+        for at, step in enumerate(found):
+            fresh = tuple(source for source in step.observe if source.node in own or source not in observed)
+            observed.update(step.observe)
+            forget = tuple(source for source in _sources(step.solve) if last_use[source] == (part, at))
+            renewed.append(replace(step, observe=fresh, forget=forget))
+        result.append(renewed)
+    return result
+
+
+def _placed(names: Sequence[str], steps: list[list[Step]]) -> tuple[Subgraph, ...]:
+    """Add to each subgraph the weights it needs on the device."""
+    result = []
+    for name, found in zip(names, steps, strict=False):
+        nodes = [node for step in found for node in step.nodes]
+        leaves = [node.target.name for node in nodes if isinstance(node.target, Leaf)]
+        solved = [member for step in found for group in step.solve for member in group.members]
+        tensors = [str(arg.target) for node in nodes for arg in node.all_input_nodes if arg.op == "get_attr"]
+        result.append(Subgraph(name, tuple(found), tuple(dict.fromkeys(leaves + solved)), tuple(dict.fromkeys(tensors))))
+    return tuple(result)
+
+
+def last_steps(parts: Sequence[Subgraph]) -> Mapping[fx.Node, int]:
+    """For each value the number (counted over all subgraphs) of the last step that reads it."""
+    last: dict[fx.Node, int] = {}
+    for number, step in enumerate(step for part in parts for step in part.steps):
+        for node in step.nodes:
+            last.update(dict.fromkeys(node.all_input_nodes, number))
+        last.update({source.node: number for source in step.observe if source.inner is None})
+    return last

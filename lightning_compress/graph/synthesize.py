@@ -1,0 +1,171 @@
+"""The batch that is traced: like the user's, but with sizes that no constant of the model has.
+
+A traced size of 1 becomes a constant and equal sizes become one symbol, so the batch that is traced has several rows, and
+a length that is prime. It stays near the true length because models decide by it (`length > sliding_window`), and takes
+its values from the true batch, in case a module has to be run on it for real.
+
+Which dimensions are free is decided here too: rows of every tensor, and the token dimension of every tensor that has one.
+All others (image sizes, mel bins, classes) are constants of the graph; another image size needs another trace.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, fields, is_dataclass, replace
+from itertools import chain, count
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROWS = 3
+SHORTEST = 11
+"""Synthetic rows and shortest length: small, distinct, and neither a power of two."""
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What a batch is without its tensors. `build` puts tensors in; other leaves are constants."""
+
+    paths: tuple[str, ...]
+    build: Callable[[Sequence[Tensor]], Any]
+
+
+def flatten_batch(batch: Any) -> tuple[list[Tensor], Structure]:
+    """Tensors of a nested batch (mapping, sequence, dataclass, tensor) in order, and the structure around them.
+
+    >>> tensors, structure = flatten_batch({"a": torch.ones(2), "b": [torch.zeros(1), "x"]})
+    >>> structure.paths
+    ('a', 'b.0')
+    >>> structure.build([torch.ones(1), torch.ones(3)])
+    {'a': tensor([1.]), 'b': [tensor([1., 1., 1.]), 'x']}
+    """
+    found: list[tuple[str, Tensor]] = []
+    _collect(batch, "", found)
+    return [tensor for _, tensor in found], Structure(
+        tuple(path for path, _ in found), lambda tensors: _rebuilt(batch, iter(tensors).__next__)
+    )
+
+
+def _items(value: Any) -> list[tuple[Any, Any]] | None:
+    if isinstance(value, Mapping):
+        return list(value.items())
+    if isinstance(value, (list, tuple)):
+        return list(enumerate(value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return [(field.name, getattr(value, field.name)) for field in fields(value)]
+    return None
+
+
+def _collect(value: Any, path: str, found: list[tuple[str, Tensor]]) -> None:
+    if isinstance(value, Tensor):
+        found.append((path, value))
+        return
+    for key, item in _items(value) or ():
+        _collect(item, f"{path}.{key}" if path else str(key), found)
+
+
+def _rebuilt(value: Any, next_tensor: Callable[[], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return next_tensor()
+    items = _items(value)
+    if items is None:
+        return value
+    new = {key: _rebuilt(item, next_tensor) for key, item in items}
+    if isinstance(value, dict) and type(value) is dict:
+        return new
+    if isinstance(value, Mapping):
+        # UserDict (BatchEncoding), OrderedDict (ModelOutput): a shallow copy keeps the type and what else it carries
+        duplicate: Any = copy(value)
+        if hasattr(duplicate, "data") and isinstance(duplicate.data, dict):
+            duplicate.data = dict(duplicate.data)
+        for key, item in new.items():
+            duplicate[key] = item
+        return duplicate
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*new.values())
+    if isinstance(value, (list, tuple)):
+        return type(value)(new.values())
+    return replace(value, **new)
+
+
+@dataclass(frozen=True)
+class Synthetic:
+    """A batch to trace on: `tensors` in the order of `flatten_batch`, `dynamic[i][d]`: is that size a symbol."""
+
+    tensors: tuple[Tensor, ...]
+    dynamic: tuple[tuple[bool, ...], ...]
+
+
+def synthesize(paths: Sequence[str], tensors: Sequence[Tensor], *, separate_decoder: bool) -> Synthetic:
+    """Tensors like the given ones with rows and lengths to trace on.
+
+    Args:
+        paths: key paths, as of `flatten_batch`.
+        tensors: the true batch, flattened.
+        separate_decoder: labels belong to a decoder with a length of its own.
+
+    Batches of tokens only get `ROWS` rows and a prime length; with pixels or features among them, the number of image
+    tokens fits the images, so lengths stay and rows are repeated.
+    """
+    separate = separate_decoder or any(_last(path).startswith("decoder_") for path in paths)
+    groups = [_group(path, separate) for path in paths]
+    lengths = {group: _length(paths, tensors, groups, group) for group in groups}
+    dynamic = tuple(
+        tuple(_is_dynamic(tensor, dim, lengths[group]) for dim in range(tensor.ndim))
+        for tensor, group in zip(tensors, groups, strict=True)
+    )
+    only_tokens = all(all(dims) for dims in dynamic)
+    new_lengths = _new_lengths(lengths) if only_tokens else {g: n for g, n in lengths.items() if n}
+    rows = max((t.shape[0] for t in tensors if t.ndim), default=1)
+    made = []
+    for tensor, dims, group in zip(tensors, dynamic, groups, strict=True):
+        made.append(_resized(tensor, dims, new_lengths.get(group, 0), rows if only_tokens else 0))
+    return Synthetic(tuple(made), dynamic)
+
+
+def _last(path: str) -> str:
+    return path.rpartition(".")[2]
+
+
+def _group(path: str, separate: bool) -> str:
+    name = _last(path)
+    return "decoder" if separate and (name.startswith("decoder_") or name == "labels") else "main"
+
+
+def _length(paths: Sequence[str], tensors: Sequence[Tensor], groups: Sequence[str], group: str) -> int:
+    """The token length of a group: the second size of its integer tensors [B, L], ids and masks first; 0 without any."""
+    members = [(p, t) for p, t, g in zip(paths, tensors, groups, strict=True) if g == group]
+    tokens = [(p, t) for p, t in members if t.ndim == 2 and not t.is_floating_point()]
+    tokens.sort(key=lambda member: not _last(member[0]).endswith(("input_ids", "attention_mask")))
+    return tokens[0][1].shape[1] if tokens else 0
+
+
+def _is_dynamic(tensor: Tensor, dim: int, length: int) -> bool:
+    if dim == 0:
+        return True
+    if tensor.ndim == 4 and not tensor.is_floating_point():
+        return dim >= 2 and tensor.shape[dim] == length
+    return dim == 1 and tensor.shape[dim] == length
+
+
+def _new_lengths(lengths: Mapping[str, int]) -> dict[str, int]:
+    new: dict[str, int] = {}
+    for group, length in sorted(lengths.items()):
+        nearest = chain(range(length, SHORTEST - 1, -1), count(max(length, SHORTEST)))
+        new[group] = next(size for size in nearest if _is_prime(size) and size not in new.values())
+    return new
+
+
+def _is_prime(number: int) -> bool:
+    return number > 1 and all(number % divisor for divisor in range(2, int(number**0.5) + 1))
+
+
+def _resized(tensor: Tensor, dims: Sequence[bool], length: int, rows: int) -> Tensor:
+    """Rows and tokens repeated or cut to the wanted sizes; `rows` 0 means: every row `ROWS` times."""
+    for dim, is_dynamic in enumerate(dims):
+        if not is_dynamic:
+            continue
+        size = tensor.shape[dim]
+        wanted = length if dim else (size * ROWS if not rows else max(1, size * ROWS // rows))
+        tensor = tensor.index_select(dim, torch.arange(wanted, device=tensor.device) % size)
+    return tensor

@@ -1,0 +1,52 @@
+"""Which modules are onloaded one at a time: the sequential targets."""
+
+from collections.abc import Collection, Sequence
+
+from torch import nn
+
+from lightning_compress.errors import UnsupportedModelError
+from lightning_compress.recipe.resolve import matches
+
+
+def sequential_modules(root: nn.Module, patterns: Sequence[str] | None, quantizable: Collection[str]) -> tuple[str, ...]:
+    """Names of the sequential targets of `root`, outermost only, in the model's order.
+
+    Args:
+        root: the model.
+        patterns: class names, module names or `re:` patterns; None takes what the model's author declared indivisible
+            (transformers' `_no_split_modules`, of every submodel), else the entries of its `ModuleList`s and
+            `Sequential`s that hold something to quantize, else the modules to quantize themselves.
+        quantizable: names of the modules to quantize.
+
+    Raises:
+        UnsupportedModelError: a pattern was given and matches no module.
+    """
+    if patterns is not None:
+        found = [name for name, module in root.named_modules() if name and any(matches(p, name, module) for p in patterns)]
+        if not found:
+            classes = sorted({type(module).__name__ for module in root.modules()})
+            raise UnsupportedModelError(f"No module matches sequential_targets {list(patterns)}. Classes in this model: {', '.join(classes)}.")
+        return _outermost(found)
+    declared = {name for module in root.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+    layers = [name for name, module in root.named_modules() if type(module).__name__ in declared]
+    if not any(_holds(name, quantizable) for name in layers):
+        layers = [
+            f"{name}.{child}" if name else child
+            for name, module in root.named_modules()
+            if isinstance(module, nn.ModuleList | nn.Sequential)
+            for child, _ in module.named_children()
+        ]
+    layers = list(_outermost(layers))
+    return tuple(layers) if any(_holds(name, quantizable) for name in layers) else tuple(quantizable)
+
+
+def _holds(name: str, quantizable: Collection[str]) -> bool:
+    return any(other == name or other.startswith(name + ".") for other in quantizable)
+
+
+def _outermost(names: Sequence[str]) -> tuple[str, ...]:
+    chosen: list[str] = []
+    for name in names:  # parents come before their children
+        if not any(name.startswith(parent + ".") for parent in chosen):
+            chosen.append(name)
+    return tuple(chosen)

@@ -1,0 +1,342 @@
+"""Trace a model by running its own Python on fake tensors; modules that matter are single nodes, the rest ATen operations.
+
+Method: `make_fx`'s machinery (see `compat`) with leaf modules. A leaf is a target, or any module that holds neither a target
+nor a boundary; its call is one node and is later run as the real module, so norms, rotary embeddings and activations
+give bit-identical results. What lies between leaves is recorded as operations. Symbolic sizes make one graph serve ragged batches.
+Alternatives not taken: symbolic proxies through Python control flow (needs rewritten sources), `torch.export` (cannot keep
+modules, needs the user to name dynamic dimensions), hooks on layers (do not know what happens between them).
+
+What cannot be recorded falls back by itself: layers of the failing class become single nodes; else the innermost failing
+module does; leaves that read values get their output shapes from a real run. Each fallback is named in `Traced.fallbacks`.
+"""
+
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx, nn
+
+from lightning_compress.errors import UntraceableModelError
+from lightning_compress.graph import compat
+from lightning_compress.graph.leaf import Leaf, leaf_input
+from lightning_compress.graph.record import Attempt, Body, Cut, observe
+from lightning_compress.graph.synthesize import Structure, Synthetic, flatten_batch, synthesize
+
+__all__ = ["Fallback", "Leaf", "Span", "Traced", "flatten_batch", "leaf_input", "token_mask_for", "trace", "violated_guards"]
+
+
+class TraceFallbackWarning(UserWarning):
+    """Targets are hidden inside modules that could only be recorded as single calls."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """One call of a boundary module: `first` to `last` (inclusive) index its nodes in execution order."""
+
+    name: str
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Fallback:
+    """A module that could not be recorded as asked. `hidden`: targets inside it, which have no node of their own."""
+
+    module: str
+    reason: str
+    hidden: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A model as a graph.
+
+    Attributes:
+        graph: nodes are placeholders, `get_attr`, `call_function` (ATen overloads, `operator.*`, `Leaf`) and an output.
+            `node.meta["val"]` is the fake value with symbolic sizes.
+        spans: calls of boundary modules, in execution order.
+        placeholders: key path of each tensor of the flattened batch, in the order of the placeholder nodes.
+        constants: tensors the graph names that are neither parameters nor buffers of the root.
+        fallbacks: what could not be recorded as asked.
+        outputs: key path of each tensor the step returned, in the order of the output node's arguments.
+        guards: what has to hold of the sizes for this graph to be the path the model takes.
+    """
+
+    graph: fx.Graph
+    spans: tuple[Span, ...]
+    placeholders: tuple[str, ...]
+    constants: Mapping[str, Tensor]
+    fallbacks: tuple[Fallback, ...]
+    outputs: tuple[str, ...] = ()
+    guards: tuple[sympy.Basic, ...] = ()
+
+
+def trace(
+    root: nn.Module,
+    step: Callable[[Any], Any],
+    batch: Any,
+    *,
+    leaf_names: Collection[str],
+    boundary_names: Collection[str],
+) -> Traced:
+    """Record `step(batch)`.
+
+    Args:
+        root: owns all parameters and modules.
+        step: calls the model, for instance `lambda batch: root(**batch)`.
+        batch: a real batch; it is traced on a synthetic one like it (see `synthesize`). Leave `attention_mask` out when
+            no batch of the run has padding: attention then keeps its fast path.
+        leaf_names: modules to be recorded as single calls (what is quantized).
+        boundary_names: modules whose calls are marked as spans (decoder layers). Nested: the outermost counts.
+
+    Raises:
+        UntraceableModelError: not even fallbacks help; names the module and the remedy.
+    """
+    tensors, structure = flatten_batch(batch)
+    synthetic = synthesize(structure.paths, tensors, separate_decoder=compat.is_encoder_decoder(root))
+    cut = _first_cut(root, leaf_names, boundary_names)
+    fallbacks: dict[str, Fallback] = {}
+    while True:
+        with compat.attributes_restored(root), compat.without_cache(root):
+            outcome = _attempt(root, step, cut, structure, synthetic)
+            if isinstance(outcome, Traced):
+                _warn(root, fallbacks.values())
+                return replace(outcome, fallbacks=tuple(fallbacks.values()))
+            cut, new = _fall_back(root, cut, outcome, frozenset(leaf_names))
+            fallbacks.update({fallback.module: fallback for fallback in new})
+            cut = _with_observations(root, cut, lambda: step(_on_model_device(root, structure, synthetic)))
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The innermost module that an attempt failed in ('' for code outside all modules), and why."""
+
+    module: str
+    error: Exception
+
+
+def _first_cut(root: nn.Module, leaf_names: Collection[str], boundary_names: Collection[str]) -> Cut:
+    """Leaves: targets, and modules with neither targets nor boundaries inside. Containers: what holds those."""
+    chosen = {id(root.get_submodule(name)): name for name in [*boundary_names, *leaf_names]}
+    targets = {id(root.get_submodule(name)) for name in leaf_names}
+    leaves: dict[str, nn.Module] = {}
+    containers: dict[str, nn.Module] = {}
+    holds = _holders(root, set(chosen))
+    seen: set[int] = set()
+
+    def visit(name: str, module: nn.Module) -> None:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        name = chosen.get(id(module), name)
+        if id(module) in targets or id(module) not in holds:
+            leaves[name] = module
+            return
+        containers[name] = module
+        for key, child in module.named_children():
+            visit(f"{name}.{key}" if name else key, child)
+
+    visit("", root)
+    return Cut(leaves, containers, frozenset(boundary_names), {}, {})
+
+
+def _holders(root: nn.Module, chosen: set[int]) -> set[int]:
+    """Ids of the modules that are chosen or have a chosen module inside; the root always."""
+    holds = {id(root)}
+
+    def visit(module: nn.Module) -> bool:
+        inside = [visit(child) for child in module.children()]
+        if any(inside) or id(module) in chosen:
+            holds.add(id(module))
+        return id(module) in holds
+
+    visit(root)
+    return holds
+
+
+def _attempt(
+    root: nn.Module, step: Callable[[Any], Any], cut: Cut, structure: Structure, synthetic: Synthetic
+) -> Traced | Failure:
+    fake_mode = compat.new_fake_mode()
+    inputs = compat.fake_batch(fake_mode, synthetic.tensors, synthetic.dynamic)
+    sizes = [size for tensor in inputs for size in tensor.shape if isinstance(size, torch.SymInt)]
+    symbols = frozenset(symbol for size in sizes for symbol in compat.expression(size).free_symbols)
+    packed = any(path.endswith("position_ids") for path in structure.paths)
+    with compat.attributes_restored(root), compat.traceable_transformers(root, packed_sequences=packed):
+        recorder = compat.Recorder(compat.replace_by_fakes(root, fake_mode), fake_mode)
+        attempt = Attempt(cut, recorder, symbols, sizes)
+        try:
+            with compat.calls_replaced({**cut.leaves, **cut.containers}, attempt.wrap), compat.recording(recorder):
+                for path, value in zip(structure.paths, inputs, strict=True):
+                    compat.add_placeholder(recorder, path.replace(".", "_") or "batch", value)
+                outputs, returned = flatten_batch(step(structure.build(inputs)))
+                recorder.create_node("output", "output", (compat.to_argument(recorder, tuple(outputs)),), {})
+        except Exception as error:
+            failed = attempt.failure
+            return Failure(failed[0] if failed is not None and failed[1] is error else "", error)
+    guards = tuple(guard.expr for guard in compat.shape_env(fake_mode).guards)
+    spans = _tidy(recorder.graph, attempt.spans)
+    return Traced(recorder.graph, spans, structure.paths, recorder.constants, (), returned.paths, guards)
+
+
+def _tidy(graph: fx.Graph, spans: Sequence[tuple[str, Sequence[fx.Node]]]) -> tuple[Span, ...]:
+    """Delete what nobody reads, read sizes right where they arise, and number the spans' nodes."""
+    moved: set[fx.Node] = set()
+    alive: set[fx.Node] = set()
+    for node in reversed(list(graph.nodes)):
+        if node.op == "placeholder" or node.users or isinstance(node.target, Leaf) or node.is_impure():
+            alive.add(node)
+        else:
+            graph.erase_node(node)
+    last_placeholder = [node for node in graph.nodes if node.op == "placeholder"][-1:]
+    for node in list(graph.nodes):
+        if node.target in compat.SIZE_READERS:
+            # otherwise a large value would be kept, across stages, only to be asked for its size
+            source = node.all_input_nodes[0]
+            anchor = last_placeholder[0] if source.op == "placeholder" else source
+            anchor.append(node)
+            moved.add(node)
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    made = []
+    for name, nodes in spans:
+        kept = [order[node] for node in nodes if node in alive and node not in moved]
+        if kept:
+            made.append(Span(name, min(kept), max(kept)))
+    return tuple(sorted(made, key=lambda span: span.first))
+
+
+def _fall_back(root: nn.Module, cut: Cut, failure: Failure, targets: frozenset[str]) -> tuple[Cut, list[Fallback]]:
+    """The next thing to try after a failure, and what to tell about it."""
+    name, reason = failure.module, _first_line(failure.error)
+    if name in cut.leaves:
+        body = cut.bodies.get(name, Body.SYMBOLIC)
+        if body is Body.OBSERVED:
+            raise _untraceable(root, failure)
+        mates = [other for other, module in cut.leaves.items() if type(module) is type(cut.leaves[name])]
+        bodies = {**cut.bodies, **dict.fromkeys(mates, Body(body + 1))}
+        return replace(cut, bodies=bodies), [Fallback(name, f"its output shape is taken from a run of it: {reason}")]
+    opaque = _opaque_instead(root, cut, name, targets)
+    if not opaque:
+        raise _untraceable(root, failure)
+    told = [
+        Fallback(key, f"recorded as a single call: {reason}", tuple(t for t in sorted(targets) if t.startswith(key + ".")))
+        for key in opaque
+    ]
+    containers = {key: module for key, module in cut.containers.items() if key not in opaque}
+    return replace(cut, leaves={**cut.leaves, **opaque}, containers=containers), told
+
+
+def _opaque_instead(root: nn.Module, cut: Cut, failed: str, targets: frozenset[str]) -> dict[str, nn.Module]:
+    """Containers to record as single calls: the enclosing layer (or else the failed module) and all of its class."""
+    units = compat.no_split_classes(root)
+    parts = failed.split(".")
+    enclosing = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    layers = (n for n in enclosing if n in cut.boundaries or (n in cut.containers and _class(cut.containers[n]) in units))
+    chosen = next(layers, failed)
+    if chosen not in cut.containers or chosen == "":
+        return {}
+    mates = {n: m for n, m in cut.containers.items() if n and type(m) is type(cut.containers[chosen])}
+    hidden = {t for t in targets if any(t.startswith(n + ".") for n in mates)}
+    inner_boundaries = {b for b in cut.boundaries if any(b.startswith(n + ".") for n in mates)}
+    if chosen not in cut.boundaries and (inner_boundaries or (targets and hidden == targets)):
+        return {}
+    return mates
+
+
+def _with_observations(root: nn.Module, cut: Cut, run: Callable[[], object]) -> Cut:
+    """Do the real run that leaves with `Body.OBSERVED` wait for, if any does."""
+    wanted = {name for name, body in cut.bodies.items() if body is Body.OBSERVED and name not in cut.observed}
+    if not wanted:
+        return cut
+    try:
+        seen = observe(root, {name: cut.leaves[name] for name in wanted}, run)
+    except Exception as error:
+        raise _untraceable(root, Failure(min(wanted), error)) from error
+    return replace(cut, observed={**cut.observed, **seen})
+
+
+def _on_model_device(root: nn.Module, structure: Structure, synthetic: Synthetic) -> Any:
+    device = next((parameter.device for parameter in root.parameters()), torch.device("cpu"))
+    return structure.build([tensor.to(device) for tensor in synthetic.tensors])
+
+
+def _untraceable(root: nn.Module, failure: Failure) -> UntraceableModelError:
+    module = root.get_submodule(failure.module)
+    where = f"{failure.module or 'the model itself'} ({_class(module)})"
+    error = UntraceableModelError(
+        f"cannot record {where} as a graph: {_first_line(failure.error)}. Check that the model runs on this batch; if it "
+        f"does, name a class of layers around this code in `sequential_targets`, or give the code a module of its own, "
+        f"which is then recorded as a single call."
+    )
+    error.__cause__ = failure.error
+    return error
+
+
+def _warn(root: nn.Module, fallbacks: Collection[Fallback]) -> None:
+    """One warning per class of modules that hide targets."""
+    by_class: dict[str, list[Fallback]] = {}
+    for fallback in fallbacks:
+        if fallback.hidden:
+            by_class.setdefault(_class(root.get_submodule(fallback.module)), []).append(fallback)
+    for name, group in by_class.items():
+        names = f"{group[0].module} and {len(group) - 1} more" if len(group) > 1 else group[0].module
+        warnings.warn(f"{name} ({names}) is {group[0].reason}", TraceFallbackWarning, stacklevel=3)
+
+
+def _class(module: nn.Module) -> str:
+    return type(module).__name__
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
+def token_mask_for(traced: Traced, node: fx.Node) -> fx.Node | None:
+    """The padding mask [B, L] that tells which rows of a value are tokens, or None.
+
+    A value has one row per token when it is [B, L, ...] or [B * L, C] in the same symbols as a placeholder whose key path
+    ends with `attention_mask`. Encoder and decoder lengths are different symbols, so each value finds its own mask.
+    """
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor) or value.ndim < 2:
+        return None
+    leading = [compat.expression(size) for size in value.shape[:2]]
+    inputs = [candidate for candidate in traced.graph.nodes if candidate.op == "placeholder"]
+    for path, mask in zip(traced.placeholders, inputs, strict=True):
+        sizes = [compat.expression(size) for size in mask.meta["val"].shape]
+        if not path.endswith("attention_mask") or len(sizes) != 2:
+            continue
+        if leading == sizes and value.ndim > 2:
+            return mask
+        if leading[0] == sizes[0] * sizes[1] and value.ndim == 2:
+            return mask
+    return None
+
+
+def violated_guards(traced: Traced, batch: Any) -> list[str]:
+    """Why the model would take another path on this batch than the recorded one; empty if the graph serves it.
+
+    Sizes of 1 where the trace saw more are fine: recorded operations do not depend on it.
+    """
+    tensors, structure = flatten_batch(batch)
+    if structure.paths != traced.placeholders:
+        return [f"its tensors are {', '.join(structure.paths)}, traced were {', '.join(traced.placeholders)}"]
+    problems: list[str] = []
+    values: dict[sympy.Basic, int] = {}
+    inputs = [node.meta["val"] for node in traced.graph.nodes if node.op == "placeholder"]
+    for path, tensor, fake in zip(structure.paths, tensors, inputs, strict=True):
+        if tensor.ndim != fake.ndim or tensor.dtype != fake.dtype:
+            problems.append(f"{path} is {tensor.dtype} with {tensor.ndim} dimensions, not {fake.dtype} with {fake.ndim}")
+            continue
+        for dim, (size, traced_size) in enumerate(zip(tensor.shape, fake.shape, strict=True)):
+            expected = compat.expression(traced_size)
+            if values.setdefault(expected, int(expected) if expected.is_number else size) != size:
+                problems.append(f"{path}: size {dim} is {size}, not {values[expected]}")
+    for guard in traced.guards:
+        if guard.xreplace({symbol: sympy.Integer(size) for symbol, size in values.items()}) == sympy.false:
+            problems.append(f"its sizes do not satisfy {guard}")
+    return problems

@@ -1,0 +1,1 @@
+"""Where bytes live during a run: weights in tiers, activations between steps, and how much is alive."""

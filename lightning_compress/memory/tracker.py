@@ -1,0 +1,74 @@
+"""Exact count of the bytes alive during a run, by following every storage an operator returns.
+
+The method is that of `torch.distributed._tools.MemTracker`, reduced to storages: a dispatch mode sees each operator's
+outputs, counts a storage when it is first seen and discounts it when it is collected. Unlike a process' high-water mark
+it is the same on every machine.
+"""
+
+import resource
+import sys
+import weakref
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+
+@final
+class LiveMemory(TorchDispatchMode):
+    """Bytes of the storages created inside the context that are alive, and their peak.
+
+    Storages that existed before are not counted unless `track` is called on them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._seen = WeakIdKeyDictionary()
+
+    def ignore(self, *tensors: Tensor) -> None:
+        """Leave these tensors' storages out of the count."""
+        for tensor in tensors:
+            self._seen[tensor.untyped_storage()] = None
+
+    def track(self, tensor: Tensor) -> None:
+        """Count this tensor's storage from now on."""
+        storage = tensor.untyped_storage()
+        if storage in self._seen:
+            return
+        size = storage.size()
+        self._seen[storage] = weakref.ref(storage, lambda _: self._freed(size))
+        self.live_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def reset_peak(self) -> None:
+        """Start the peak anew from what is alive."""
+        self.peak_bytes = self.live_bytes
+
+    def _freed(self, size: int) -> None:
+        self.live_bytes -= size
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in pytree.tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self.track(leaf)
+        return out
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Peak memory so far: allocated on a CUDA device since the last reset, else this process' resident high-water mark."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def reset_peak(device: torch.device) -> None:
+    """Start the peak of a CUDA device anew; a process' high-water mark cannot be reset without privileges."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)

@@ -1,0 +1,1 @@
+"""The Lightning side: strategy, callback, loop and command line. The only folder that imports lightning."""

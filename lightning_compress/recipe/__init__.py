@@ -1,0 +1,1 @@
+"""Recipes: what to quantize, how, and with which algorithm."""

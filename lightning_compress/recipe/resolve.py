@@ -1,0 +1,224 @@
+"""Match a recipe against a model: which module gets which scheme, and why every other one is left alone.
+
+Everything that can be known before hours of calibration is checked here: group sizes against shapes, schemes against
+what is implemented, tied weights, models that are quantized already.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, QuantizationStrategy, QuantizationType
+from torch import nn
+
+from lightning_compress.algorithms.base import Algorithm
+from lightning_compress.errors import NonFiniteError, UnsupportedModelError
+from lightning_compress.recipe.config import Modifier, Recipe
+
+OUTPUT_EMBEDDING = "lm_head"
+_WEIGHT_STRATEGIES = (QuantizationStrategy.TENSOR, QuantizationStrategy.CHANNEL, QuantizationStrategy.GROUP)
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What happens to one module."""
+
+    module: str
+    algorithm: Algorithm
+    scheme: QuantizationScheme
+
+    @property
+    def weights(self) -> QuantizationArgs:
+        """The weights' arguments; `resolve` refuses schemes without them."""
+        assert self.scheme.weights is not None
+        return self.scheme.weights
+
+
+@dataclass(frozen=True)
+class Excluded:
+    """A module with a matrix of weights that stays as it is, and the reason."""
+
+    module: str
+    class_name: str
+    shape: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class ResolvedRecipe:
+    """A recipe with its meaning for one model. Modules are in the model's order."""
+
+    recipe: Recipe
+    assignments: Mapping[str, Assignment]
+    excluded: tuple[Excluded, ...]
+
+
+def matches(pattern: str, name: str, module: nn.Module) -> bool:
+    """Whether `pattern` (`re:...`, a module name, or a class name of the module or its bases) means this module."""
+    if pattern.startswith("re:"):
+        return re.match(pattern[3:], name) is not None
+    return pattern == name or any(pattern == base.__name__ for base in type(module).__mro__)
+
+
+def resolve(recipe: Recipe, root: nn.Module) -> ResolvedRecipe:
+    """The recipe's meaning for `root`; module names are `root`'s.
+
+    Raises:
+        UnsupportedModelError: nothing matches; a scheme does not fit a module's shape; a tied or quantized module.
+        NonFiniteError: a weight that is to be quantized holds NaN or Inf.
+    """
+    _check_not_quantized(root)
+    for modifier in recipe.modifiers:
+        _check_scheme(modifier.scheme)
+    assignments: dict[str, Assignment] = {}
+    excluded: list[Excluded] = []
+    matched = [False] * len(recipe.modifiers)
+    output_embedding = _output_embedding(root)
+    for name, module in root.named_modules():
+        weight = getattr(module, "weight", None)
+        chosen: Modifier | None = None
+        reason = "no target of the recipe matches it"
+        for position, modifier in enumerate(recipe.modifiers):
+            if not any(matches(pattern, name, module) for pattern in modifier.targets):
+                continue
+            if not isinstance(module, nn.Linear):
+                _check_not_named(modifier, name, module)
+                continue
+            matched[position] = True
+            pattern = _ignoring_pattern(modifier, name, module, module is output_embedding)
+            if pattern is None:
+                chosen = modifier
+            elif chosen is None:
+                reason = f"ignored by the recipe ({pattern})"
+        if chosen is not None:
+            assert isinstance(module, nn.Linear)
+            _check_shape(name, module, chosen.scheme)
+            assignments[name] = Assignment(name, chosen.algorithm, chosen.scheme)
+        elif isinstance(weight, torch.Tensor) and weight.ndim >= 2:
+            excluded.append(Excluded(name, type(module).__name__, tuple(weight.shape), reason))
+    _check_matched(recipe, matched, assignments, root)
+    _check_ties(assignments, root)
+    _check_finite(assignments, root)
+    return ResolvedRecipe(recipe, assignments, tuple(excluded + _bare_matrices(root)))
+
+
+def _output_embedding(root: nn.Module) -> nn.Module | None:
+    get = getattr(root, "get_output_embeddings", None)
+    found = get() if callable(get) else None
+    return found if isinstance(found, nn.Module) else None
+
+
+def _ignoring_pattern(modifier: Modifier, name: str, module: nn.Module, is_output_embedding: bool) -> str | None:
+    for pattern in modifier.ignore:
+        if matches(pattern, name, module) or (pattern == OUTPUT_EMBEDDING and is_output_embedding):
+            return pattern
+    return None
+
+
+def _bare_matrices(root: nn.Module) -> list[Excluded]:
+    """Parameters of two and more dimensions that are no module's `weight` (stacked experts, position tables)."""
+    return [
+        Excluded(f"{name}.{key}" if name else key, type(module).__name__, tuple(parameter.shape), "not the weight of a Linear")
+        for name, module in root.named_modules()
+        for key, parameter in module.named_parameters(recurse=False)
+        if key != "weight" and parameter.ndim >= 2
+    ]
+
+
+def _check_not_quantized(root: nn.Module) -> None:
+    config = getattr(root, "config", None)
+    if getattr(config, "quantization_config", None) is not None or getattr(root, "hf_quantizer", None) is not None:
+        raise UnsupportedModelError(
+            "The model is quantized already (its config has a quantization_config). Compress the original checkpoint instead."
+        )
+    for name, module in root.named_modules():
+        weight = getattr(module, "weight", None)
+        packed = isinstance(weight, torch.Tensor) and not (weight.is_floating_point() or weight.is_complex())
+        if hasattr(module, "quantization_scheme") or hasattr(module, "weight_packed") or packed:
+            raise UnsupportedModelError(
+                f"{name} ({type(module).__name__}) is quantized already. Compress the original, unquantized model instead."
+            )
+
+
+def _check_scheme(scheme: QuantizationScheme) -> None:
+    weights, inputs = scheme.weights, scheme.input_activations
+    if weights is None:
+        raise UnsupportedModelError("The scheme has no `weights` and would change nothing; use one such as W4A16 or W8A8.")
+    if weights.type != QuantizationType.INT or not 2 <= weights.num_bits <= 8:
+        raise UnsupportedModelError(
+            f"Weights of type {weights.type} with {weights.num_bits} bits are not supported; use int with 2 to 8 bits."
+        )
+    if weights.strategy not in _WEIGHT_STRATEGIES or weights.dynamic:
+        raise UnsupportedModelError(
+            f"The weights' strategy {weights.strategy!r} is not supported; use static tensor, channel or group."
+        )
+    if scheme.output_activations is not None:
+        raise UnsupportedModelError("Quantized output activations are not supported; leave out `output_activations`.")
+    if inputs is None:
+        return
+    static = inputs.strategy == QuantizationStrategy.TENSOR and not inputs.dynamic
+    per_token = inputs.strategy == QuantizationStrategy.TOKEN and inputs.dynamic is True
+    if inputs.type != QuantizationType.INT or inputs.num_bits != 8 or not (static or per_token):
+        raise UnsupportedModelError(
+            f"Input activations of type {inputs.type}, {inputs.num_bits} bits, strategy {inputs.strategy!r}, dynamic={inputs.dynamic} "
+            "are not supported; use int8, either static per tensor or dynamic per token."
+        )
+
+
+def _check_shape(name: str, module: nn.Linear, scheme: QuantizationScheme) -> None:
+    assert scheme.weights is not None
+    group, columns = scheme.weights.group_size, module.in_features
+    if scheme.weights.strategy != QuantizationStrategy.GROUP or group is None or columns % group == 0:
+        return
+    below = next((size for size in range(min(group, columns), 0, -1) if columns % size == 0), 1)
+    above = next((size for size in range(group, columns + 1) if columns % size == 0), columns)
+    raise UnsupportedModelError(
+        f"{name} has a weight of shape {list(module.weight.shape)}, and group_size {group} does not divide its {columns} input "
+        f"channels. The nearest sizes that do are {below} and {above}. Change group_size, or add {name!r} to `ignore`."
+    )
+
+
+def _check_not_named(modifier: Modifier, name: str, module: nn.Module) -> None:
+    named = name in modifier.targets or type(module).__name__ in modifier.targets
+    if named and getattr(module, "weight", None) is not None:
+        raise UnsupportedModelError(
+            f"{name} is a {type(module).__name__}; only torch.nn.Linear can be quantized. Remove it from `targets`."
+        )
+
+
+def _check_matched(recipe: Recipe, matched: Sequence[bool], assignments: Mapping[str, Assignment], root: nn.Module) -> None:
+    present = sorted({type(module).__name__ for module in root.modules() if getattr(module, "weight", None) is not None})
+    for modifier, found in zip(recipe.modifiers, matched, strict=True):
+        if not found:
+            raise UnsupportedModelError(
+                f"No module matches the targets {list(modifier.targets)}. Classes with weights in this model: {', '.join(present)}."
+            )
+    if not assignments:
+        raise UnsupportedModelError("Every module that the targets match is ignored, so nothing would be compressed; shorten `ignore`.")
+
+
+def _check_ties(assignments: Mapping[str, Assignment], root: nn.Module) -> None:
+    owners: dict[int, list[str]] = {}
+    for name, parameter in root.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), []).append(name)
+    modules = dict(root.named_modules(remove_duplicate=False))
+    for name in assignments:
+        weight = modules[name].weight
+        tied = [other for other in owners.get(id(weight), []) if modules[other.rpartition(".")[0]] is not modules[name]]
+        if tied:
+            raise UnsupportedModelError(
+                f"{name} (shape {list(weight.shape)}) shares its weight with {', '.join(tied)}, so it cannot be quantized alone. "
+                f"Add {name!r} to `ignore`, or untie it first: clone the weight and set config.tie_word_embeddings=False."
+            )
+
+
+def _check_finite(assignments: Mapping[str, Assignment], root: nn.Module) -> None:
+    modules = dict(root.named_modules())
+    for name in assignments:
+        weight = modules[name].weight
+        if not torch.isfinite(weight).all():
+            raise NonFiniteError(
+                f"The weight of {name} (shape {list(weight.shape)}, {weight.dtype}) holds NaN or Inf. Nothing was written. "
+                "Repair the checkpoint, or add the module to `ignore`."
+            )

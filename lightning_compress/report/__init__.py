@@ -1,0 +1,1 @@
+"""What a compression cost and saved: tables, JSON, a self-contained page."""

@@ -1,0 +1,124 @@
+"""A self-contained page of a report: no scripts, no external files, the figure inline as SVG."""
+
+import html
+import importlib.util
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_STYLE = """
+body{font:15px/1.5 system-ui,sans-serif;max-width:70rem;margin:2rem auto;padding:0 1rem;color:#222}
+h1{font-size:1.5rem}h2{font-size:1.1rem;margin-top:2rem}table{border-collapse:collapse;width:100%;font-size:13px}
+th,td{padding:.25rem .6rem;border-bottom:1px solid #ddd;text-align:left;vertical-align:top}
+td.n,th.n{text-align:right;font-variant-numeric:tabular-nums}dl{display:grid;grid-template-columns:max-content auto;gap:.2rem 1.2rem}
+dt{color:#666}dd{margin:0}.bad{color:#b00020;font-weight:600}.good{color:#176b2c;font-weight:600}svg{max-width:100%;height:auto}
+"""
+
+
+def render_html(report: Mapping[str, Any]) -> str:
+    """The page for `Report.to_dict()`."""
+    modules = [{**module, "subgraph": part["name"]} for part in report["subgraphs"] for module in part["modules"]]
+    sections = [
+        f"<h1>{_text(report['model'])}: {len(modules)} modules quantized</h1>",
+        _facts(report),
+        "<h2>Error of each module</h2>",
+        error_figure([(module["module"], module["error"]) for module in modules]),
+        "<h2>Modules</h2>",
+        _table(
+            ("module", "scheme", "shape", "relative error", "tokens", "size", "solved with", "damping", "notes"),
+            [_module_row(module) for module in modules],
+            numeric=(3, 4, 5, 7),
+        ),
+        "<h2>Subgraphs</h2>",
+        _table(
+            ("subgraph", "onload s", "run s", "solve s", "cached activations MB", "peak memory MB"),
+            [_subgraph_row(part) for part in report["subgraphs"]],
+            numeric=(1, 2, 3, 4, 5),
+        ),
+    ]
+    if report["excluded"]:
+        rows = [(e["module"], e["class_name"], "x".join(map(str, e["shape"])), e["reason"]) for e in report["excluded"]]
+        sections += ["<h2>Left as they are</h2>", _table(("module", "class", "shape", "reason"), rows)]
+    if report["fallbacks"]:
+        rows = [(f["module"], f["reason"]) for f in report["fallbacks"]]
+        sections += ["<h2>Run as a whole</h2>", _table(("module", "reason"), rows)]
+    title = f"lightning_compress: {_text(report['model'])}"
+    return f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title><style>{_STYLE}</style>{''.join(sections)}</html>\n"
+
+
+def error_figure(errors: Sequence[tuple[str, float]]) -> str:
+    """A bar per module on a logarithmic axis, as inline SVG; says what to install where matplotlib is missing."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return "<p>The figure needs matplotlib: <code>pip install 'lightning-compress[report]'</code></p>"
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    kinds = list(dict.fromkeys(name.rpartition(".")[2] for name, _ in errors))
+    figure = Figure(figsize=(11, 3.6), layout="constrained")
+    axes = figure.add_subplot()
+    for number, kind in enumerate(kinds):
+        chosen = [(position, error) for position, (name, error) in enumerate(errors) if name.rpartition(".")[2] == kind]
+        axes.bar([p for p, _ in chosen], [e for _, e in chosen], width=0.85, label=kind, color=f"C{number % 10}")
+    if any(error > 0 for _, error in errors):
+        axes.set_yscale("log")
+    axes.set_xlabel("module, in the model's order")
+    axes.set_ylabel("relative output error")
+    axes.set_xlim(-0.7, len(errors) - 0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    if len(kinds) <= 12:
+        axes.legend(ncols=min(len(kinds), 7), fontsize=8, frameon=False, loc="lower left", bbox_to_anchor=(0, 1))
+    buffer = io.StringIO()
+    FigureCanvasSVG(figure).print_svg(buffer)
+    return buffer.getvalue().partition("<!DOCTYPE")[2].partition(">")[2]
+
+
+def _facts(report: Mapping[str, Any]) -> str:
+    verification = report["verification"]
+    facts: list[tuple[str, str]] = [
+        ("recipe", "<br>".join(_text(f"{m['algorithm']}: {m['scheme']}") for m in report["recipe"]["modifiers"])),
+        ("size of the weights", f"{report['bytes_before'] / 1e6:.2f} MB &rarr; {report['bytes_after'] / 1e6:.2f} MB"),
+        ("ran", _text(f"{report['schedule']} on {report['device']}, {report['num_batches']} batches, padding: {'yes' if report['has_padding'] else 'no'}")),
+        ("time", f"{report['total_s']:.1f} s, of which {report['trace_s']:.1f} s before the first subgraph"),
+        *((_text(name.replace("_", " ")), f"{value:.4g}") for name, value in report["extra"].items()),
+    ]
+    if verification is not None:
+        verdict = "<span class=good>identical</span>" if report["verified"] else "<span class=bad>different</span>"
+        outputs = verification["max_abs_difference"]
+        detail = "" if outputs is None else f"; outputs on {_text(verification['batch'])} differ by at most {outputs:.3g}"
+        facts.append(("read back", f"{verdict} with {_text(verification['loaded_with'])}{detail}"))
+    if report["is_partial"]:
+        facts.append(("state", "<span class=bad>partial: not every subgraph was quantized, no checkpoint was written</span>"))
+    if report["output_dir"]:
+        facts.append(("checkpoint", _text(report["output_dir"])))
+    return "<dl>" + "".join(f"<dt>{name}</dt><dd>{value}</dd>" for name, value in facts) + "</dl>"
+
+
+def _module_row(module: Mapping[str, Any]) -> tuple[str, ...]:
+    return (
+        module["module"],
+        module["scheme"],
+        "x".join(map(str, module["shape"])),
+        f"{module['error']:.3e}",
+        str(module["num_tokens"]),
+        f"{module['bytes_after'] / module['bytes_before']:.1%}",
+        ", ".join(name.rpartition(".")[2] for name in module["solved_with"]),
+        f"{module['damping']:g}",
+        "; ".join(module["notes"]),
+    )
+
+
+def _subgraph_row(part: Mapping[str, Any]) -> tuple[str, ...]:
+    seconds = (f"{part[key]:.2f}" for key in ("onload_s", "run_s", "solve_s"))
+    return part["name"], *seconds, f"{part['activation_bytes'] / 1e6:.1f}", f"{part['peak_bytes'] / 1e6:.0f}"
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], numeric: Sequence[int] = ()) -> str:
+    def row(cells: Sequence[str], tag: str) -> str:
+        inner = (f"<{tag}{' class=n' if number in numeric else ''}>{_text(cell)}</{tag}>" for number, cell in enumerate(cells))
+        return f"<tr>{''.join(inner)}</tr>"
+
+    return f"<table>{row(headings, 'th')}{''.join(row(cells, 'td') for cells in rows)}</table>"
+
+
+def _text(value: object) -> str:
+    return html.escape(str(value))

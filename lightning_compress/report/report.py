@@ -1,0 +1,114 @@
+"""The result of a compression run as data, as a table for the terminal, and as files."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.table import Table
+
+from lightning_compress.calibration.records import ModuleRecord, SubgraphRecord
+from lightning_compress.export.verify import Verification
+from lightning_compress.graph.trace import Fallback
+from lightning_compress.recipe.resolve import Excluded
+from lightning_compress.report.html import render_html
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything a run found out. Sizes in bytes, times in wall seconds.
+
+    Attributes:
+        model: class name of what was compressed.
+        recipe: as plain data.
+        schedule, device: how and where it ran.
+        subgraphs: one record each, with their modules.
+        excluded: matrices of weights that stay as they are, each with its reason.
+        fallbacks: modules that had to be run as a whole, each with its reason.
+        num_batches, has_padding: of the calibration set.
+        bytes_before, bytes_after: of the whole model's weights.
+        trace_s, total_s: preparation, and everything up to the verified checkpoint.
+        output_dir: where the checkpoint is; None where nothing was written.
+        verification: None where nothing was written or reading it back was switched off.
+        is_partial: not all subgraphs were quantized (`fast_dev_run`, or the Trainer was told to stop).
+        extra: figures that the caller adds, e.g. perplexities.
+    """
+
+    model: str
+    recipe: dict[str, object]
+    schedule: str
+    device: str
+    subgraphs: tuple[SubgraphRecord, ...]
+    excluded: tuple[Excluded, ...]
+    fallbacks: tuple[Fallback, ...]
+    num_batches: int
+    has_padding: bool
+    bytes_before: int
+    bytes_after: int
+    trace_s: float
+    total_s: float
+    output_dir: str | None
+    verification: Verification | None
+    is_partial: bool
+    extra: dict[str, float]
+
+    @property
+    def modules(self) -> tuple[ModuleRecord, ...]:
+        """The records of all quantized modules, in order."""
+        return tuple(record for subgraph in self.subgraphs for record in subgraph.modules)
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain containers and scalars only."""
+        passed = None if self.verification is None else self.verification.passed
+        return {**asdict(self), "verified": passed, "num_modules": len(self.modules)}
+
+    def table(self) -> Table:
+        """Per-module results for the terminal."""
+        table = Table(title=f"{self.model}: {len(self.modules)} modules quantized", title_justify="left")
+        for heading in ("module", "scheme", "shape", "error", "tokens", "bytes", "notes"):
+            table.add_column(heading, justify="right" if heading in ("error", "tokens", "bytes") else "left", overflow="fold")
+        for record in self.modules:
+            table.add_row(
+                record.module,
+                record.scheme,
+                "x".join(map(str, record.shape)),
+                f"{record.error:.2e}",
+                str(record.num_tokens),
+                f"{record.bytes_after / record.bytes_before:.0%}",
+                "; ".join(record.notes),
+            )
+        return table
+
+    def summary(self) -> str:
+        """A few lines: size, error, verification, what was left out and why."""
+        errors = [record.error for record in self.modules]
+        lines = [
+            f"{len(errors)} modules quantized in {self.total_s:.1f} s ({self.schedule} on {self.device}, {self.num_batches} batches); "
+            f"{self.bytes_before / 1e6:.1f} MB -> {self.bytes_after / 1e6:.1f} MB"
+        ]
+        if errors:
+            worst = max(self.modules, key=lambda record: record.error)
+            lines.append(f"relative output error: mean {sum(errors) / len(errors):.2e}, largest {worst.error:.2e} ({worst.module})")
+        if self.excluded:
+            lines.append(f"left as they are: {', '.join(f'{entry.module} ({entry.reason})' for entry in self.excluded[:5])}" + _more(len(self.excluded) - 5))
+        lines += [f"run as a whole: {fallback.module} ({fallback.reason})" for fallback in self.fallbacks]
+        if self.verification is not None:
+            verdict = "identical" if self.verification.passed else f"DIFFERENT: {', '.join(self.verification.different_modules[:5]) or 'outputs'}"
+            lines.append(f"read back with {self.verification.loaded_with}: {verdict}")
+        if self.is_partial:
+            lines.append("PARTIAL: not every subgraph was quantized, and no checkpoint was written")
+        elif self.output_dir is not None:
+            lines.append(f"checkpoint: {self.output_dir}")
+        return "\n".join(lines)
+
+    def save(self, directory: str | Path) -> tuple[Path, Path]:
+        """Write report.json and report.html into `directory`; returns their paths."""
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        as_json, as_html = directory / "report.json", directory / "report.html"
+        as_json.write_text(json.dumps(self.to_dict(), indent=2, default=str) + "\n")
+        as_html.write_text(render_html(self.to_dict()))
+        return as_json, as_html
+
+
+def _more(count: int) -> str:
+    return f" and {count} more" if count > 0 else ""

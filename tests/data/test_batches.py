@@ -1,0 +1,171 @@
+"""Batches of token ids: determinism, packing, padding, and what the errors say."""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import datasets
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from lightning_compress.data import (
+    DataConfig,
+    DocsConfig,
+    HfConfig,
+    TextConfig,
+    calibration_dataloader,
+    evaluation_dataloader,
+)
+from lightning_compress.data.batches import Batch
+from lightning_compress.errors import CalibrationDataError
+
+TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> tuple[str, ...]:
+    """Ten files; file i has 10 + i characters, all of them the i-th letter."""
+    for i in range(10):
+        (tmp_path / f"{i}.txt").write_text("abcdefghij"[i] * (10 + i))
+    return tuple(str(tmp_path / f"{i}.txt") for i in range(10))
+
+
+def batches(config: DataConfig, tokenizer: PreTrainedTokenizerFast) -> list[Batch]:
+    return list(calibration_dataloader(config, tokenizer))
+
+
+def text_of(batch: Batch, tokenizer: PreTrainedTokenizerFast) -> list[str]:
+    return [tokenizer.decode(row) for row in batch["input_ids"]]
+
+
+def test_the_same_configuration_gives_the_same_batches(tokenizer: PreTrainedTokenizerFast) -> None:
+    config = DocsConfig(num_samples=10, max_length=32, batch_size=4)
+    first, again = batches(config, tokenizer), batches(config, tokenizer)
+    assert [tuple(b["input_ids"].shape) for b in first] == [(4, 32), (4, 32), (2, 32)]
+    assert all(set(b) == {"input_ids"} and b["input_ids"].dtype == torch.int64 for b in first)
+    assert all(torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(first, again, strict=True))
+    other = batches(replace(config, seed=1), tokenizer)
+    assert not any(torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(first, other, strict=True))
+
+
+def test_iterating_twice_gives_the_same_batches(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Calibration may pass over the loader more than once; a shuffling loader would change the samples."""
+    loader = calibration_dataloader(DocsConfig(num_samples=6, max_length=16, batch_size=4), tokenizer)
+    first, again = list(loader), list(loader)
+    assert all(torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(first, again, strict=True))
+
+
+def test_a_packed_window_is_consecutive_text_with_eos_between_documents(
+    documents: tuple[str, ...], tokenizer: PreTrainedTokenizerFast
+) -> None:
+    config = TextConfig(files=documents, num_samples=10, max_length=15, batch_size=10)
+    (batch,) = batches(config, tokenizer)
+    windows = text_of(batch, tokenizer)
+    assert len(set(windows)) == 10
+    joined = {"abcdefghij"[i] * (10 + i) for i in range(10)}
+    # 155 tokens (145 letters and 10 eos) make 10 whole windows; every inner run of letters is a whole document.
+    assert sum(len(w.replace("<eos>", ".")) for w in windows) == 150
+    assert all(run in joined for w in windows for run in w.split("<eos>")[1:-1] if run)
+
+
+def test_evaluation_windows_are_the_text_in_order(
+    documents: tuple[str, ...], tokenizer: PreTrainedTokenizerFast
+) -> None:
+    config = TextConfig(files=documents, num_samples=10_000, max_length=15, batch_size=4)
+    windows = [row for batch in evaluation_dataloader(config, tokenizer) for row in text_of(batch, tokenizer)]
+    whole = "".join("abcdefghij"[i] * (10 + i) + "." for i in range(10))
+    assert "".join(windows).replace("<eos>", ".") == whole[:150]
+    two = list(evaluation_dataloader(replace(config, num_samples=2), tokenizer))
+    assert [text_of(b, tokenizer) for b in two] == [windows[:2]]
+
+
+def test_ragged_samples_are_padded_and_masked(
+    documents: tuple[str, ...], tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = TextConfig(files=documents, num_samples=10, max_length=14, batch_size=4, packing=False)
+    with caplog.at_level(logging.WARNING):
+        loaded = batches(config, tokenizer)
+    assert "no pad token: padding with its eos token '<eos>'" in caplog.text
+    assert all(set(b) == {"input_ids", "attention_mask"} for b in loaded)
+    seen = []
+    for batch in loaded:
+        lengths = batch["attention_mask"].sum(1)
+        assert batch["input_ids"].shape[1] == lengths.max()
+        for ids, length in zip(batch["input_ids"], lengths.tolist(), strict=True):
+            letter = tokenizer.decode(ids[:1])
+            seen.append(letter)
+            with_eos = letter * (10 + "abcdefghij".index(letter)) + "."
+            assert tokenizer.decode(ids[:length]).replace("<eos>", ".") == with_eos[:14]
+            assert (ids[length:] == tokenizer.eos_token_id).all()
+    assert sorted(seen) == list("abcdefghij")
+    assert seen != sorted(seen)
+
+
+def test_without_padding_there_is_no_mask(documents: tuple[str, ...], tokenizer: PreTrainedTokenizerFast) -> None:
+    """A mask of ones would cost the attention its fast path."""
+    tokenizer.eos_token = None
+    config = TextConfig(files=documents, num_samples=10, max_length=10, batch_size=4, packing=False)
+    assert all(set(batch) == {"input_ids"} for batch in batches(config, tokenizer))
+
+
+def test_the_pad_token_is_used_where_there_is_one(
+    documents: tuple[str, ...], tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer.pad_token = "Z"
+    config = TextConfig(files=documents, num_samples=10, max_length=20, batch_size=10, packing=False)
+    (batch,) = batches(config, tokenizer)
+    assert (batch["input_ids"][batch["attention_mask"] == 0] == tokenizer.convert_tokens_to_ids("Z")).all()
+    assert not caplog.text
+
+
+def test_every_document_takes_part_where_few_are_long(
+    documents: tuple[str, ...], tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Two windows are within the first document; they are drawn from all that were read, not taken from its start."""
+    config = TextConfig(files=documents, num_samples=2, max_length=4, batch_size=2)
+    starts = {text_of(batches(replace(config, seed=s), tokenizer)[0], tokenizer)[0] for s in range(20)}
+    assert len(starts) > 5
+
+
+def test_chats_go_through_the_template(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    datasets.Dataset.from_dict({"chat": [[{"role": "user", "content": "hello"}]] * 3}).save_to_disk(tmp_path / "d")
+    config = HfConfig(path=str(tmp_path / "d"), column="chat", num_samples=3, max_length=30, packing=False)
+    with pytest.raises(CalibrationDataError, match="has no chat template"):
+        batches(config, tokenizer)
+    tokenizer.chat_template = TEMPLATE
+    (batch,) = batches(config, tokenizer)
+    assert text_of(batch, tokenizer) == ["[user]hello"] * 3
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            TextConfig(files=("-",), num_samples=11, max_length=15),
+            "there are 150 tokens in whole windows, from 10 documents, and 165",
+        ),
+        (
+            TextConfig(files=("-",), num_samples=11, packing=False),
+            "there are 10 documents of 2 tokens or more, of 10, and 11 are",
+        ),
+    ],
+)
+def test_too_little_text_says_how_much(
+    config: TextConfig, message: str, documents: tuple[str, ...], tokenizer: PreTrainedTokenizerFast
+) -> None:
+    with pytest.raises(CalibrationDataError) as error:
+        batches(replace(config, files=documents), tokenizer)
+    assert message in str(error.value)
+
+
+def test_too_little_text_to_evaluate(documents: tuple[str, ...], tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(CalibrationDataError, match="shorter than one window of 256 tokens"):
+        evaluation_dataloader(TextConfig(files=documents), tokenizer)
+
+
+def test_padding_without_any_token_to_pad_with(documents: tuple[str, ...], tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.eos_token = None
+    config = TextConfig(files=documents, num_samples=10, max_length=20, packing=False)
+    with pytest.raises(CalibrationDataError, match=r"neither a pad nor an eos token.*data.packing=true"):
+        batches(config, tokenizer)

@@ -1,0 +1,61 @@
+"""Perplexity against a direct computation in float64."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lightning_compress.data import perplexity
+from lightning_compress.errors import CalibrationDataError
+
+
+@pytest.fixture
+def model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+    )
+    model = LlamaForCausalLM(config)
+    model.lm_head.weight.data.mul_(20)  # away from the uniform distribution, where any indexing error goes unseen
+    return model
+
+
+def reference(model: LlamaForCausalLM, rows: list[Tensor]) -> float:
+    """exp of the mean over all predicted tokens of all rows, one row at a time, unpadded."""
+    losses = []
+    with torch.no_grad():
+        for row in rows:
+            log_probabilities = model(input_ids=row[None]).logits[0].double().log_softmax(-1)
+            losses += [-log_probabilities[i, row[i + 1]] for i in range(len(row) - 1)]
+    return float(torch.stack(losses).mean().exp())
+
+
+def test_it_is_the_mean_over_tokens_not_over_batches(model: LlamaForCausalLM) -> None:
+    rows = list(torch.randint(50, (6, 12), generator=torch.Generator().manual_seed(1)))
+    batches = [{"input_ids": torch.stack(rows[:5])}, {"input_ids": torch.stack(rows[5:])}]
+    assert perplexity(model, batches) == pytest.approx(reference(model, rows), rel=1e-4)
+
+
+def test_padding_is_not_predicted(model: LlamaForCausalLM) -> None:
+    """Fails when the mask is ignored: the padding would enter the mean."""
+    generator = torch.Generator().manual_seed(2)
+    rows = [torch.randint(50, (length,), generator=generator) for length in (12, 7, 3)]
+    padded = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=0)
+    mask = (torch.arange(12) < torch.tensor([[12], [7], [3]])).long()
+    measured = perplexity(model, [{"input_ids": padded, "attention_mask": mask}])
+    assert measured == pytest.approx(reference(model, rows), rel=1e-4)
+
+
+def test_modes_are_restored(model: LlamaForCausalLM) -> None:
+    model.train()
+    model.model.layers[0].eval()
+    perplexity(model, [{"input_ids": torch.arange(8)[None]}])
+    assert model.training
+    assert model.model.layers[1].training
+    assert not model.model.layers[0].training
+
+
+@pytest.mark.parametrize("batches", [[], [{"input_ids": torch.zeros(2, 1, dtype=torch.int64)}]])
+def test_nothing_to_predict_is_an_error(model: LlamaForCausalLM, batches: list[dict[str, Tensor]]) -> None:
+    with pytest.raises(CalibrationDataError, match="no token to predict"):
+        perplexity(model, batches)

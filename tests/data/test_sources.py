@@ -1,0 +1,100 @@
+"""Sources of text: what is read, in which order, and what the errors say."""
+
+import json
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import datasets
+import pytest
+
+from lightning_compress.data import DocsConfig, HfConfig, TextConfig, docs_documents
+from lightning_compress.data.config import DataConfig
+from lightning_compress.data.sources import load_documents
+from lightning_compress.errors import CalibrationDataError
+
+CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+
+
+@pytest.fixture(autouse=True)
+def _dataset_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def test_docs_are_topics_and_docstrings_without_repeats() -> None:
+    documents = docs_documents()
+    assert documents[0] == topics[min(topics)].strip()
+    (inspection,) = [text for text in documents if text.startswith("inspect\n\n")]
+    assert "inspect.cleandoc\n\nClean up indentation from docstrings." in inspection
+    assert sum(map(len, documents)) > 1_500_000
+    # `_pydecimal` and `_pyio` repeat many docstrings of each other's methods; each is kept once.
+    assert sum(text.count("Return file descriptor (an int) if one exists.") for text in documents) <= 1
+
+
+def test_docs_splits_are_disjoint_and_complete() -> None:
+    train, test, everything = (load_documents(DocsConfig(split=split)) for split in ("train", "test", "all"))
+    assert set(train).isdisjoint(test)
+    assert len(train) + len(test) == len(everything)
+    assert len(test) == len(everything) // 20
+
+
+def test_text_files_are_documents_in_the_order_given(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("b.txt", "a.txt")]
+    for path in paths:
+        path.write_text(f"tëxt of {path.name}", encoding="utf-8")
+    assert load_documents(TextConfig(files=tuple(map(str, paths)))) == ["tëxt of b.txt", "tëxt of a.txt"]
+
+
+def test_text_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"data.files: '/no/such.txt' is not a file"):
+        load_documents(TextConfig(files=("/no/such.txt",)))
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(CalibrationDataError, match=r"binary' is not text in UTF-8"):
+        load_documents(TextConfig(files=(str(binary),)))
+
+
+@pytest.mark.parametrize("suffix", ["json", "jsonl", "parquet", "csv"])
+def test_local_files_of_datasets(tmp_path: Path, suffix: str) -> None:
+    rows = datasets.Dataset.from_dict({"id": [1, 2, 3], "story": ["one", "two", "three"]})
+    path = str(tmp_path / f"rows.{suffix}")
+    {"json": rows.to_json, "jsonl": rows.to_json, "parquet": rows.to_parquet, "csv": rows.to_csv}[suffix](path)
+    assert list(load_documents(HfConfig(path=path, column="story"))) == ["one", "two", "three"]
+    assert list(load_documents(HfConfig(path=path, column="story", split="train[1:]"))) == ["two", "three"]
+
+
+def test_folders_of_save_to_disk(tmp_path: Path) -> None:
+    train = datasets.Dataset.from_dict({"text": ["a"]})
+    train.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": train, "test": datasets.Dataset.from_dict({"text": ["b"]})}).save_to_disk(
+        tmp_path / "two"
+    )
+    assert list(load_documents(HfConfig(path=str(tmp_path / "one")))) == ["a"]
+    assert list(load_documents(HfConfig(path=str(tmp_path / "two"), split="test"))) == ["b"]
+    with pytest.raises(CalibrationDataError, match=r"data.split='valid': .*two' has the splits train, test\."):
+        load_documents(HfConfig(path=str(tmp_path / "two"), split="valid"))
+
+
+def test_chats_stay_lists_of_messages(tmp_path: Path) -> None:
+    path = tmp_path / "chats.jsonl"
+    path.write_text(json.dumps({"messages": CHAT}) + "\n")
+    assert load_documents(HfConfig(path=str(path), column="messages"))[0] == CHAT
+
+
+def test_columns_that_cannot_be_used(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"id": 1, "story": "one"}\n')
+    with pytest.raises(CalibrationDataError, match=r"data.column='text': .* has the columns id, story\."):
+        load_documents(HfConfig(path=str(path)))
+    with pytest.raises(CalibrationDataError, match=r"data.column='id' of .* holds int"):
+        load_documents(HfConfig(path=str(path), column="id"))
+    with pytest.raises(CalibrationDataError, match=r"data.split='train\[:0\]' of .*corresponds to no data"):
+        load_documents(HfConfig(path=str(path), column="story", split="train[:0]"))
+    with pytest.raises(CalibrationDataError, match=r"data.split='valid' of .*Unknown split"):
+        load_documents(HfConfig(path=str(path), column="story", split="valid"))
+    with pytest.raises(FileNotFoundError, match=r"data.path: '/no/such.csv' is not a file"):
+        load_documents(HfConfig(path="/no/such.csv"))
+
+
+def test_a_configuration_that_is_no_source() -> None:
+    with pytest.raises(TypeError, match="DataConfig is no source of text"):
+        load_documents(DataConfig())
