@@ -110,10 +110,16 @@ def search_scales(weight: Tensor, weighting: Tensor | None, grid: Grid, shrinks:
     start = minmax_scales(weight, grid)
     if weighting is None:
         weighting = torch.ones(weight.shape[1], device=weight.device)
-    height = weight.shape[0] if grid.per_tensor else max(_TILE_ELEMENTS // weight.shape[1], 1)
-    tiles = [slice(first, first + height) for first in range(0, weight.shape[0], height)]
-    scale = torch.cat([_search_tile(weight[rows], weighting, start.rows(rows), grid, shrinks) for rows in tiles])
-    return Scales(scale, start.zero_point)
+    first = start.scale.float()
+    candidates = torch.stack([_stored(first * shrink, grid).float() for shrink in shrinks])
+    cross, square = _moments(weight, weighting, candidates, start.zero_point, grid)
+    if grid.per_tensor:
+        cross, square = (total.sum(1, keepdim=True).expand_as(total) for total in (cross, square))
+    refitted = _stored(cross / square.clamp_min(torch.finfo(torch.float32).tiny), grid).float()
+    candidates, cross, square = torch.cat([candidates, refitted]), cross.repeat(2, 1, 1), square.repeat(2, 1, 1)
+    error = candidates * (candidates * square - 2 * cross)  # less sum(d w^2), which all candidates share
+    best = candidates.gather(0, error.argmin(0, keepdim=True))[0]
+    return Scales(best.to(grid.scale_dtype), start.zero_point)
 
 
 def choose_scales(weight: Tensor, weighting: Tensor | None, grid: Grid, search: bool) -> Scales:
@@ -132,37 +138,36 @@ def tensor_scales(
     return Scales(torch.cat([part.scale for part in parts]), torch.cat(zero_points) if zero_points else None)
 
 
-def _search_tile(weight: Tensor, weighting: Tensor, start: Scales, grid: Grid, shrinks: Sequence[float]) -> Tensor:
-    """The best scales [R, G], storage dtype, of a tile of rows; see `search_scales`."""
-    num_groups = weight.shape[1] // grid.group_size
-    sums = torch.block_diag(*weighting.reshape(num_groups, 1, -1)).t()  # [I, G]: x @ sums = weighted sum over each group
-    values = weight.float()
-    codes, scratch = torch.empty_like(values), torch.empty_like(values)
-    shape = (*values.shape[:1], num_groups, grid.group_size)
-    low, high = (grid.low, grid.high) if start.zero_point is None else _shifted_limits(start.zero_point, grid)
-    first = start.scale.float()
-    best, least = first, torch.full_like(first, float("inf"))
-    for shrink in shrinks:
-        scale = _stored(first * shrink, grid).float()
-        torch.div(values.view(shape), scale[..., None], out=codes.view(shape))
-        codes.round_()
-        codes.view(shape).clamp_(low, high)
-        cross = torch.mul(codes, values, out=scratch) @ sums
-        square = torch.mul(codes, codes, out=scratch) @ sums
-        if grid.per_tensor:
-            cross, square = cross.sum(0, keepdim=True).expand_as(cross), square.sum(0, keepdim=True).expand_as(square)
-        for candidate in (scale, _stored(cross / square.clamp_min(1e-30), grid).float()):
-            error = candidate * (candidate * square - 2 * cross)  # less sum(d w^2), which is the same for all
-            better = error < least
-            least = torch.where(better, error, least)
-            best = torch.where(better, candidate, best)
-    return best.to(grid.scale_dtype)
+def _moments(
+    weight: Tensor, weighting: Tensor, candidates: Tensor, zero_point: Tensor | None, grid: Grid
+) -> tuple[Tensor, Tensor]:
+    """sum(d w q) and sum(d q^2) over each group, float32 [K, R, G], where q are the codes less the zero-point.
 
-
-def _shifted_limits(zero_point: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
-    """The limits of code - zero_point, float32 [R, G, 1]."""
-    shift = zero_point[..., None].float()
-    return grid.low - shift, grid.high - shift
+    Args:
+        weight: [R, I].
+        weighting: d, [I].
+        candidates: K scales per group, float32 [K, R, G].
+        zero_point: int8 [R, G] or None.
+        grid: the codes' limits.
+    """
+    cross, square = torch.empty_like(candidates), torch.empty_like(candidates)
+    groups = weight.unflatten(1, (-1, grid.group_size))  # [R, G, group]
+    root = weighting.sqrt().view(groups.shape[1:])
+    height = max(_TILE_ELEMENTS // weight.shape[1], 1)
+    for first in range(0, weight.shape[0], height):
+        rows = slice(first, first + height)
+        values = groups[rows].float()
+        weighted = values * weighting.view(groups.shape[1:])
+        shift = None if zero_point is None else zero_point[rows, :, None].float()
+        codes, scratch = torch.empty_like(values), torch.empty_like(values)
+        for index, scale in enumerate(candidates[:, rows, :, None].unbind(0)):
+            if shift is None:
+                torch.div(values, scale, out=codes).round_().clamp_(grid.low, grid.high)
+            else:
+                torch.addcdiv(shift, values, scale, out=codes).round_().clamp_(grid.low, grid.high).sub_(shift)
+            torch.sum(torch.mul(codes, weighted, out=scratch), -1, out=cross[index, rows])
+            torch.linalg.vector_norm(torch.mul(codes, root, out=scratch), dim=-1, out=square[index, rows])
+    return cross, square.square_()
 
 
 def _stored(scale: Tensor, grid: Grid) -> Tensor:

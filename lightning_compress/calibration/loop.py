@@ -108,12 +108,11 @@ def _run_step(run: Calibration, step: Step, number: int, last: Mapping[fx.Node, 
         return
     masks = {source: run.masks[source] for source in step.observe if source in run.masks}
     read = {node for computed in step.nodes for node in computed.all_input_nodes}
-    read |= {source.node for source in step.observe} | set(masks.values())
+    observed = {source.node for source in step.observe} | set(masks.values())
     outliving = {node for node, use in last.items() if use > number} | set(run.masks.values())
-    kept = outliving if step.keep else set()
-    drop_after = _drops(step, kept)
+    drop_after = _drops(step, observed | outliving if step.keep else observed)
     for batch in range(len(run.cache)):
-        values = run.cache.load(batch, read)
+        values = run.cache.load(batch, read | observed)
         with observing(run.root, step.observe, values, masks, run.needs, statistics):
             execute(step.nodes, values, run.root, run.traced.constants, run.device, drop_after)
         if step.keep:
@@ -123,13 +122,12 @@ def _run_step(run: Calibration, step: Step, number: int, last: Mapping[fx.Node, 
 
 def _drops(step: Step, kept: set[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
     """For each node of a step the values that nothing reads after it: freed at once, within the batch."""
-    observed = {source.node for source in step.observe}
     last: dict[fx.Node, fx.Node] = {}
     for node in step.nodes:
         last.update(dict.fromkeys((*node.all_input_nodes, node), node))
     drops: dict[fx.Node, list[fx.Node]] = {}
     for value, node in last.items():
-        if value not in kept and value not in observed:
+        if value not in kept:
             drops.setdefault(node, []).append(value)
     return drops
 

@@ -3,7 +3,7 @@
 from lightning_compress.data.batches import calibration_dataloader, evaluation_dataloader
 from lightning_compress.data.config import DataConfig, DocsConfig, HfConfig, TextConfig, load_data_config
 from lightning_compress.data.perplexity import perplexity
-from lightning_compress.data.sources import docs_documents
+from lightning_compress.data.sources import docs_documents, load_documents
 
 __all__ = [
     "DataConfig",
@@ -14,5 +14,6 @@ __all__ = [
     "docs_documents",
     "evaluation_dataloader",
     "load_data_config",
+    "load_documents",
     "perplexity",
 ]

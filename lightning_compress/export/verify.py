@@ -24,14 +24,20 @@ class Verification:
         loaded_with: what read it.
         num_modules: quantized modules whose weights were compared.
         different_modules: those whose weights are not bit for bit those in memory.
-        max_abs_difference: of the outputs (logits) on one batch; None where the module cannot be called on it.
+        different_buffers: buffers that no checkpoint stores (rotary frequencies) and that differ in memory, e.g. because
+            the model was cast to bfloat16 as a whole while a loader computes them in float32.
+        max_abs_difference: of the outputs (logits) on one batch, those buffers being equal; None where the module cannot
+            be called on it.
+        max_abs_difference_as_loaded: the same with the buffers as the loader made them.
         batch: which batch that was.
     """
 
     loaded_with: str
     num_modules: int
     different_modules: tuple[str, ...]
+    different_buffers: tuple[str, ...]
     max_abs_difference: float | None
+    max_abs_difference_as_loaded: float | None
     batch: str
 
     @property
@@ -55,10 +61,14 @@ def verify(directory: Path, root: nn.Module, names: Iterable[str], batch: Any | 
         CompressionError: the checkpoint's outputs hold NaN or Inf where those in memory do not.
     """
     reloaded, loaded_with = _reload(directory, root)
-    difference = None if batch is None else _output_difference(root, reloaded, batch)
+    as_loaded = None if batch is None else _output_difference(root, reloaded, batch)
+    buffers = _align_unsaved_buffers(root, reloaded)
+    difference = as_loaded if batch is None or not buffers else _output_difference(root, reloaded, batch)
     names = list(names)
     different = tuple(name for name in names if not _same_weight(root.get_submodule(name), reloaded.get_submodule(name)))
-    return Verification(loaded_with, len(names), different, difference, batch_name if difference is not None else "none")
+    return Verification(
+        loaded_with, len(names), different, buffers, difference, as_loaded, batch_name if difference is not None else "none"
+    )
 
 
 def _reload(directory: Path, root: nn.Module) -> tuple[nn.Module, str]:
@@ -71,6 +81,20 @@ def _reload(directory: Path, root: nn.Module) -> tuple[nn.Module, str]:
     for parameter in empty.parameters():
         parameter.zero_()
     return load_compressed(empty, directory).eval(), "lightning_compress.load_compressed"
+
+
+def _align_unsaved_buffers(root: nn.Module, reloaded: nn.Module) -> tuple[str, ...]:
+    """Copy buffers that are in no state dict from memory into the reloaded model; returns the names that differed."""
+    saved = root.state_dict().keys()
+    loaded = dict(reloaded.named_buffers())
+    different = []
+    for name, buffer in root.named_buffers():
+        other = loaded.get(name)
+        if name in saved or other is None or (other.dtype == buffer.dtype and torch.equal(other, buffer)):
+            continue
+        different.append(name)
+        other.data = buffer.detach().clone()
+    return tuple(different)
 
 
 def _same_weight(mine: nn.Module, other: nn.Module) -> bool:

@@ -113,14 +113,25 @@ class _GradAndAutocast(PreDispatchTorchFunctionMode):
         return super().__torch_function__(func, types, args, kwargs)
 
 
+class Shapes(ShapeEnv):
+    """Symbols and guards; `decisions` lists every condition on a size that code took for granted, recorded as guard or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decisions: list[sympy.Basic] = []
+
+    def _log_guard(self, prefix: str, g: Any, forcing_spec: bool) -> None:
+        self.decisions.append(g)
+
+
 def new_fake_mode() -> FakeTensorMode:
     """A fake-tensor mode with symbolic sizes that takes the model's real constants."""
-    return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    return FakeTensorMode(shape_env=Shapes(), allow_non_fake_inputs=True)
 
 
-def shape_env(fake_mode: FakeTensorMode) -> ShapeEnv:
+def shapes_of(fake_mode: FakeTensorMode) -> Shapes:
     """The symbols and guards of a fake mode made by `new_fake_mode`."""
-    assert fake_mode.shape_env is not None
+    assert isinstance(fake_mode.shape_env, Shapes)
     return fake_mode.shape_env
 
 

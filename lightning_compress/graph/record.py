@@ -28,6 +28,10 @@ from lightning_compress.graph.leaf import Leaf
 PASS_THROUGH = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
 
+NOT_IN_SIGNATURE = frozenset({*nn.Module().__dict__, "_compiled_call_impl"}) - {"training"}
+"""What every module has: its containers, compared by their contents, and its hooks, of which there must be none."""
+
+
 class Body(IntEnum):
     """How a leaf's output shape is found."""
 
@@ -70,6 +74,7 @@ class Attempt:
     sizes: Sequence[torch.SymInt]
     spans: list[tuple[str, list[fx.Node]]] = field(default_factory=list)
     calls: Counter[str] = field(default_factory=Counter)
+    outputs: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)
     inside_boundary: bool = False
     failure: tuple[str, BaseException] | None = None
 
@@ -81,12 +86,13 @@ class Attempt:
         def call(*args: Any, **kwargs: Any) -> Any:
             if compat.active_recorder() is not self.recorder:
                 return original(*args, **kwargs)
+            self._check_sizes()  # outside the `try`: what the caller did is the caller's failure
             first = len(self.recorder.graph.nodes)
             is_span = name in self.cut.boundaries and not self.inside_boundary
             self.inside_boundary |= is_span
             try:
                 output = run(name, module, args, kwargs)
-                self._check_symbols(name)
+                self._check_sizes()
             except Exception as error:
                 if self.failure is None or self.failure[1] is not error:
                     self.failure = (name, error)
@@ -113,7 +119,7 @@ class Attempt:
     def _leaf_output(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         body = self.cut.bodies.get(name, Body.SYMBOLIC)
         if body is Body.SYMBOLIC:
-            return module._call_impl(*args, **kwargs)
+            return self._symbolic_output(module, args, kwargs)
         known = known_sizes([*symbolic_sizes((args, kwargs)), *self.sizes])
         if body is Body.STATIC:
             output = module._call_impl(*compat.concrete(args), **compat.concrete(kwargs))
@@ -121,12 +127,65 @@ class Attempt:
         number, self.calls[name] = self.calls[name], self.calls[name] + 1
         return symbolic_like(self.cut.observed[name][number], known)
 
-    def _check_symbols(self, name: str) -> None:
-        """Raise if code inside has tied a size of the batch to its traced value: the graph would serve no other."""
-        replacements = compat.shape_env(self.recorder.fake_mode).replacements
-        fixed = [symbol for symbol in self.symbols if symbol in replacements and replacements[symbol].is_number]
+    def _symbolic_output(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        key = call_signature(module, args, kwargs)
+        if key is not None and key in self.outputs:
+            return self.outputs[key].detach()
+        env = compat.shapes_of(self.recorder.fake_mode)
+        checked = len(env.decisions)
+        # the leaf is run for real later and decides anew, so what it decides here is no condition of the graph
+        with env.suppress_guards():
+            output = module._call_impl(*args, **kwargs)
+        decided = [condition for condition in env.decisions[checked:] if condition.has(sympy.Eq)]
+        del env.decisions[checked:]
+        if decided:
+            raise SpecializedSizeError(f"it fixes sizes of the batch: {decided[0]}")
+        if key is not None and isinstance(output, Tensor) and not any(output is item for item in (*args, *kwargs.values())):
+            self.outputs[key] = output
+        return output
+
+    def _check_sizes(self) -> None:
+        """Raise if code tied a size of the batch to its traced value: the graph would not serve ragged batches."""
+        env = compat.shapes_of(self.recorder.fake_mode)
+        new, env.decisions = env.decisions, []
+        fixed = [symbol for symbol in self.symbols if symbol in env.replacements and env.replacements[symbol].is_number]
         if fixed:
-            raise SpecializedSizeError(f"it takes the length or the number of rows ({replacements[fixed[0]]}) for a constant")
+            raise SpecializedSizeError(f"it takes the length or the number of rows ({env.replacements[fixed[0]]}) for a constant")
+        equalities = [condition for condition in new if condition.has(sympy.Eq)]
+        if equalities and self.inside_boundary:
+            raise SpecializedSizeError(f"it fixes sizes of the batch: {equalities[0]}")
+
+
+def call_signature(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
+    """What the output's shape of a call can depend on, so that the body runs once for like modules; None: on too much.
+
+    Repeated layers make most calls repetitions. Attributes other than plain values count by identity.
+    """
+    inputs = [_plain(value) for value in (*args, *sorted(kwargs.items()))]
+    description = _module_signature(module)
+    return None if description is None or None in inputs else (description, *inputs)
+
+
+def _plain(value: Any) -> tuple[Any, ...] | None:
+    if isinstance(value, Tensor):
+        return (value.dtype, *map(compat.expression, value.shape), *map(compat.expression, value.stride()))
+    if isinstance(value, tuple):
+        items = tuple(_plain(item) for item in value)
+        return None if None in items else items
+    if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
+        return (type(value), value)
+    return None
+
+
+def _module_signature(module: nn.Module) -> tuple[Any, ...] | None:
+    if module._forward_hooks or module._forward_pre_hooks:
+        return None
+    children = [_module_signature(child) for child in module.children()]
+    if None in children:
+        return None
+    tensors = [(name, _plain(t)) for held in (module._parameters, module._buffers) for name, t in held.items()]
+    own = [(name, _plain(value) or id(value)) for name, value in module.__dict__.items() if name not in NOT_IN_SIGNATURE]
+    return (type(module), *tensors, *own, *children)
 
 
 def passes_through(module: nn.Module) -> bool:

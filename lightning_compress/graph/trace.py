@@ -177,7 +177,7 @@ def _attempt(
         except Exception as error:
             failed = attempt.failure
             return Failure(failed[0] if failed is not None and failed[1] is error else "", error)
-    guards = tuple(guard.expr for guard in compat.shape_env(fake_mode).guards)
+    guards = tuple(guard.expr for guard in compat.shapes_of(fake_mode).guards)
     spans = _tidy(recorder.graph, attempt.spans)
     return Traced(recorder.graph, spans, structure.paths, recorder.constants, (), returned.paths, guards)
 

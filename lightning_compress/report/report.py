@@ -94,6 +94,11 @@ class Report:
         if self.verification is not None:
             verdict = "identical" if self.verification.passed else f"DIFFERENT: {', '.join(self.verification.different_modules[:5]) or 'outputs'}"
             lines.append(f"read back with {self.verification.loaded_with}: {verdict}")
+            if self.verification.different_buffers:
+                lines.append(
+                    f"note: {', '.join(self.verification.different_buffers[:3])} differ after loading (a checkpoint does not store them), which "
+                    f"changes outputs by up to {self.verification.max_abs_difference_as_loaded or 0.0:.2g}"
+                )
         if self.is_partial:
             lines.append("PARTIAL: not every subgraph was quantized, and no checkpoint was written")
         elif self.output_dir is not None:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
 
 VOCAB = 97
 
@@ -93,7 +94,7 @@ CAUSAL_LM: dict[str, Mapping[str, Any]] = {
     "mamba": {**BASE, "state_size": 8},
     "mamba2": {**BASE, "state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 16},
     "minimax": {**BASE, **MOE, "layer_types": ["full_attention", "full_attention"]},
-    "ministral": {**BASE, "sliding_window": 8},
+    "ministral": {**BASE, "sliding_window": 8, "head_dim": 8},
     "mistral": {**BASE, "sliding_window": 8},
     "mixtral": {**BASE, **MOE},
     "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 128, "vocab_size": VOCAB, "expansion_ratio": 2},
@@ -152,10 +153,11 @@ def randomized(model: nn.Module) -> nn.Module:
 
 def linear_names(model: nn.Module) -> list[str]:
     """Quantization targets as a recipe would choose them."""
-    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name != "lm_head"]
+    return [n for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D)) and n != "lm_head"]
 
 
 def layer_names(model: nn.Module) -> list[str]:
-    """Members of the longest `ModuleList`s that repeat a class: the decoder (encoder) layers."""
-    units = {name for m in model.modules() for name in getattr(m, "_no_split_modules", None) or ()}
-    return [name for name, module in model.named_modules() if type(module).__name__ in units]
+    """Members of the module lists that hold the model's layers."""
+    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    outermost = [(n, m) for n, m in lists if not any(n.startswith(other + ".") for other, _ in lists)]
+    return [f"{name}.{key}" for name, module in outermost for key, _ in module.named_children()]

@@ -1,0 +1,76 @@
+"""What both sides of `gptq_vs_llmcompressor.py` share: arguments, model, samples, measurements. Torch and transformers.
+
+Each side runs in a process and an environment of its own, reads the same model folder and the same token file, is timed
+from the loaded model to the solved model, and prints one JSON line.
+"""
+
+import argparse
+import json
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import LlamaForCausalLM
+
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run. Tokens file: {"calibration": [n, L], "evaluation": [m, L]} int64."""
+
+    model: str
+    tokens: str
+    num_samples: int
+    batch_size: int
+    num_bits: int
+    group_size: int
+    dampening: float
+    scales: str  # of each group: from its range ("minmax"), searched ("mse"), weighted by input energy ("weighted")
+    threads: int
+    evaluate: bool
+
+
+def read_case() -> Case:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--tokens", required=True)
+    parser.add_argument("--num-samples", type=int, required=True)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--num-bits", type=int, default=4)
+    parser.add_argument("--group-size", type=int, default=128)
+    parser.add_argument("--dampening", type=float, default=0.01)
+    parser.add_argument("--scales", choices=("minmax", "mse", "weighted"), default="minmax")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--evaluate", action="store_true")
+    return Case(**vars(parser.parse_args()))
+
+
+def run(tool: str, case: Case, solve: Callable[[LlamaForCausalLM, DataLoader[Batch], Case], None]) -> None:
+    """Loads, solves (timed), evaluates if asked, and prints {"tool", "solve_s", "peak_rss_bytes", "perplexity"}."""
+    torch.set_num_threads(case.threads)
+    model = LlamaForCausalLM.from_pretrained(case.model, dtype=torch.float32).eval()
+    tokens = torch.load(case.tokens)
+    rows = [{"input_ids": row} for row in tokens["calibration"][: case.num_samples]]
+    assert len(rows) == case.num_samples, f"{case.tokens} holds {len(rows)} calibration samples only"
+    loader: DataLoader[Batch] = DataLoader(rows, batch_size=case.batch_size)  # type: ignore[arg-type]
+    start = time.perf_counter()
+    solve(model, loader, case)
+    solve_s = time.perf_counter() - start
+    peak_rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    value = perplexity(model, tokens["evaluation"], case.batch_size) if case.evaluate else None
+    print(json.dumps({"tool": tool, "solve_s": solve_s, "peak_rss_bytes": peak_rss_bytes, "perplexity": value}))
+
+
+@torch.no_grad()
+def perplexity(model: LlamaForCausalLM, windows: Tensor, batch_size: int) -> float:
+    """exp of the mean negative log-likelihood over all tokens but each window's first, in float64."""
+    total = 0.0
+    for ids in windows.split(batch_size):
+        logits = model(input_ids=ids, use_cache=False).logits[:, :-1].double()
+        total += torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum").item()
+    return float(torch.tensor(total / windows[:, 1:].numel()).exp())

@@ -1,0 +1,235 @@
+"""Train a small language model as usual, and leave with a 4-bit checkpoint: one callback more in the Trainer.
+
+Everything comes from this machine: the text is Python's own documentation, the tokenizer is trained on it, and the
+model is a Llama small enough to learn some English in about a minute on two cores. The callback compresses it when
+training is over. The same run then measures what that cost: perplexity on held-out text of the original, of
+round-to-nearest and of GPTQ (all 4 bits), bytes on disk, and text from the reloaded checkpoint.
+
+    python examples/finetune_then_compress.py [--output-dir DIR] [--train-steps N | --max-time SECONDS]
+"""
+
+import argparse
+import copy
+import json
+import time
+import warnings
+from pathlib import Path
+
+import lightning as L
+import torch
+from datasets import Dataset
+from lightning.pytorch.loggers import CSVLogger
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from lightning_compress import CompressionCallback, Compressor
+from lightning_compress.data import (
+    DocsConfig,
+    calibration_dataloader,
+    evaluation_dataloader,
+    load_documents,
+    perplexity,
+)
+
+VOCABULARY = 4096
+END_OF_TEXT = "<|endoftext|>"
+PROMPT = "Return a list of"
+ALL_OF_IT = 10**6  # more windows than the text has
+
+
+# The reusable parts: a tokenizer, a data module, a model. Nothing in them knows of compression.
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE of 4096 tokens, trained on the training split of the documentation (about a second)."""
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
+    )
+    core.train_from_iterator(load_documents(DocsConfig()), trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT)
+
+
+def model_config(tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
+    """4.5 million weights beside the embedding; every width is a multiple of the group size 128."""
+    return LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+class DocsDataModule(L.LightningDataModule):
+    """Windows of the documentation: shuffled for training, held out for testing, and a sample for calibration."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, batch_size: int = 8, max_length: int = 128) -> None:
+        super().__init__()
+        self.tokenizer = tokenizer
+        self.batch_size = batch_size
+        self.max_length = max_length
+        self.windows: Dataset | None = None
+
+    def setup(self, stage: str) -> None:
+        if self.windows is None:
+            config = DocsConfig(num_samples=ALL_OF_IT, max_length=self.max_length)
+            batches = evaluation_dataloader(config, self.tokenizer)
+            rows = [row for batch in batches for row in batch["input_ids"].tolist()]
+            self.windows = Dataset.from_dict({"input_ids": rows}).with_format("torch")
+
+    def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        return DataLoader(self.windows, batch_size=self.batch_size, shuffle=True, drop_last=True)
+
+    def test_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        return evaluation_dataloader(DocsConfig(split="test", num_samples=ALL_OF_IT), self.tokenizer)
+
+    def calibration_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        return calibration_dataloader(DocsConfig(num_samples=128, max_length=256), self.tokenizer)
+
+
+class LanguageModel(L.LightningModule):
+    """A causal language model with its loss and optimizer."""
+
+    def __init__(self, config: LlamaConfig, learning_rate: float = 4e-3) -> None:
+        super().__init__()
+        self.model = LlamaForCausalLM(config)
+        self.learning_rate = learning_rate
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(**batch, labels=batch["input_ids"], use_cache=False).loss
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    def configure_optimizers(self) -> dict[str, object]:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
+        total_steps = int(self.trainer.estimated_stepping_batches)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, self.learning_rate, total_steps, pct_start=0.1, anneal_strategy="linear", cycle_momentum=False
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def steps_within(seconds: float, config: LlamaConfig, data: DocsDataModule) -> int:
+    """How many training steps this machine does in that time, from timing five."""
+    model = LlamaForCausalLM(config)
+    optimizer = torch.optim.AdamW(model.parameters())
+    ids = torch.zeros(data.batch_size, data.max_length, dtype=torch.int64)
+    times_s = []
+    for _ in range(5):
+        start = time.perf_counter()
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        times_s.append(time.perf_counter() - start)
+    return max(int(seconds / sorted(times_s)[2]), 10)
+
+
+# The demo.
+
+
+class KeepOriginal(L.Callback):
+    """Keeps a copy of the trained model, to compare with: the callback below quantizes the model itself."""
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        assert isinstance(pl_module, LanguageModel)
+        self.model = copy.deepcopy(pl_module.model)
+
+
+def train_and_compress(
+    data: DocsDataModule, num_steps: int, output_dir: Path
+) -> tuple[LanguageModel, LlamaForCausalLM, CompressionCallback]:
+    """The trained and then compressed module, the model before compression, and the callback with its report."""
+    lm = LanguageModel(model_config(data.tokenizer))
+    original = KeepOriginal()
+    compression = CompressionCallback("w4a16_gptq", output_dir=output_dir / "checkpoint", tokenizer=data.tokenizer)
+    trainer = L.Trainer(
+        max_steps=num_steps,
+        gradient_clip_val=1.0,
+        callbacks=[original, compression],
+        logger=CSVLogger(output_dir, name="logs"),
+        enable_checkpointing=False,
+        log_every_n_steps=10,
+    )
+    trainer.fit(lm, data)
+    return lm, original.model, compression
+
+
+def round_to_nearest(model: LlamaForCausalLM, data: DocsDataModule, output_dir: Path) -> LlamaForCausalLM:
+    """A copy of the model, compressed without calibration: what GPTQ has to be better than."""
+    rounded = copy.deepcopy(model)
+    trainer = L.Trainer(logger=False, enable_checkpointing=False, enable_model_summary=False)
+    Compressor(trainer).compress(
+        rounded, dataloaders=data.calibration_dataloader(), recipe="w4a16_rtn", output_dir=output_dir / "rtn"
+    )
+    return rounded
+
+
+def stored_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
+def generate(checkpoint: Path) -> str:
+    """Text that the checkpoint writes, loaded by transformers alone."""
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    prompt = tokenizer(PROMPT, return_tensors="pt", return_token_type_ids=False)
+    written = model.generate(**prompt, max_new_tokens=40, do_sample=False, repetition_penalty=1.3)
+    return str(tokenizer.decode(written[0], skip_special_tokens=True))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output-dir", type=Path, default=Path("outputs/demo"))
+    parser.add_argument("--train-steps", type=int, default=280, help="about a minute on two cores")
+    parser.add_argument("--max-time", type=float, help="train for about so many seconds instead")
+    arguments = parser.parse_args()
+    warnings.filterwarnings("ignore", ".*does not have many workers.*")
+    started = time.perf_counter()
+
+    L.seed_everything(0)
+    data = DocsDataModule(build_tokenizer())
+    num_steps = arguments.train_steps
+    if arguments.max_time is not None:
+        num_steps = steps_within(arguments.max_time, model_config(data.tokenizer), data)
+    lm, original, compression = train_and_compress(data, num_steps, arguments.output_dir)
+    original.save_pretrained(arguments.output_dir / "original")
+    rounded = round_to_nearest(original, data, arguments.output_dir)
+
+    held_out = data.test_dataloader()
+    results = {
+        "perplexity_original": perplexity(original, held_out),
+        "perplexity_rtn": perplexity(rounded, held_out),
+        "perplexity_gptq": perplexity(lm.model, held_out),
+        "original_bytes": stored_bytes(arguments.output_dir / "original"),
+        "compressed_bytes": stored_bytes(arguments.output_dir / "checkpoint"),
+        "generated": generate(arguments.output_dir / "checkpoint"),
+        "total_s": time.perf_counter() - started,
+    }
+    compression.report.save(arguments.output_dir)
+    (arguments.output_dir / "demo.json").write_text(json.dumps(results, indent=2))
+    print_results(results, arguments.output_dir)
+
+
+def print_results(results: dict[str, float | int | str], output_dir: Path) -> None:
+    print(f"\n{'held-out perplexity':24}{'original':>12}{'4-bit RTN':>12}{'4-bit GPTQ':>12}")
+    print(f"{'':24}" + "".join(f"{results[f'perplexity_{name}']:12.2f}" for name in ("original", "rtn", "gptq")))
+    print(f"{'bytes on disk':24}{results['original_bytes']:12,}{'':12}{results['compressed_bytes']:12,}")
+    print(f"\nThe reloaded checkpoint writes: {results['generated']!r}\n")
+    print(f"checkpoint  {output_dir / 'checkpoint'}")
+    print(f"report      {output_dir / 'report.html'}, {output_dir / 'report.json'}, {output_dir / 'demo.json'}")
+    print(f"{results['total_s']:.0f} s in all")
+
+
+if __name__ == "__main__":
+    main()

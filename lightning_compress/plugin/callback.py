@@ -1,0 +1,210 @@
+"""The callback that adds a compression stage to a Trainer run."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import nn
+
+from lightning_compress.calibration.batches import CalibrationSet
+from lightning_compress.calibration.prepare import needs_data
+from lightning_compress.errors import CalibrationDataError, UnsupportedModelError
+from lightning_compress.export.checkpoint import SavesPretrained
+from lightning_compress.graph.stages import Schedule
+from lightning_compress.plugin import compat
+from lightning_compress.plugin.data import calibration_set
+from lightning_compress.plugin.job import Settings, plan_recipe, prepare_job
+from lightning_compress.plugin.loop import CompressionLoop, bystanders
+from lightning_compress.recipe.load import RecipeLike, load_recipe
+from lightning_compress.report.report import Report
+
+
+class CompressionCallback(Callback):
+    """Quantize the model after training, or instead of it, and write a `compressed-tensors` checkpoint.
+
+    What runs on a calibration batch: the module's `calibration_step(batch)` if it has one, else the transformers model it
+    wraps, called with the batch's fields, else `forward(batch)`.
+
+    After the run the module holds the quantized weights (dequantized, in its own dtype), so `trainer.test` measures what was
+    exported, and `report` tells what happened. The optimizers are freed. A training that is interrupted or fails is not
+    followed by a compression.
+
+    Args:
+        recipe: a shipped name (`w4a16_gptq`), a path, a mapping, or a `Recipe`.
+        output_dir: folder of the checkpoint and the report; None changes the module in memory only.
+        when: `after_train`, when all `on_train_end` hooks have run; or `only`: `fit` compresses and does not train.
+        calibration: a DataLoader, a collection of them, or any iterable of batches. Without it: `calibration_dataloader()`
+            of the module or datamodule, else the training data.
+        max_samples: calibration samples at most; by default 512. `Trainer(limit_train_batches=...)` holds too.
+        schedule: `staged`, `block`, `basic` or `datafree`.
+        sequential_targets: class names, module names or `re:` patterns of what is onloaded at a time; by default the layers.
+        cache_on_device: keep activations on the device between steps.
+        verify: read the checkpoint back and compare it with the module.
+        tokenizer: saved with the checkpoint; a tokenizer or processor.
+        max_shard_size: of one safetensors file.
+        seed: for shuffling calibration loaders.
+
+    Raises:
+        CompressionError: a subclass that says what is wrong, before training starts where that can be known.
+    """
+
+    def __init__(
+        self,
+        recipe: RecipeLike,
+        output_dir: str | Path | None,
+        when: Literal["after_train", "only"] = "after_train",
+        calibration: Iterable[Any] | None = None,
+        max_samples: int | None = None,
+        schedule: Literal["staged", "block", "basic", "datafree"] = "staged",
+        sequential_targets: Sequence[str] | None = None,
+        cache_on_device: bool = False,
+        verify: bool = True,
+        tokenizer: SavesPretrained | None = None,
+        max_shard_size: str = "5GB",
+        seed: int = 0,
+    ) -> None:
+        if when not in ("after_train", "only"):
+            raise ValueError(f"when={when!r} is not known; use 'after_train' or 'only'.")
+        self.settings = Settings(
+            recipe=load_recipe(recipe),
+            output_dir=None if output_dir is None else Path(output_dir),
+            schedule=Schedule(schedule),
+            sequential_targets=None if sequential_targets is None else tuple(sequential_targets),
+            cache_on_device=cache_on_device,
+            verify=verify,
+            max_shard_size=max_shard_size,
+            tokenizer=tokenizer,
+        )
+        self.when = when
+        self.calibration = calibration
+        self.max_samples = max_samples
+        self.seed = seed
+        self.report: Report | None = None
+        self._data: CalibrationSet | None = None
+        self._num_sanity_val_steps: int | float | None = None
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Called before the model is configured; refuses what cannot work whatever the model."""
+        if not isinstance(trainer, pl.Trainer):
+            raise TypeError(
+                f"CompressionCallback works with lightning.pytorch, but this Trainer is a {type(trainer).__module__.partition('.')[0]} one. "
+                "Import Trainer and LightningModule from `lightning.pytorch`; the `pytorch_lightning` package is a separate class tree."
+            )
+        compat.check_lightning()
+        if stage == "fit" and trainer.world_size > 1:
+            raise UnsupportedModelError(
+                f"Compression on {trainer.world_size} ranks is not supported yet; use Trainer(devices=1, num_nodes=1) for it, or load the trained "
+                "checkpoint in a second run with when='only'."
+            )
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Called when model and data exist, before training: checks the recipe and reads the calibration set."""
+        module = compressed_module(pl_module)
+        _, resolved = plan_recipe(module, self.settings)
+        if needs_data(resolved):
+            self._data = calibration_set(trainer, module, self.calibration, self.max_samples, self.seed)
+            if self._data is None:
+                raise CalibrationDataError(
+                    "This recipe needs calibration data and there is none: pass `calibration=` or `dataloaders=`, define "
+                    "`calibration_dataloader()` or `train_dataloader()`, or use a data-free recipe such as w4a16_rtn."
+                )
+        self._num_sanity_val_steps = trainer.num_sanity_val_steps
+        if self.when == "only":
+            trainer.num_sanity_val_steps = 0
+        _replace_run(trainer, self)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        """Called after every training batch, where it does nothing, and after every subgraph, whose record it logs."""
+        loop = trainer.fit_loop
+        if isinstance(loop, CompressionLoop) and loop.record is not None:
+            record = loop.record
+            pl_module.log_dict(
+                {
+                    "compress/error": record.mean_error,
+                    "compress/tokens": float(record.num_tokens),
+                    "compress/onload_s": record.onload_s,
+                    "compress/run_s": record.run_s,
+                    "compress/solve_s": record.solve_s,
+                    "compress/peak_memory_bytes": float(record.peak_bytes),
+                },
+                batch_size=1,
+            )
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Called when `fit` ends by an exception, an interrupt or SIGTERM."""
+        if self.report is None and not isinstance(trainer.fit_loop, CompressionLoop):
+            rank_zero_warn("Training did not finish, so the model was not compressed and no checkpoint was written.")
+        self._restore(trainer)
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Called at the end of every trainer function."""
+        self._restore(trainer)
+
+    def compress(self, trainer: pl.Trainer) -> None:
+        """Run the compression stage now; called in place of, or after, the fit loop's own run."""
+        training_loop = trainer.fit_loop
+        compat.free_optimizers(trainer)
+        job = prepare_job(compressed_module(trainer.lightning_module), self._data, self.settings, onload_device(trainer))
+        loop = CompressionLoop(trainer, job, max_subgraphs=1 if trainer.fast_dev_run else None)
+        compat.set_logged_steps(loop, compat.logged_steps(training_loop))
+        with compat.compression_stage(trainer, loop, bystanders(trainer.callbacks, self)):
+            loop.run()
+        self.report = loop.report
+        if self.report is not None:
+            rank_zero_info(self.report.summary())
+
+    def _restore(self, trainer: pl.Trainer) -> None:
+        trainer.fit_loop.__dict__.pop("run", None)
+        self._data = None
+        if self._num_sanity_val_steps is not None:
+            trainer.num_sanity_val_steps = cast(int, self._num_sanity_val_steps)
+            self._num_sanity_val_steps = None
+
+
+def compressed_module(pl_module: nn.Module) -> nn.Module:
+    """What is compressed: the module that an adapter carries, else the LightningModule itself."""
+    return pl_module.model if isinstance(pl_module, Adapter) else pl_module
+
+
+def onload_device(trainer: pl.Trainer) -> torch.device:
+    """Where subgraphs run: the Trainer's CUDA device, else the CPU (other accelerators lack float64)."""
+    device = trainer.strategy.root_device
+    return device if device.type == "cuda" else torch.device("cpu")
+
+
+class Adapter(pl.LightningModule):
+    """Carries a module without a training step through `Trainer.fit`, which asks for one before any hook runs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The carried module's."""
+        return self.model(*args, **kwargs)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        """Demanded by `Trainer.fit`; never called, for the compression stage runs in its place."""
+        raise RuntimeError("A model that is only compressed cannot be trained.")
+
+    def configure_optimizers(self) -> None:
+        """Demanded by `Trainer.fit`; there is nothing to optimize."""
+        return None
+
+
+def _replace_run(trainer: pl.Trainer, callback: CompressionCallback) -> None:
+    """Let the fit loop's run compress: afterwards (behind all `on_train_end` hooks, before any teardown), or instead."""
+    train = trainer.fit_loop.run
+
+    def run() -> None:
+        if callback.when == "after_train":
+            train()
+            if trainer.received_sigterm:
+                return
+        callback.compress(trainer)
+
+    trainer.fit_loop.__dict__["run"] = run

@@ -1,0 +1,104 @@
+"""Every private part of Lightning that this package touches, in one place.
+
+Written and tested against Lightning 2.6; `check_lightning` refuses other minors early instead of failing inside a run.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback, RichProgressBar, TQDMProgressBar
+from lightning.pytorch.loops import _FitLoop
+from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
+
+TESTED_MINOR = (2, 6)
+
+FitLoop = _FitLoop
+
+
+def check_lightning() -> None:
+    """Raise ImportError if the installed Lightning is of a minor release that was not tested."""
+    major, minor = (int(part) for part in lightning.__version__.split(".")[:2])
+    if (major, minor) != TESTED_MINOR:
+        tested = ".".join(map(str, TESTED_MINOR))
+        raise ImportError(f"lightning_compress is tested with lightning {tested}.*, but {lightning.__version__} is installed: pip install 'lightning=={tested}.*'")
+
+
+def call_callbacks(trainer: pl.Trainer, hook: str, *args: Any) -> None:
+    """Call a hook of the trainer's callbacks, with Lightning's profiling and logging context."""
+    call._call_callback_hooks(trainer, hook, *args)
+
+
+def train_dataloaders(trainer: pl.Trainer) -> Any:
+    """What the user gave as training data (one loader or a collection), as `fit` would request it; None if nothing."""
+    source = trainer.fit_loop._data_source
+    return _request_dataloader(source) if source.is_defined() else None
+
+
+def prepare_batch(trainer: pl.Trainer, batch: Any) -> Any:
+    """Precision conversion and the user's batch transfer hooks, as in training, but to host memory."""
+    batch = trainer.precision_plugin.convert_input(batch)
+    return trainer.lightning_module._apply_batch_transfer_handler(batch, device=torch.device("cpu"), dataloader_idx=0)
+
+
+def begin_step(trainer: pl.Trainer) -> None:
+    """Open a step for `self.log`."""
+    trainer._logger_connector.on_batch_start(None)
+
+
+def end_step(trainer: pl.Trainer, loop: FitLoop) -> None:
+    """Close the step: hand what was logged to the loggers, and advance `global_step`."""
+    trainer._logger_connector.on_batch_end()
+    trainer._logger_connector.update_train_step_metrics()
+    loop.epoch_loop._batches_that_stepped += 1
+    loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.increment_completed()
+    loop.epoch_loop.manual_optimization.optim_step_progress.increment_completed()
+
+
+def end_epoch(trainer: pl.Trainer) -> None:
+    """Close the epoch for the logging machinery."""
+    trainer._logger_connector.epoch_end_reached()
+    trainer._logger_connector.on_epoch_end()
+    trainer._logger_connector.reset_results()
+
+
+def logged_steps(loop: FitLoop) -> int:
+    """The step that loggers have reached."""
+    return int(loop.epoch_loop._batches_that_stepped)
+
+
+def set_logged_steps(loop: FitLoop, steps: int) -> None:
+    """Let loggers go on from `steps`, since most of them refuse to go back."""
+    loop.epoch_loop._batches_that_stepped = steps
+
+
+def describe_progress(trainer: pl.Trainer, text: str) -> None:
+    """Put `text` in front of the progress bar, in place of Lightning's `Epoch k`."""
+    bar = trainer.progress_bar_callback
+    if isinstance(bar, TQDMProgressBar):
+        bar.train_progress_bar.set_description(text)
+    elif isinstance(bar, RichProgressBar) and bar.progress is not None and bar.train_progress_bar_id is not None:
+        bar.progress.update(bar.train_progress_bar_id, description=text)
+
+
+@contextmanager
+def compression_stage(trainer: pl.Trainer, loop: FitLoop, callbacks: list[Callback]) -> Iterator[None]:
+    """Run with another fit loop, only the given callbacks, and a metric logged at every step; all restored afterwards."""
+    saved = (trainer.fit_loop, trainer.callbacks, trainer.log_every_n_steps, trainer.should_stop)
+    trainer.fit_loop, trainer.callbacks, trainer.log_every_n_steps, trainer.should_stop = loop, callbacks, 1, False
+    try:
+        yield
+    finally:
+        trainer.fit_loop, trainer.callbacks, trainer.log_every_n_steps, trainer.should_stop = saved
+
+
+def free_optimizers(trainer: pl.Trainer) -> None:
+    """Drop the optimizers and their state: training is over, and the memory is needed."""
+    for optimizer in trainer.strategy.optimizers:
+        optimizer.state.clear()
+    trainer.strategy.optimizers = []
+    trainer.strategy.lr_scheduler_configs = []

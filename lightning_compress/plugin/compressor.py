@@ -1,0 +1,69 @@
+"""`Compressor(trainer).compress(model)`: compression as one call, like `Tuner(trainer).lr_find`."""
+
+from typing import Any, final
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
+
+from lightning_compress.plugin.callback import Adapter, CompressionCallback
+from lightning_compress.recipe.load import RecipeLike
+from lightning_compress.report.report import Report
+
+
+@final
+class Compressor:
+    """Compress models with an existing Trainer: its device, loggers, profiler and progress bar.
+
+    Args:
+        trainer: not changed; ideally made with `strategy="sequential_onload"`, which leaves the model in host memory.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
+
+    def compress(
+        self,
+        model: nn.Module,
+        *,
+        recipe: RecipeLike,
+        output_dir: Any,
+        dataloaders: Any | None = None,
+        datamodule: pl.LightningDataModule | None = None,
+        **options: Any,
+    ) -> Report:
+        """Quantize `model` and write it to `output_dir`.
+
+        Args:
+            model: a LightningModule, a transformers `PreTrainedModel`, or any module whose `forward` takes a batch.
+            recipe: a shipped name, a path, a mapping, or a `Recipe`.
+            output_dir: folder of the checkpoint and the report, or None.
+            dataloaders: calibration data: a DataLoader, a collection of them, or any iterable of batches.
+            datamodule: instead of `dataloaders`; its `calibration_dataloader()`, else its `train_dataloader()`.
+            options: further arguments of `CompressionCallback`.
+
+        Raises:
+            CompressionError: see `CompressionCallback`.
+        """
+        if dataloaders is not None and datamodule is not None:
+            raise ValueError("Give either `dataloaders` or `datamodule`, not both.")
+        callback = CompressionCallback(recipe, output_dir, when="only", calibration=dataloaders, **options)
+        carried = model if _can_fit(model) else Adapter(model)
+        trainer = self._trainer
+        saved = trainer.callbacks
+        trainer.callbacks = [callback, *saved]
+        try:
+            trainer.fit(carried, datamodule=datamodule)
+        finally:
+            trainer.callbacks = saved
+        if callback.report is None:
+            raise RuntimeError("The run was interrupted before it ended; nothing was written.")
+        return callback.report
+
+
+def _can_fit(model: nn.Module) -> bool:
+    return (
+        isinstance(model, pl.LightningModule)
+        and is_overridden("training_step", model)
+        and is_overridden("configure_optimizers", model)
+    )

@@ -1,0 +1,115 @@
+"""A strategy that leaves the model in host memory: the compression stage brings subgraphs to the device by itself.
+
+What a plain strategy would do to a model that does not fit the device, and what this one does instead, is a line at
+each method. Registered as "sequential_onload".
+"""
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any, final
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+
+from lightning_compress.errors import UnsupportedModelError
+
+NAME = "sequential_onload"
+_DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
+
+
+@final
+class SequentialOnloadStrategy(DDPStrategy):
+    """Host-resident weights for `CompressionCallback(when="only")` and `Compressor`; it does not train.
+
+    Launchers, rank arithmetic and checkpoint IO are DDP's. One process needs no process group, so none is made unless the
+    environment started processes itself.
+    """
+
+    strategy_name = NAME
+
+    def _configure_launcher(self) -> None:
+        # one process on this machine needs no launcher; torchrun and SLURM set `creates_processes_externally`
+        assert self.cluster_environment is not None
+        if self.num_processes * self.num_nodes == 1 and not self.cluster_environment.creates_processes_externally:
+            self._launcher = None
+        else:
+            super()._configure_launcher()
+
+    def setup_distributed(self) -> None:
+        # called before data and model are prepared
+        if self._needs_process_group:
+            super().setup_distributed()
+        else:
+            self.set_world_ranks()
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        # called after configure_model; DDP would convert every weight, move the model, wrap it and build optimizers
+        assert self.accelerator is not None
+        assert self.model is not None
+        self.accelerator.setup(trainer)
+        _check_precision(self.precision_plugin.precision, self.model)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        else:
+            self.model_to_device()
+        self.setup_precision_plugin()
+
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        # called by setup; the user's optimizer would be built for nothing
+        self.optimizers = []
+        self.lr_scheduler_configs = []
+
+    def tensor_init_context(self, empty_init: bool | None = None) -> Any:
+        # around configure_model; DDP would allocate all weights on the device
+        return nullcontext()
+
+    def model_to_device(self) -> None:
+        # evaluation (`trainer.test`) runs the whole model, so it goes where its data goes
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if self._needs_process_group:
+            super().barrier(*args, **kwargs)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return super().broadcast(obj, src) if self._needs_process_group else obj
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return super().reduce_boolean_decision(decision, all) if self._needs_process_group else decision
+
+    def reduce(self, tensor: torch.Tensor, group: Any = None, reduce_op: Any = "mean") -> torch.Tensor:
+        return super().reduce(tensor, group, reduce_op) if self._needs_process_group else tensor
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        # called for every checkpoint; the compressed weights are in the output folder, not in Lightning checkpoints
+        return {}
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        # the counterpart: there is nothing to load
+        return None
+
+    @property
+    def _needs_process_group(self) -> bool:
+        assert self.cluster_environment is not None
+        return self.num_processes * self.num_nodes > 1 or self.cluster_environment.creates_processes_externally
+
+
+def register() -> None:
+    """Make `Trainer(strategy="sequential_onload")` known; Lightning parses entry points too late for that."""
+    if NAME not in StrategyRegistry:
+        StrategyRegistry.register(NAME, SequentialOnloadStrategy, description="Weights stay in host memory while a model is compressed")
+
+
+def _check_precision(precision: str, model: nn.Module) -> None:
+    wanted = _DTYPES.get(precision)
+    present = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    if wanted is not None and present - {wanted}:
+        names = ", ".join(sorted(map(str, present)))
+        raise UnsupportedModelError(
+            f"Trainer(precision={precision!r}) contradicts the weights, which are {names}. This strategy never casts weights: load the "
+            f"model in {wanted}, or leave `precision` out."
+        )
