@@ -51,19 +51,25 @@ def read_case() -> Case:
 
 
 def run(tool: str, case: Case, solve: Callable[[LlamaForCausalLM, DataLoader[Batch], Case], None]) -> None:
-    """Loads, solves (timed), evaluates if asked, and prints {"tool", "solve_s", "peak_rss_bytes", "perplexity"}."""
+    """Loads, solves (timed), evaluates if asked, and prints the results as JSON."""
     torch.set_num_threads(case.threads)
     model = LlamaForCausalLM.from_pretrained(case.model, dtype=torch.float32).eval()
     tokens = torch.load(case.tokens)
     rows = [{"input_ids": row} for row in tokens["calibration"][: case.num_samples]]
     assert len(rows) == case.num_samples, f"{case.tokens} holds {len(rows)} calibration samples only"
     loader: DataLoader[Batch] = DataLoader(rows, batch_size=case.batch_size)  # type: ignore[arg-type]
+    original = perplexity(model, tokens["evaluation"], case.batch_size) if case.evaluate else None
     start = time.perf_counter()
     solve(model, loader, case)
     solve_s = time.perf_counter() - start
     peak_rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    value = perplexity(model, tokens["evaluation"], case.batch_size) if case.evaluate else None
-    print(json.dumps({"tool": tool, "solve_s": solve_s, "peak_rss_bytes": peak_rss_bytes, "perplexity": value}))
+    result = {"tool": tool, "solve_s": solve_s, "peak_rss_bytes": peak_rss_bytes}
+    if case.evaluate:
+        result |= {
+            "original_perplexity": original,
+            "perplexity": perplexity(model, tokens["evaluation"], case.batch_size),
+        }
+    print(json.dumps(result))
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from lightning_compress.data import DocsConfig, calibration_dataloader, evaluati
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
-from finetune_then_compress import ALL_OF_IT, DocsDataModule, LanguageModel, build_tokenizer, model_config  # noqa: E402
+from finetune_then_compress import ALL_OF_IT, DocsDataModule, LanguageModel, build_tokenizer, model_config
 
 NUM_SEEDS = 3
 NUM_SAMPLES = 256

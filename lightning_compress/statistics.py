@@ -1,10 +1,10 @@
 """What calibration remembers of a layer's inputs: sums, maxima and minima over tokens.
 
 Method: every statistic is a set of accumulators that combine by sum, max or min, so that any split of the batches over
-ranks, and any order, gives the same answer, and a rank that saw no token changes nothing (`reductions` names the tensors
-and how each combines). `InputGram` is the sum of x xᵀ that GPTQ needs (Frantar et al., arXiv 2210.17323, eq. 1): a
-float32 product per batch, summed in float64, so the order of the batches does not reach the float32 result. The Gram is
-symmetric, so only the blocks on and below the diagonal are computed, stored and sent over the network.
+ranks, and any order, gives the same answer, and a rank that saw no token changes nothing (`reductions` names the
+tensors and how each combines). `InputGram` is the sum of x xᵀ that GPTQ needs (Frantar et al., arXiv 2210.17323, eq. 1):
+a float32 product per batch, summed in float64, so that the order of the batches all but never reaches the float32 result
+(with a `quantum`: never). It is symmetric, so only blocks on and below the diagonal are computed, stored and sent.
 
 Alternative not taken: running means (`gram = n/(n+m) gram + ...`, as in IST-DASLab/gptq). They need one more pass per
 batch, depend on the order of the batches, and have to be undone before ranks can be combined. Multiplying in float64
@@ -14,14 +14,14 @@ would make the products exact too, at twice to four times the time.
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Literal, Self
+from typing import Literal, final
 
 import torch
 from torch import Tensor
 
 Reduction = Literal["sum", "max", "min"]
 
-_BLOCK = 256  # columns per block of the Gram: narrow enough to skip most of the upper half, wide enough for a fast product
+_BLOCK = 256  # columns per block of a Gram: narrow enough to skip most of the upper half, wide enough for fast products
 
 
 class Statistic(ABC):
@@ -48,28 +48,33 @@ class Statistic(ABC):
         """Add what `other`, of the same class and width, has seen; exactly what a reduction over two ranks does."""
         theirs = other.reductions()
         for name, (mine, reduction) in self.reductions().items():
-            _COMBINE[reduction](mine, theirs[name][0].to(mine.device), out=mine)
+            yours = theirs[name][0].to(mine.device)
+            if reduction == "sum":
+                mine.add_(yours)
+            elif reduction == "max":
+                torch.maximum(mine, yours, out=mine)
+            else:
+                torch.minimum(mine, yours, out=mine)
 
 
-_COMBINE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
-
-
+@final
 class InputGram(Statistic):
     """The Gram matrix of the inputs, C = mean over tokens of x xᵀ, shape [I, I].
 
     Args:
         num_channels: I.
         device: where the tokens arrive.
-        quantum: a power of two. If given, every batch's product is rounded to a multiple of it before it is added, which
-            makes the sum exact and so independent of its order to the last bit. Every rank must use the same value;
-            2⁻³⁶ of the largest diagonal entry of any one batch leaves room for 2¹⁶ batches of that size.
+        quantum: a power of two. If given, every batch's product is rounded to a multiple of it before it is added,
+            which makes the sum exact and so independent of its order to the last bit. Every rank must use the same
+            value; 2⁻³⁶ of the largest diagonal entry of a batch leaves room for 2¹⁶ batches of that size. Without it
+            the order reaches the float64 sum in its last bits, and one entry in 10⁸ of the float32 result.
     """
 
     def __init__(self, num_channels: int, device: torch.device | str, quantum: float | None = None) -> None:
         self.num_channels = num_channels
         self._num_tokens = torch.zeros((), dtype=torch.int64, device=device)
         self._rounder = None if quantum is None else 1.5 * 2**52 * quantum
-        # Row block b holds the columns up to its own end: the lower triangle and the upper corner of each diagonal block.
+        # Row block b holds the columns up to its own end: the lower triangle, and each diagonal block in full.
         self._blocks = [
             torch.zeros(end - start, end, dtype=torch.float64, device=device) for start, end in _spans(num_channels)
         ]
@@ -81,7 +86,10 @@ class InputGram(Statistic):
     @torch.no_grad()
     def update(self, x: Tensor) -> None:
         if x.ndim != 2 or x.shape[1] != self.num_channels:
-            raise ValueError(f"InputGram of {self.num_channels} channels was given an input of shape {tuple(x.shape)}; [tokens, channels] is needed.")
+            raise ValueError(
+                f"An InputGram of {self.num_channels} channels was given an input of shape {tuple(x.shape)}, "
+                "but needs [tokens, channels]."
+            )
         self._num_tokens += x.shape[0]
         if x.shape[0] == 0:
             return
@@ -97,8 +105,8 @@ class InputGram(Statistic):
             block.add_(product.double().add_(self._rounder).sub_(self._rounder))
 
     def reductions(self) -> Mapping[str, tuple[Tensor, Reduction]]:
-        named: dict[str, tuple[Tensor, Reduction]] = {f"gram.{index}": (block, "sum") for index, block in enumerate(self._blocks)}
-        return {**named, "num_tokens": (self._num_tokens, "sum")}
+        blocks = {f"gram.{index}": block for index, block in enumerate(self._blocks)}
+        return {name: (tensor, "sum") for name, tensor in {**blocks, "num_tokens": self._num_tokens}.items()}
 
     def matrix(self) -> Tensor:
         """The mean Gram, float32 [I, I], exactly symmetric; all zeros when no token was seen."""
@@ -114,10 +122,12 @@ class InputGram(Statistic):
 
     def diagonal(self) -> Tensor:
         """The mean square of every input channel, float32 [I]."""
-        corners = [block[:, start:].diagonal() for (start, _), block in zip(_spans(self.num_channels), self._blocks, strict=True)]
+        starts = [start for start, _ in _spans(self.num_channels)]
+        corners = [block[:, start:].diagonal() for start, block in zip(starts, self._blocks, strict=True)]
         return torch.cat(corners).div(max(self.num_tokens, 1)).float()
 
 
+@final
 class AbsMax(Statistic):
     """The largest magnitude of every input channel, float32 [I]; zeros before the first token."""
 
@@ -139,6 +149,7 @@ class AbsMax(Statistic):
         return {"values": (self.values, "max"), "num_tokens": (self._num_tokens, "sum")}
 
 
+@final
 class MinMax(Statistic):
     """The smallest and the largest input value of the whole tensor, float32 [1] each: a static activation range.
 

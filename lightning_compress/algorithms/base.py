@@ -1,9 +1,9 @@
 """What every algorithm is: a frozen set of options with a pure function (weight, statistics, scheme) -> `Solved`.
 
-Method: solving has a serial part, done once for all output rows (`prepare`: factorize the Gram, choose per-tensor scales),
-and a part in which every output row is independent of the others (`solve_rows`). The unit of the second is a *row tile*,
-whose height depends on the number of rows alone (`row_tiles`), never on who solves it: the same matrix shapes give the
-same last bits, so ranks can share the tiles of one weight and end in the codes that one rank finds.
+Method: solving has a serial part, done once for all output rows (`prepare`: factorize the Gram, choose per-tensor
+scales), and a part in which every output row is independent of the others (`solve_rows`). The unit of the second is a
+*row tile*, whose height depends on the number of rows alone (`row_tiles`), never on who solves it: the same matrix
+shapes give the same last bits, so ranks can share the tiles of one weight and end in the codes that one rank finds.
 
 Alternative not taken: one `solve` per module. Modules that read the same input (q, k, v; gate, up) share their Gram, so
 their rows are stacked and the factor is computed once; `split` takes the result apart again.
@@ -12,18 +12,20 @@ their rows are stacked and the factor is computed once; `split` takes the result
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import final
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
-from lightning_compress.algorithms.scales import Grid, Scales
+from lightning_compress.algorithms.scales import Grid, Scales, choose_scales
 from lightning_compress.errors import NonFiniteError, SolveError
 from lightning_compress.statistics import InputGram, Statistic
 
 ROW_TILE = 2048  # at most so many rows are solved at a time: enough to amortize the cost of a call per column
 
 
+@final
 @dataclass(frozen=True)
 class Solved:
     """A quantized weight: the value of a code is `(code - zero_point) * scale`.
@@ -56,6 +58,7 @@ class Solved:
         return float(self.row_error.sum()) / energy if energy > 0 else 0.0
 
 
+@final
 @dataclass(frozen=True)
 class Factor:
     """The Gram C, damped and factorized: H = L Lᵀ with the channels in `order`.
@@ -77,6 +80,7 @@ class Factor:
     notes: tuple[str, ...] = ()
 
 
+@final
 @dataclass(frozen=True)
 class Prepared:
     """What all row tiles of a weight share.
@@ -84,7 +88,8 @@ class Prepared:
     Attributes:
         grid: the integer grid of the scheme.
         gram: C, float32 [I, I]; None where the algorithm had none.
-        weighting: float32 [I], how much an error in each input channel counts when scales are searched; None for equally.
+        weighting: float32 [I], what an error in each input channel counts when scales are searched; None: all the same.
+        scale_search: search scales, instead of covering the whole range.
         tensor_scales: for per-tensor schemes, the scales of all rows, [O, 1].
         factor: for algorithms that propagate errors.
         notes: see `Solved`.
@@ -93,9 +98,16 @@ class Prepared:
     grid: Grid
     gram: Tensor | None = None
     weighting: Tensor | None = None
+    scale_search: bool = False
     tensor_scales: Scales | None = None
     factor: Factor | None = None
     notes: tuple[str, ...] = ()
+
+    def scales_of(self, weight: Tensor, rows: slice) -> Scales:
+        """The scales of the rows `rows` of the weight, which are `weight` [R, I]."""
+        if self.tensor_scales is not None:
+            return self.tensor_scales.rows(rows)
+        return choose_scales(weight, self.weighting, self.grid, self.scale_search)
 
 
 class Algorithm(ABC):
@@ -200,7 +212,7 @@ def split(solved: Solved, row_splits: Sequence[int]) -> list[Solved]:
 def check_weight(weight: Tensor, args: QuantizationArgs) -> None:
     """Raise `NonFiniteError` for NaN or Inf, `SolveError` for what is no matrix or holds no rows."""
     if weight.ndim != 2 or weight.numel() == 0 or not weight.is_floating_point():
-        raise SolveError(f"A floating-point matrix [out, in] is needed, but the weight is {weight.dtype} {tuple(weight.shape)}.")
+        raise SolveError(f"The weight {tuple(weight.shape)}, {weight.dtype}, is no floating-point matrix [out, in].")
     if not bool(torch.isfinite(weight.sum(dtype=torch.float32))) and not bool(torch.isfinite(weight).all()):
         raise NonFiniteError(
             f"The weight {tuple(weight.shape)} holds NaN or Inf, so {args.num_bits}-bit codes cannot be found for it; "
@@ -221,7 +233,7 @@ def row_products(weight: Tensor, gram: Tensor | None) -> Tensor:
     Block by block of the lower triangle, which is half the work of the full product.
     """
     if gram is None:
-        return torch.linalg.vector_norm(weight, dim=1, dtype=torch.float64).square()
+        return weight.double().square().sum(1)
     weight = weight.float()
     total = torch.zeros(weight.shape[0], dtype=torch.float64, device=weight.device)
     for start in range(0, weight.shape[1], 256):
@@ -229,5 +241,5 @@ def row_products(weight: Tensor, gram: Tensor | None) -> Tensor:
         block = weight[:, start:end]
         product = weight[:, :start] @ gram[:start, start:end] if start else torch.zeros_like(block)
         product = torch.addmm(product, block, gram[start:end, start:end], beta=2)
-        total += torch.linalg.vecdot(product, block)
+        total.add_(torch.linalg.vecdot(product, block))
     return total

@@ -3,9 +3,9 @@
 Reference: Frantar et al., GPTQ (arXiv 2210.17323), code IST-DASLab/gptq. Method, as Babai's nearest plane (Chen et al.,
 arXiv 2507.18553): with the damped Gram H = L Lᵀ, L lower triangular, the output error of a row w splits into
 (w - q) H (w - q)ᵀ = ||(w - q) L||² = sum over k of L_kk² (t_k - q_k)², where the target
-t_k = w_k + sum_{i>k} (w_i - q_i) L_ik / L_kk only looks at channels behind k. So go from the last channel to the first, and
-take for q_k the grid point next to t_k. In exact arithmetic this is the reference GPTQ (which goes from first to last, on
-the inverse), but it takes one Cholesky factorization and no inverse, and it tells the output error on the way.
+t_k = w_k + sum_{i>k} (w_i - q_i) L_ik / L_kk only looks at channels behind k. So go from the last channel to the first,
+and take for q_k the grid point next to t_k. In exact arithmetic this is the reference GPTQ (which goes from first to
+last, on the inverse), but it takes one Cholesky factorization and no inverse, and it tells the output error on the way.
 
 Channels are taken in descending order of C_kk (static activation order): large ones are rounded while many others can
 still make up for it. Scales belong to groups in the original order, so inference sees nothing of it.
@@ -14,11 +14,11 @@ Layout: everything is transposed to [I, O], so that a channel is one contiguous 
 products with all earlier blocks (of `block_size` channels), products within the block, and a thin matrix-vector product
 within 16 channels.
 
-A channel that was always zero in calibration neither influences the others nor is influenced: it is rounded to nearest. The
-reference sets its weights to zero; keeping them costs nothing, and is right if the channel comes alive after calibration.
+A channel that was always zero in calibration neither influences the others nor is influenced: it is rounded to nearest.
+The reference sets its weights to zero; keeping them costs nothing, and is right if the channel comes alive later.
 
-Alternatives not taken: the inverse Hessian of the paper (two more factorizations' worth of work); round-to-nearest when the
-factorization fails (the user would not know): damping is raised, and said to be.
+Alternatives not taken: the inverse Hessian of the paper (two more factorizations' worth of work); round-to-nearest when
+the factorization fails (the user would not know): damping is raised, and said to be.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,8 +30,16 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
-from lightning_compress.algorithms.base import Algorithm, Factor, Prepared, Solved, check_weight, input_gram, row_products
-from lightning_compress.algorithms.scales import Grid, Scales, choose_scales, make_grid, tensor_scales
+from lightning_compress.algorithms.base import (
+    Algorithm,
+    Factor,
+    Prepared,
+    Solved,
+    check_weight,
+    input_gram,
+    row_products,
+)
+from lightning_compress.algorithms.scales import Grid, Scales, make_grid, tensor_scales
 from lightning_compress.errors import NonFiniteError, SolveError
 from lightning_compress.statistics import InputGram, Statistic
 
@@ -47,7 +55,7 @@ class Gptq(Algorithm):
     """GPTQ with static activation order and searched scales.
 
     Attributes:
-        block_size: channels whose mutual corrections are applied one by one; those of earlier blocks come as one product.
+        block_size: channels whose mutual corrections are applied singly; those of earlier blocks come as one product.
         damping: what is added to the Gram's diagonal, as a fraction of its mean.
         activation_order: quantize the channels with the largest inputs first.
         scale_search: scales that minimize the error weighted by the Gram's diagonal, instead of min-max.
@@ -62,11 +70,12 @@ class Gptq(Algorithm):
         if self.block_size < 1:
             raise ValueError(f"block_size must be at least 1, not {self.block_size}; 128 is a good choice.")
         if not 0 <= self.damping <= _MAX_DAMPING:
-            raise ValueError(f"damping must be between 0 and {_MAX_DAMPING}, not {self.damping}; 0.01 is a good choice.")
+            raise ValueError(f"damping must be from 0 to {_MAX_DAMPING}, not {self.damping}; 0.01 is a good choice.")
 
     def statistics(self, weights: QuantizationArgs) -> tuple[type[Statistic], ...]:
         return (InputGram,)
 
+    @torch.no_grad()
     def prepare(
         self,
         weight: Tensor,
@@ -80,31 +89,32 @@ class Gptq(Algorithm):
         statistic = input_gram(statistics)
         if statistic is None or statistic.num_tokens == 0:
             raise SolveError(
-                f"GPTQ of the weight {tuple(weight.shape)} needs inputs, but calibration brought it no token: give more or "
-                "other samples, or quantize this module with the algorithm `rtn`."
+                f"GPTQ of the weight {tuple(weight.shape)} needs inputs, but calibration brought it no token: give "
+                "more or other samples, or quantize this module with the algorithm `rtn`."
             )
         gram = statistic.matrix()
         if gram.shape[0] != weight.shape[1]:
             raise SolveError(f"The weight {tuple(weight.shape)} does not fit a Gram of {gram.shape[0]} channels.")
         factor = factorize(gram, self.damping, self.activation_order)
         num_dead = int((gram.diagonal() == 0).sum())
-        dead = (f"{num_dead} of {gram.shape[0]} input channels were always zero; their weights were rounded to nearest.",)
+        dead = f"{num_dead} of {len(gram)} input channels were always zero; their weights were rounded to nearest."
         weighting = gram.diagonal() + factor.added
         return Prepared(
             grid=grid,
             gram=gram,
             weighting=weighting,
+            scale_search=self.scale_search,
             tensor_scales=tensor_scales(weight, weighting, grid, self.scale_search, row_splits),
             factor=factor,
-            notes=factor.notes + (dead if num_dead else ()),
+            notes=(*factor.notes, dead) if num_dead else factor.notes,
         )
 
+    @torch.no_grad()
     def solve_rows(self, weight: Tensor, rows: slice, prepared: Prepared) -> Solved:
-        factor, grid, shared = prepared.factor, prepared.grid, prepared.tensor_scales
+        factor, weight = prepared.factor, weight[rows]
         assert factor is not None
-        weight = weight[rows]
-        scales = choose_scales(weight, prepared.weighting, grid, self.scale_search) if shared is None else shared.rows(rows)
-        codes, row_error = nearest_plane(weight, factor, scales, grid, self.block_size)
+        scales = prepared.scales_of(weight, rows)
+        codes, row_error = nearest_plane(weight, factor, scales, prepared.grid, self.block_size)
         return Solved(
             codes=codes,
             scale=scales.scale,
@@ -113,7 +123,7 @@ class Gptq(Algorithm):
             row_energy=row_products(weight, prepared.gram),
             damping=factor.damping,
             notes=prepared.notes,
-            per_tensor=grid.per_tensor,
+            per_tensor=prepared.grid.per_tensor,
         )
 
 
@@ -133,8 +143,8 @@ def factorize(gram: Tensor, damping: float, activation_order: bool = True) -> Fa
     mean = float(diagonal.mean(dtype=torch.float64))
     if mean <= 0:
         raise SolveError(
-            f"All {num_channels} input channels were zero in every calibration token: exclude the module with `ignore`, "
-            "or quantize it with the algorithm `rtn`."
+            f"All {num_channels} input channels were zero in every calibration token: exclude the module with "
+            "`ignore`, or quantize it with the algorithm `rtn`."
         )
     first_to_last = torch.arange(num_channels, device=gram.device)
     if activation_order:
@@ -145,8 +155,8 @@ def factorize(gram: Tensor, damping: float, activation_order: bool = True) -> Fa
     while (lower := _cholesky(ordered, tried * mean)) is None:
         if tried >= _MAX_DAMPING:
             raise SolveError(
-                f"The Gram of {num_channels} input channels cannot be factorized even with damping {tried:g}: calibrate "
-                "with more tokens, or quantize this module with the algorithm `rtn`."
+                f"The Gram of {num_channels} input channels cannot be factorized even with damping {tried:g}: "
+                "calibrate with more tokens, or quantize this module with the algorithm `rtn`."
             )
         tried = min(max(10 * tried, _LEAST_RAISED_DAMPING), _MAX_DAMPING)
     raised = f"Damping was raised from {damping:g} to {tried:g}: the Gram was not positive definite with less."
@@ -187,7 +197,9 @@ def _cholesky(matrix: Tensor, added: float) -> Tensor | None:
     return lower
 
 
-def nearest_plane(weight: Tensor, factor: Factor, scales: Scales, grid: Grid, block_size: int = 128) -> tuple[Tensor, Tensor]:
+def nearest_plane(
+    weight: Tensor, factor: Factor, scales: Scales, grid: Grid, block_size: int = 128
+) -> tuple[Tensor, Tensor]:
     """Codes int8 [R, I] of a row tile [R, I], and the output error of its rows without damping, float64 [R]."""
     order, lower = factor.order, factor.lower
     places = weight.float().t().contiguous().index_select(0, order)  # [I, R], what is to be quantized
@@ -239,7 +251,7 @@ def quantize_block(
         start = max(end - _SUB_BLOCK, 0)
         if end < len(target):
             target[start:end].addmm_(lower[end:, start:end].t(), delta[end:])
-        # Coefficients of channels that are not quantized yet are zero, and so are their deltas: one product of fixed shape.
+        # Channels not quantized yet have zero coefficients and zero deltas, so every product has the same shape.
         coefficients = lower[start:end, start:end].tril(-1).t().contiguous().unbind(0)
         earlier = delta[start:end].t()
         for place in range(end - 1, start - 1, -1):

@@ -1,10 +1,11 @@
 """Round-to-nearest: every weight on its own.
 
-Method: min-max scales of compressed-tensors and the nearest code. Needs no data, so it is the baseline of every comparison and
-the only choice where nothing can be run. If a Gram is at hand all the same, it weighs the scale search and the reported error.
+Method: min-max scales of compressed-tensors, and the nearest code. Needs no data, so it is the baseline of every
+comparison and the choice where nothing can be run. If a Gram is at hand all the same, it weighs the scale search and
+the reported error.
 
-Alternative not taken: searching scales by default. It helps at 4 bits and below, but a round-to-nearest that is not what other
-tools call round-to-nearest is no baseline; `scale_search=True` turns it on.
+Alternative not taken: searching scales by default. It helps at 4 bits and below, but a round-to-nearest that is not
+what other tools call so is no baseline; `scale_search=True` turns it on.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
 from lightning_compress.algorithms.base import Algorithm, Prepared, Solved, check_weight, input_gram, row_products
-from lightning_compress.algorithms.scales import choose_scales, make_grid, round_to_grid, tensor_scales, values_of
+from lightning_compress.algorithms.scales import make_grid, round_to_grid, tensor_scales, values_of
 from lightning_compress.statistics import Statistic
 
 
@@ -26,8 +27,8 @@ class Rtn(Algorithm):
     """Round-to-nearest.
 
     Attributes:
-        scale_search: minimize the squared error over scales (weighted by the Gram's diagonal where there is one) instead
-            of covering the whole range.
+        scale_search: choose scales that minimize the squared error (weighted by the Gram's diagonal where there is one)
+            instead of covering the whole range.
     """
 
     scale_search: bool = False
@@ -35,6 +36,7 @@ class Rtn(Algorithm):
     def statistics(self, weights: QuantizationArgs) -> tuple[type[Statistic], ...]:
         return ()
 
+    @torch.no_grad()
     def prepare(
         self,
         weight: Tensor,
@@ -51,13 +53,14 @@ class Rtn(Algorithm):
             grid=grid,
             gram=None if gram is None else gram.matrix(),
             weighting=weighting,
+            scale_search=self.scale_search,
             tensor_scales=tensor_scales(weight, weighting, grid, self.scale_search, row_splits),
         )
 
+    @torch.no_grad()
     def solve_rows(self, weight: Tensor, rows: slice, prepared: Prepared) -> Solved:
         weight, grid = weight[rows], prepared.grid
-        shared = prepared.tensor_scales
-        scales = choose_scales(weight, prepared.weighting, grid, self.scale_search) if shared is None else shared.rows(rows)
+        scales = prepared.scales_of(weight, rows)
         codes = round_to_grid(weight, scales, grid)
         return Solved(
             codes=codes,

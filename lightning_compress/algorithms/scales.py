@@ -1,21 +1,22 @@
 """Integer grids, and the scale and zero-point of every group of weights.
 
 Method: the starting point is the min-max rule of compressed-tensors (`calculate_qparams`): a symmetric scale is
-amax / ((2^b - 1) / 2), an asymmetric range is widened to hold 0. The search then shrinks the range, because a finer grid for
-the many is often worth clipping the few: it minimizes sum_j C_jj (w_j - q_j)^2 per group, C_jj being the mean square of input
-channel j (the diagonal of GPTQ's Hessian; the same weighting as the importance matrix of llama.cpp and AutoRound's opt-RTN).
-For each shrink factor the best scale *for those codes* is known in closed form, s = sum(d w q) / sum(d q^2), so a few coarse
-factors reach what many uniform ones do.
+amax / ((2^b - 1) / 2), an asymmetric range is widened to hold 0. The search then shrinks the range, because a finer
+grid for the many is often worth clipping the few: it minimizes sum_j C_jj (w_j - q_j)^2 per group, C_jj being the mean
+square of input channel j (the diagonal of GPTQ's Hessian; the weighting of llama.cpp's importance matrix and of
+AutoRound's opt-RTN). For every shrink factor the best scale *for those codes* is known in closed form,
+s = sum(d w q) / sum(d q^2), and competes too, so that few and coarse factors do.
 
-Every scale is rounded to its storage dtype before it is judged, and solving uses the rounded one: what is solved is what is
-stored. Rows are processed in tiles that stay in the second-level cache.
+Every scale is rounded to its storage dtype before it is judged, and solving uses the rounded one: what is solved is
+what is stored. Rows are processed in tiles that stay in the cache.
 
-Alternative not taken: 20-100 uniform shrink factors (llmcompressor's and AutoGPTQ's `mse` observers); the same error at several
-times the cost.
+Alternative not taken: 20 to 100 uniform shrink factors without the closed form (the `mse` observers of llmcompressor
+and AutoGPTQ): the same error at several times the cost.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import final
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy, QuantizationType
@@ -29,6 +30,7 @@ _TILE_ELEMENTS = 1 << 17  # 512 KB of float32 per temporary
 SHRINKS = (1.0, 0.9, 0.8, 0.7)
 
 
+@final
 @dataclass(frozen=True)
 class Grid:
     """The integer grid of a scheme on weights with a given number of input channels.
@@ -49,6 +51,7 @@ class Grid:
     scale_dtype: torch.dtype
 
 
+@final
 @dataclass(frozen=True)
 class Scales:
     """Scale [R, G] in the storage dtype and zero-point int8 [R, G] (None for symmetric grids) of R rows."""
@@ -67,25 +70,31 @@ def make_grid(args: QuantizationArgs, shape: Sequence[int], scale_dtype: torch.d
         SolveError: not a 2 to 8 bit integer scheme, an unsupported strategy, or a group size that does not divide I.
     """
     if args.type != QuantizationType.INT or not 2 <= args.num_bits <= 8:
-        raise SolveError(f"The weight {tuple(shape)} cannot be solved for {args.num_bits}-bit {args.type}: choose an integer scheme of 2 to 8 bits, such as W4A16 or W8A8.")
+        raise SolveError(
+            f"The weight {tuple(shape)} cannot be quantized to {args.num_bits}-bit {args.type}: choose an integer "
+            "scheme of 2 to 8 bits, such as W4A16 or W8A8."
+        )
     if args.strategy not in _STRATEGIES:
-        raise SolveError(f"The weight {tuple(shape)} cannot be solved with strategy {args.strategy!r}: choose tensor, channel or group.")
+        raise SolveError(
+            f"The weight {tuple(shape)} cannot be quantized with strategy {args.strategy!r}: choose tensor, channel or "
+            "group."
+        )
     group_size = shape[1]
     if args.strategy == QuantizationStrategy.GROUP:
         assert args.group_size is not None
         group_size = args.group_size
         if shape[1] % group_size:
-            divisors = [size for size in (256, 128, 64, 32, 16, 8) if shape[1] % size == 0]
+            divisors = [str(size) for size in (256, 128, 64, 32, 16, 8) if shape[1] % size == 0]
             raise SolveError(
                 f"Group size {group_size} does not divide the {shape[1]} input channels of the weight {tuple(shape)}: "
-                f"choose {' or '.join(map(str, divisors[:3])) or 'the channel strategy'}, or exclude the module with `ignore`."
+                f"choose {' or '.join(divisors[:3]) or 'the channel strategy'}, or exclude the module with `ignore`."
             )
     low, high = (int(limit) for limit in calculate_range(args, "cpu"))
     return Grid(low, high, args.symmetric, group_size, args.strategy == QuantizationStrategy.TENSOR, scale_dtype)
 
 
 def minmax_scales(weight: Tensor, grid: Grid) -> Scales:
-    """Scales that just cover the largest weights of every group of `weight` [R, I] (all rows together if per tensor)."""
+    """Scales that just cover every group of `weight` [R, I]; if the grid is per tensor, all rows are one group."""
     groups = weight.reshape(1, -1) if grid.per_tensor else weight.reshape(weight.shape[0], -1, grid.group_size)
     low, high = groups.aminmax(dim=-1)
     low, high = low.float().clamp_(max=0), high.float().clamp_(min=0)
@@ -133,7 +142,7 @@ def tensor_scales(
     """For per-tensor grids, the scales of all rows [O, 1], one value per stacked module; None for the others."""
     if not grid.per_tensor:
         return None
-    parts = [choose_scales(module, weighting, grid, search) for module in weight.split(list(row_splits))]
+    parts = [choose_scales(module, weighting, grid, search) for module in torch.split(weight, list(row_splits))]
     zero_points = [part.zero_point for part in parts if part.zero_point is not None]
     return Scales(torch.cat([part.scale for part in parts]), torch.cat(zero_points) if zero_points else None)
 
@@ -151,7 +160,7 @@ def _moments(
         grid: the codes' limits.
     """
     cross, square = torch.empty_like(candidates), torch.empty_like(candidates)
-    groups = weight.unflatten(1, (-1, grid.group_size))  # [R, G, group]
+    groups = weight.reshape(weight.shape[0], -1, grid.group_size)
     root = weighting.sqrt().view(groups.shape[1:])
     height = max(_TILE_ELEMENTS // weight.shape[1], 1)
     for first in range(0, weight.shape[0], height):

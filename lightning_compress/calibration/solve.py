@@ -89,7 +89,7 @@ def describe_scheme(scheme: QuantizationScheme) -> str:
     weights, inputs = scheme.weights, scheme.input_activations
     assert weights is not None
     kind = f"{weights.strategy}{'' if weights.group_size in (None, -1) else f' {weights.group_size}'}"
-    activations = "" if inputs is None else f", inputs {inputs.strategy} {'dynamic' if inputs.dynamic else 'static'}"
+    activations = "" if inputs is None else f", {'dynamic' if inputs.dynamic else 'static'} {inputs.strategy}"
     return f"W{weights.num_bits}A{inputs.num_bits if inputs else 16} {kind}{'' if weights.symmetric else ' asymmetric'}{activations}"
 
 

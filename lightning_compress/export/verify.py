@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from compressed_tensors.compressors import decompress_module
+from compressed_tensors.quantization import QuantizationStatus
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
@@ -65,6 +67,10 @@ def verify(directory: Path, root: nn.Module, names: Iterable[str], batch: Any | 
     buffers = _align_unsaved_buffers(root, reloaded)
     difference = as_loaded if batch is None or not buffers else _output_difference(root, reloaded, batch)
     names = list(names)
+    for name in names:  # a model that has not run yet still holds packed weights
+        module = reloaded.get_submodule(name)
+        if getattr(module, "quantization_status", None) == QuantizationStatus.COMPRESSED:
+            decompress_module(module)
     different = tuple(name for name in names if not _same_weight(root.get_submodule(name), reloaded.get_submodule(name)))
     return Verification(
         loaded_with, len(names), different, buffers, difference, as_loaded, batch_name if difference is not None else "none"

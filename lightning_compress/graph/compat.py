@@ -13,6 +13,7 @@ Written against torch 2.11-2.13 and transformers 5.15-5.23. What is used and why
   cannot tell; `batched_mm` has the same result shape and no such loop.
 """
 
+import logging
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -114,14 +115,32 @@ class _GradAndAutocast(PreDispatchTorchFunctionMode):
 
 
 class Shapes(ShapeEnv):
-    """Symbols and guards; `decisions` lists every condition on a size that code took for granted, recorded as guard or not."""
+    """Symbols, and in `decisions` every condition on a size that code took for granted, whether recorded as a guard or not.
+
+    What an operation decides inside (a convolution its algorithm by the number of rows) it decides anew when it is run, so
+    only equalities among those count: they may have turned a symbolic size into a number.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.decisions: list[sympy.Basic] = []
+        self.inside_operation = False
 
     def _log_guard(self, prefix: str, g: Any, forcing_spec: bool) -> None:
-        self.decisions.append(g)
+        if g.has(sympy.Eq) or not self.inside_operation:
+            self.decisions.append(g)
+
+
+class _Operations(ProxyTorchDispatchMode):
+    """Tells `Shapes` what happens inside an operation."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
+        shapes = shapes_of(self.tracer.fake_mode)
+        outer, shapes.inside_operation = shapes.inside_operation, True
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        finally:
+            shapes.inside_operation = outer
 
 
 def new_fake_mode() -> FakeTensorMode:
@@ -156,10 +175,12 @@ def fake_batch(fake_mode: FakeTensorMode, tensors: Sequence[Tensor], dynamic: Se
 def recording(recorder: Recorder) -> Iterator[None]:
     """Within: operations on fake tensors are recorded before autograd takes them apart (`aten.linear` stays one node)."""
     decompositions = {torch.ops.aten.sym_numel.default: torch._decomp.decompositions.sym_numel}
-    proxy_mode = ProxyTorchDispatchMode(
+    proxy_mode = _Operations(
         recorder, "symbolic", pre_dispatch=True, decomposition_table=decompositions, _error_on_data_dependent_ops=True
     )
     with ExitStack() as stack:
+        # it logs a failing operation at length before raising, and failing is how fallbacks are found
+        stack.enter_context(_assigned(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
         stack.enter_context(torch.no_grad())
         stack.enter_context(recorder.fake_mode)
         stack.enter_context(enable_python_dispatcher())
@@ -234,14 +255,24 @@ def _track(recorder: Recorder, proxy: fx.Proxy, value: Any) -> None:
             _track(recorder, recorder.create_proxy("call_function", access, (proxy, key), {}), item)
 
 
-def concrete(value: Any) -> Any:
-    """A (nested) value with every symbolic size replaced by the number it has in the traced batch."""
+def concrete(value: Any, sizes: Mapping[sympy.Symbol, int] | None = None) -> Any:
+    """A (nested) value with symbolic sizes replaced by their numbers in the traced batch, or by what `sizes` makes of them."""
     if isinstance(value, Tensor):
-        sizes, strides = [concrete(size) for size in value.shape], [concrete(stride) for stride in value.stride()]
-        return torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
+        shape = [concrete(size, sizes) for size in value.shape]
+        strides = [concrete(stride, sizes) for stride in value.stride()]
+        return torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
+    if isinstance(value, torch.SymInt):
+        return int(value.node.hint if sizes is None else value.node.expr.xreplace(sizes))
     if isinstance(value, SYMBOLIC_TYPES):
-        return type(value.node.hint)(value.node.hint)
-    return map_nested(value, concrete)
+        return value.node.hint
+    return map_nested(value, lambda item: concrete(item, sizes))
+
+
+def items_of(value: Any) -> list[Any]:
+    """What `map_nested` visits, in the same order."""
+    found: list[Any] = []
+    map_nested(value, found.append)
+    return found
 
 
 def map_nested(value: Any, function: Callable[[Any], Any]) -> Any:
@@ -327,12 +358,6 @@ def configs_of(root: nn.Module) -> list[transformers.PreTrainedConfig]:
             nested = [getattr(config, key, None) for key in config.sub_configs]
             waiting += [item for item in nested if isinstance(item, transformers.PreTrainedConfig)]
     return list(found.values())
-
-
-def no_split_classes(root: nn.Module) -> set[str]:
-    """Names of the layer classes that the models inside `root` declare as units (`_no_split_modules`)."""
-    declared = [getattr(m, "_no_split_modules", None) or () for m in root.modules()]
-    return {name for names in declared for name in names}
 
 
 def is_encoder_decoder(root: nn.Module) -> bool:

@@ -7,8 +7,9 @@ cannot (they read values, or loop over a symbolic length) are tried in three way
 - STATIC: on fake tensors of the traced batch's plain sizes;
 - OBSERVED: not at all; the output's sizes are those of a real run of the whole step.
 
-In the latter two, an output size equal to a size of the batch, of the leaf's inputs, or to a product of two of them,
-becomes that symbol. Synthetic sizes are chosen so that this is no accident.
+In the latter two, the body is run for two batches of different sizes. An output size that is the same in both is a constant
+(unless a size of the batch did not change either); the others must be a size of the batch or of the leaf's inputs, a product
+of two of them, or one of those plus or times a constant.
 """
 
 from collections import Counter
@@ -61,20 +62,25 @@ class Cut:
     containers: Mapping[str, nn.Module]
     boundaries: frozenset[str]
     bodies: Mapping[str, Body]
-    observed: Mapping[str, Sequence[Any]]
+    observed: Mapping[str, tuple[Sequence[Any], Sequence[Any]]]
 
 
 @dataclass
 class Attempt:
-    """State of one recording: what was seen so far."""
+    """State of one recording: what was seen so far.
+
+    `sizes`: the batch's symbolic sizes, which consist of `symbols`; `other`: their values in the second batch.
+    """
 
     cut: Cut
     recorder: compat.Recorder
     symbols: frozenset[sympy.Symbol]
     sizes: Sequence[torch.SymInt]
+    other: Mapping[sympy.Symbol, int]
     spans: list[tuple[str, list[fx.Node]]] = field(default_factory=list)
     calls: Counter[str] = field(default_factory=Counter)
     outputs: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)
+    checked: int = 0
     inside_boundary: bool = False
     failure: tuple[str, BaseException] | None = None
 
@@ -120,12 +126,17 @@ class Attempt:
         body = self.cut.bodies.get(name, Body.SYMBOLIC)
         if body is Body.SYMBOLIC:
             return self._symbolic_output(module, args, kwargs)
-        known = known_sizes([*symbolic_sizes((args, kwargs)), *self.sizes])
         if body is Body.STATIC:
-            output = module._call_impl(*compat.concrete(args), **compat.concrete(kwargs))
-            return symbolic_like(layouts(output), known)
-        number, self.calls[name] = self.calls[name], self.calls[name] + 1
-        return symbolic_like(self.cut.observed[name][number], known)
+            first, second = (self._static_output(module, args, kwargs, values) for values in (None, self.other))
+        else:
+            number, self.calls[name] = self.calls[name], self.calls[name] + 1
+            first, second = (observed[number] for observed in self.cut.observed[name])
+        return symbolic_like(first, second, known_sizes([*symbolic_sizes((args, kwargs)), *self.sizes], self.other))
+
+    def _static_output(self, module: nn.Module, args: Any, kwargs: Any, sizes: Mapping[sympy.Symbol, int] | None) -> Any:
+        plain_args, plain_kwargs = compat.concrete((args, kwargs), sizes)
+        with compat.attributes_restored(module):
+            return layouts(module._call_impl(*plain_args, **plain_kwargs))
 
     def _symbolic_output(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         key = call_signature(module, args, kwargs)
@@ -147,7 +158,8 @@ class Attempt:
     def _check_sizes(self) -> None:
         """Raise if code tied a size of the batch to its traced value: the graph would not serve ragged batches."""
         env = compat.shapes_of(self.recorder.fake_mode)
-        new, env.decisions = env.decisions, []
+        new = env.decisions[self.checked :]
+        self.checked = len(env.decisions)
         fixed = [symbol for symbol in self.symbols if symbol in env.replacements and env.replacements[symbol].is_number]
         if fixed:
             raise SpecializedSizeError(f"it takes the length or the number of rows ({env.replacements[fixed[0]]}) for a constant")
@@ -204,14 +216,17 @@ def symbolic_sizes(value: Any) -> list[torch.SymInt]:
     return found
 
 
-def known_sizes(symbols: Sequence[torch.SymInt]) -> dict[int, torch.SymInt]:
-    """Number in the traced batch -> symbolic size, for each size and each product of two; earlier ones win."""
-    known: dict[int, torch.SymInt] = {}
-    for symbol in symbols:
-        known.setdefault(compat.concrete(symbol), symbol)
-    for left, right in combinations(list(known.values()), 2):
-        known.setdefault(compat.concrete(left) * compat.concrete(right), left * right)
-    return known
+Known = tuple[torch.SymInt, int, int]
+"""A symbolic size, its value in the traced batch and its value in the second batch."""
+
+
+def known_sizes(symbols: Sequence[torch.SymInt], other: Mapping[sympy.Symbol, int]) -> list[Known]:
+    """Each size and each product of two, without repetition."""
+    known: dict[sympy.Expr, Known] = {}
+    singles = {compat.expression(symbol): symbol for symbol in symbols}
+    for symbol in [*singles.values(), *(left * right for left, right in combinations(singles.values(), 2))]:
+        known.setdefault(compat.expression(symbol), (symbol, compat.concrete(symbol), compat.concrete(symbol, other)))
+    return list(known.values())
 
 
 def layouts(value: Any) -> Any:
@@ -221,14 +236,34 @@ def layouts(value: Any) -> Any:
     return compat.map_nested(value, layouts)
 
 
-def symbolic_like(value: Any, known: Mapping[int, torch.SymInt]) -> Any:
-    """A nested value with each `Layout` replaced by a tensor whose sizes are symbols where they are known."""
-    if not isinstance(value, Layout):
-        return compat.map_nested(value, lambda item: symbolic_like(item, known))
-    sizes = [known.get(size, size) for size in value.sizes]
-    order = sorted(range(len(sizes)), key=lambda dim: -value.strides[dim])
-    stored = torch.empty([sizes[dim] for dim in order], dtype=value.dtype, device=compat.TRACE_DEVICE)
+def symbolic_like(first: Any, second: Any, known: Sequence[Known]) -> Any:
+    """A nested value with each `Layout` (seen in both batches) replaced by a tensor with symbolic sizes."""
+    if not isinstance(first, Layout):
+        seconds = iter(compat.items_of(second))
+        return compat.map_nested(first, lambda item: symbolic_like(item, next(seconds), known))
+    sizes = [_symbolic_size(a, b, known) for a, b in zip(first.sizes, second.sizes, strict=True)]
+    order = sorted(range(len(sizes)), key=lambda dim: -first.strides[dim])
+    stored = torch.empty([sizes[dim] for dim in order], dtype=first.dtype, device=compat.TRACE_DEVICE)
     return stored.permute([order.index(dim) for dim in range(len(sizes))])
+
+
+def _symbolic_size(first: int, second: int, known: Sequence[Known]) -> int | torch.SymInt:
+    """The size that is `first` in one batch and `second` in the other.
+
+    Raises:
+        SpecializedSizeError: no rule fits.
+    """
+    exact = next((symbol for symbol, a, b in known if (a, b) == (first, second)), None)
+    if exact is not None:
+        return exact
+    if first == second:
+        return first
+    for symbol, a, b in known:
+        if a != b and first - a == second - b:
+            return symbol + (first - a)
+        if a != b and first % a == 0 and first * b == second * a:
+            return symbol * (first // a)
+    raise SpecializedSizeError(f"its output has a size of {first}, {second} in another batch, which follows no simple rule")
 
 
 def observe(root: nn.Module, modules: Mapping[str, nn.Module], run: Callable[[], object]) -> dict[str, list[Any]]:

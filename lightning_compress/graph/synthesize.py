@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ROWS = 3
+ROWS = (3, 2)
 SHORTEST = 11
-"""Synthetic rows and shortest length: small, distinct, and neither a power of two."""
+"""Rows of the two synthetic batches, and their shortest length."""
 
 
 @dataclass(frozen=True)
@@ -96,16 +96,18 @@ class Synthetic:
     dynamic: tuple[tuple[bool, ...], ...]
 
 
-def synthesize(paths: Sequence[str], tensors: Sequence[Tensor], *, separate_decoder: bool) -> Synthetic:
-    """Tensors like the given ones with rows and lengths to trace on.
+def synthesize(
+    paths: Sequence[str], tensors: Sequence[Tensor], *, separate_decoder: bool
+) -> tuple[Synthetic, Synthetic]:
+    """Tensors like the given ones with rows and lengths to trace on, and again with others.
 
     Args:
         paths: key paths, as of `flatten_batch`.
         tensors: the true batch, flattened.
         separate_decoder: labels belong to a decoder with a length of its own.
 
-    Batches of tokens only get `ROWS` rows and a prime length; with pixels or features among them, the number of image
-    tokens fits the images, so lengths stay and rows are repeated.
+    Batches of tokens only get 3 (2) rows and a prime length; with pixels or features among them, the number of image
+    tokens fits the images, so lengths stay and each row is repeated as often.
     """
     separate = separate_decoder or any(_last(path).startswith("decoder_") for path in paths)
     groups = [_group(path, separate) for path in paths]
@@ -115,12 +117,15 @@ def synthesize(paths: Sequence[str], tensors: Sequence[Tensor], *, separate_deco
         for tensor, group in zip(tensors, groups, strict=True)
     )
     only_tokens = all(all(dims) for dims in dynamic)
-    new_lengths = _new_lengths(lengths) if only_tokens else {g: n for g, n in lengths.items() if n}
-    rows = max((t.shape[0] for t in tensors if t.ndim), default=1)
+    given_rows = max((t.shape[0] for t in tensors if t.ndim), default=1)
+    taken: set[int] = set()
     made = []
-    for tensor, dims, group in zip(tensors, dynamic, groups, strict=True):
-        made.append(_resized(tensor, dims, new_lengths.get(group, 0), rows if only_tokens else 0))
-    return Synthetic(tuple(made), dynamic)
+    for rows in ROWS:
+        new = _new_lengths(lengths, taken) if only_tokens else lengths
+        factor = (rows, given_rows if only_tokens else 1)
+        resized = (_resized(t, d, new[g], factor) for t, d, g in zip(tensors, dynamic, groups, strict=True))
+        made.append(Synthetic(tuple(resized), dynamic))
+    return made[0], made[1]
 
 
 def _last(path: str) -> str:
@@ -148,11 +153,13 @@ def _is_dynamic(tensor: Tensor, dim: int, length: int) -> bool:
     return dim == 1 and tensor.shape[dim] == length
 
 
-def _new_lengths(lengths: Mapping[str, int]) -> dict[str, int]:
+def _new_lengths(lengths: Mapping[str, int], taken: set[int]) -> dict[str, int]:
+    """A prime for each group, as near below the given length as possible, unlike all `taken` before."""
     new: dict[str, int] = {}
     for group, length in sorted(lengths.items()):
         nearest = chain(range(length, SHORTEST - 1, -1), count(max(length, SHORTEST)))
-        new[group] = next(size for size in nearest if _is_prime(size) and size not in new.values())
+        new[group] = next(size for size in nearest if _is_prime(size) and size not in taken)
+        taken.add(new[group])
     return new
 
 
@@ -160,12 +167,11 @@ def _is_prime(number: int) -> bool:
     return number > 1 and all(number % divisor for divisor in range(2, int(number**0.5) + 1))
 
 
-def _resized(tensor: Tensor, dims: Sequence[bool], length: int, rows: int) -> Tensor:
-    """Rows and tokens repeated or cut to the wanted sizes; `rows` 0 means: every row `ROWS` times."""
+def _resized(tensor: Tensor, dims: Sequence[bool], length: int, factor: tuple[int, int]) -> Tensor:
+    """Rows times a rational factor, tokens to a length, by repeating or leaving out."""
     for dim, is_dynamic in enumerate(dims):
-        if not is_dynamic:
-            continue
-        size = tensor.shape[dim]
-        wanted = length if dim else (size * ROWS if not rows else max(1, size * ROWS // rows))
-        tensor = tensor.index_select(dim, torch.arange(wanted, device=tensor.device) % size)
+        if is_dynamic:
+            size = tensor.shape[dim]
+            wanted = length if dim else max(1, size * factor[0] // factor[1])
+            tensor = tensor.index_select(dim, torch.arange(wanted, device=tensor.device) % size)
     return tensor

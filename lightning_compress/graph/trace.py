@@ -6,8 +6,8 @@ give bit-identical results. What lies between leaves is recorded as operations. 
 Alternatives not taken: symbolic proxies through Python control flow (needs rewritten sources), `torch.export` (cannot keep
 modules, needs the user to name dynamic dimensions), hooks on layers (do not know what happens between them).
 
-What cannot be recorded falls back by itself: layers of the failing class become single nodes; else the innermost failing
-module does; leaves that read values get their output shapes from a real run. Each fallback is named in `Traced.fallbacks`.
+What cannot be recorded falls back by itself: the innermost module that fails (a Mamba mixer, say), and all of its class,
+become single nodes; leaves that read values get their output shapes from a real run. Each is named in `Traced.fallbacks`.
 """
 
 import warnings
@@ -96,18 +96,18 @@ def trace(
         UntraceableModelError: not even fallbacks help; names the module and the remedy.
     """
     tensors, structure = flatten_batch(batch)
-    synthetic = synthesize(structure.paths, tensors, separate_decoder=compat.is_encoder_decoder(root))
+    batches = synthesize(structure.paths, tensors, separate_decoder=compat.is_encoder_decoder(root))
     cut = _first_cut(root, leaf_names, boundary_names)
     fallbacks: dict[str, Fallback] = {}
     while True:
         with compat.attributes_restored(root), compat.without_cache(root):
-            outcome = _attempt(root, step, cut, structure, synthetic)
+            outcome = _attempt(root, step, cut, structure, batches)
             if isinstance(outcome, Traced):
                 _warn(root, fallbacks.values())
                 return replace(outcome, fallbacks=tuple(fallbacks.values()))
             cut, new = _fall_back(root, cut, outcome, frozenset(leaf_names))
-            fallbacks.update({fallback.module: fallback for fallback in new})
-            cut = _with_observations(root, cut, lambda: step(_on_model_device(root, structure, synthetic)))
+            fallbacks = {**{fallback.module: fallback for fallback in new}, **fallbacks}
+            cut = _with_observations(root, cut, [lambda b=b: step(_on_model_device(root, structure, b)) for b in batches])
 
 
 @dataclass(frozen=True)
@@ -158,16 +158,18 @@ def _holders(root: nn.Module, chosen: set[int]) -> set[int]:
 
 
 def _attempt(
-    root: nn.Module, step: Callable[[Any], Any], cut: Cut, structure: Structure, synthetic: Synthetic
+    root: nn.Module, step: Callable[[Any], Any], cut: Cut, structure: Structure, batches: tuple[Synthetic, Synthetic]
 ) -> Traced | Failure:
     fake_mode = compat.new_fake_mode()
+    synthetic, second = batches
     inputs = compat.fake_batch(fake_mode, synthetic.tensors, synthetic.dynamic)
     sizes = [size for tensor in inputs for size in tensor.shape if isinstance(size, torch.SymInt)]
-    symbols = frozenset(symbol for size in sizes for symbol in compat.expression(size).free_symbols)
+    pairs = [pair for fake, t in zip(inputs, second.tensors, strict=True) for pair in zip(fake.shape, t.shape, strict=True)]
+    other = {compat.expression(size): number for size, number in pairs if isinstance(size, torch.SymInt)}
     packed = any(path.endswith("position_ids") for path in structure.paths)
     with compat.attributes_restored(root), compat.traceable_transformers(root, packed_sequences=packed):
         recorder = compat.Recorder(compat.replace_by_fakes(root, fake_mode), fake_mode)
-        attempt = Attempt(cut, recorder, symbols, sizes)
+        attempt = Attempt(cut, recorder, frozenset(other), sizes, other)
         try:
             with compat.calls_replaced({**cut.leaves, **cut.containers}, attempt.wrap), compat.recording(recorder):
                 for path, value in zip(structure.paths, inputs, strict=True):
@@ -177,7 +179,7 @@ def _attempt(
         except Exception as error:
             failed = attempt.failure
             return Failure(failed[0] if failed is not None and failed[1] is error else "", error)
-    guards = tuple(guard.expr for guard in compat.shapes_of(fake_mode).guards)
+    guards = tuple(dict.fromkeys(compat.shapes_of(fake_mode).decisions))
     spans = _tidy(recorder.graph, attempt.spans)
     return Traced(recorder.graph, spans, structure.paths, recorder.constants, (), returned.paths, guards)
 
@@ -226,36 +228,32 @@ def _fall_back(root: nn.Module, cut: Cut, failure: Failure, targets: frozenset[s
         for key in opaque
     ]
     containers = {key: module for key, module in cut.containers.items() if key not in opaque}
-    return replace(cut, leaves={**cut.leaves, **opaque}, containers=containers), told
+    bodies = {**cut.bodies, **dict.fromkeys(opaque, Body.STATIC)}  # on symbolic sizes they just failed
+    return replace(cut, leaves={**cut.leaves, **opaque}, containers=containers, bodies=bodies), told
 
 
 def _opaque_instead(root: nn.Module, cut: Cut, failed: str, targets: frozenset[str]) -> dict[str, nn.Module]:
-    """Containers to record as single calls: the enclosing layer (or else the failed module) and all of its class."""
-    units = compat.no_split_classes(root)
-    parts = failed.split(".")
-    enclosing = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
-    layers = (n for n in enclosing if n in cut.boundaries or (n in cut.containers and _class(cut.containers[n]) in units))
-    chosen = next(layers, failed)
-    if chosen not in cut.containers or chosen == "":
-        return {}
-    mates = {n: m for n, m in cut.containers.items() if n and type(m) is type(cut.containers[chosen])}
+    """Containers to record as single calls instead: the failed one and all of its class. Empty: that would hide too much."""
+    module = cut.containers[failed]
+    mates = {n: m for n, m in cut.containers.items() if n and type(m) is type(module)}
     hidden = {t for t in targets if any(t.startswith(n + ".") for n in mates)}
-    inner_boundaries = {b for b in cut.boundaries if any(b.startswith(n + ".") for n in mates)}
-    if chosen not in cut.boundaries and (inner_boundaries or (targets and hidden == targets)):
+    holds_layers = any(b.startswith(n + ".") for n in mates for b in cut.boundaries)
+    in_layer = failed in cut.boundaries or any(failed.startswith(b + ".") for b in cut.boundaries)
+    if not in_layer and (not failed or holds_layers or (targets and hidden == targets)):
         return {}
     return mates
 
 
-def _with_observations(root: nn.Module, cut: Cut, run: Callable[[], object]) -> Cut:
-    """Do the real run that leaves with `Body.OBSERVED` wait for, if any does."""
-    wanted = {name for name, body in cut.bodies.items() if body is Body.OBSERVED and name not in cut.observed}
+def _with_observations(root: nn.Module, cut: Cut, runs: Sequence[Callable[[], object]]) -> Cut:
+    """Do the real runs that leaves with `Body.OBSERVED` wait for, if any does."""
+    wanted = {n: cut.leaves[n] for n, body in cut.bodies.items() if body is Body.OBSERVED and n not in cut.observed}
     if not wanted:
         return cut
     try:
-        seen = observe(root, {name: cut.leaves[name] for name in wanted}, run)
+        first, second = (observe(root, wanted, run) for run in runs)
     except Exception as error:
         raise _untraceable(root, Failure(min(wanted), error)) from error
-    return replace(cut, observed={**cut.observed, **seen})
+    return replace(cut, observed={**cut.observed, **{name: (first[name], second[name]) for name in wanted}})
 
 
 def _on_model_device(root: nn.Module, structure: Structure, synthetic: Synthetic) -> Any:

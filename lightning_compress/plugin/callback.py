@@ -8,10 +8,11 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
 
 from lightning_compress.calibration.batches import CalibrationSet
-from lightning_compress.calibration.prepare import needs_data
+from lightning_compress.calibration.prepare import calibrating, needs_data
 from lightning_compress.errors import CalibrationDataError, UnsupportedModelError
 from lightning_compress.export.checkpoint import SavesPretrained
 from lightning_compress.graph.stages import Schedule
@@ -39,7 +40,7 @@ class CompressionCallback(Callback):
         when: `after_train`, when all `on_train_end` hooks have run; or `only`: `fit` compresses and does not train.
         calibration: a DataLoader, a collection of them, or any iterable of batches. Without it: `calibration_dataloader()`
             of the module or datamodule, else the training data.
-        max_samples: calibration samples at most; by default 512. `Trainer(limit_train_batches=...)` holds too.
+        max_samples: calibration samples, rounded up to whole batches; by default 512. `Trainer(limit_train_batches=...)` holds too.
         schedule: `staged`, `block`, `basic` or `datafree`.
         sequential_targets: class names, module names or `re:` patterns of what is onloaded at a time; by default the layers.
         cache_on_device: keep activations on the device between steps.
@@ -69,6 +70,8 @@ class CompressionCallback(Callback):
     ) -> None:
         if when not in ("after_train", "only"):
             raise ValueError(f"when={when!r} is not known; use 'after_train' or 'only'.")
+        if max_samples is not None and max_samples < 1:
+            raise ValueError(f"max_samples={max_samples} leaves no calibration data; give a positive number.")
         self.settings = Settings(
             recipe=load_recipe(recipe),
             output_dir=None if output_dir is None else Path(output_dir),
@@ -86,15 +89,17 @@ class CompressionCallback(Callback):
         self.report: Report | None = None
         self._data: CalibrationSet | None = None
         self._num_sanity_val_steps: int | float | None = None
+        self._is_pending = False
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Called before the model is configured; refuses what cannot work whatever the model."""
-        if not isinstance(trainer, pl.Trainer):
-            raise TypeError(
-                f"CompressionCallback works with lightning.pytorch, but this Trainer is a {type(trainer).__module__.partition('.')[0]} one. "
-                "Import Trainer and LightningModule from `lightning.pytorch`; the `pytorch_lightning` package is a separate class tree."
-            )
         compat.check_lightning()
+        compat.check_class_tree(trainer)
+        if sum(isinstance(callback, CompressionCallback) for callback in trainer.callbacks) > 1:
+            raise UnsupportedModelError(
+                "This Trainer has several CompressionCallbacks, and the second would quantize quantized weights. Keep one; for several recipes "
+                "load the trained checkpoint anew for each, with when='only'."
+            )
         if stage == "fit" and trainer.world_size > 1:
             raise UnsupportedModelError(
                 f"Compression on {trainer.world_size} ranks is not supported yet; use Trainer(devices=1, num_nodes=1) for it, or load the trained "
@@ -103,6 +108,7 @@ class CompressionCallback(Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Called when model and data exist, before training: checks the recipe and reads the calibration set."""
+        self.report = None
         module = compressed_module(pl_module)
         _, resolved = plan_recipe(module, self.settings)
         if needs_data(resolved):
@@ -116,6 +122,7 @@ class CompressionCallback(Callback):
         if self.when == "only":
             trainer.num_sanity_val_steps = 0
         _replace_run(trainer, self)
+        self._is_pending = True
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         """Called after every training batch, where it does nothing, and after every subgraph, whose record it logs."""
@@ -136,8 +143,8 @@ class CompressionCallback(Callback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Called when `fit` ends by an exception, an interrupt or SIGTERM."""
-        if self.report is None and not isinstance(trainer.fit_loop, CompressionLoop):
-            rank_zero_warn("Training did not finish, so the model was not compressed and no checkpoint was written.")
+        if self._is_pending:
+            rank_zero_warn(f"`fit` ended by {type(exception).__name__} before the compression stage: nothing was compressed or written.")
         self._restore(trainer)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -146,13 +153,16 @@ class CompressionCallback(Callback):
 
     def compress(self, trainer: pl.Trainer) -> None:
         """Run the compression stage now; called in place of, or after, the fit loop's own run."""
-        training_loop = trainer.fit_loop
+        self._is_pending = False
+        training_loop, pl_module = trainer.fit_loop, trainer.lightning_module
         compat.free_optimizers(trainer)
-        job = prepare_job(compressed_module(trainer.lightning_module), self._data, self.settings, onload_device(trainer))
-        loop = CompressionLoop(trainer, job, max_subgraphs=1 if trainer.fast_dev_run else None)
-        compat.set_logged_steps(loop, compat.logged_steps(training_loop))
-        with compat.compression_stage(trainer, loop, bystanders(trainer.callbacks, self)):
-            loop.run()
+        with calibrating(pl_module):  # all of it: a `calibration_step` may run dropout that is not the model's
+            with trainer.profiler.profile("[lightning_compress]prepare"):
+                job = prepare_job(compressed_module(pl_module), self._data, self.settings, onload_device(trainer))
+            loop = CompressionLoop(trainer, job, max_subgraphs=1 if trainer.fast_dev_run else None)
+            compat.set_logged_steps(loop, compat.logged_steps(training_loop))
+            with compat.compression_stage(trainer, loop, bystanders(trainer.callbacks, self)):
+                loop.run()
         self.report = loop.report
         if self.report is not None:
             rank_zero_info(self.report.summary())
@@ -160,6 +170,7 @@ class CompressionCallback(Callback):
     def _restore(self, trainer: pl.Trainer) -> None:
         trainer.fit_loop.__dict__.pop("run", None)
         self._data = None
+        self._is_pending = False
         if self._num_sanity_val_steps is not None:
             trainer.num_sanity_val_steps = cast(int, self._num_sanity_val_steps)
             self._num_sanity_val_steps = None
@@ -201,10 +212,15 @@ def _replace_run(trainer: pl.Trainer, callback: CompressionCallback) -> None:
     train = trainer.fit_loop.run
 
     def run() -> None:
+        if callback not in trainer.callbacks:  # a learning rate or batch size finder tries the loop, with callbacks of its own
+            train()
+            return
         if callback.when == "after_train":
             train()
             if trainer.received_sigterm:
-                return
+                raise SIGTERMException
         callback.compress(trainer)
+        if trainer.received_sigterm:
+            raise SIGTERMException
 
     trainer.fit_loop.__dict__["run"] = run

@@ -28,6 +28,15 @@ def check_lightning() -> None:
         raise ImportError(f"lightning_compress is tested with lightning {tested}.*, but {lightning.__version__} is installed: pip install 'lightning=={tested}.*'")
 
 
+def check_class_tree(obj: object) -> None:
+    """Raise TypeError for a Trainer, module or datamodule of the separate `pytorch_lightning` package."""
+    if any(base.__module__.partition(".")[0] == "pytorch_lightning" for base in type(obj).__mro__):
+        raise TypeError(
+            f"{type(obj).__name__} comes from the `pytorch_lightning` package, a class tree of its own that lightning_compress does not work "
+            "with. Import Trainer, LightningModule and LightningDataModule from `lightning.pytorch`."
+        )
+
+
 def call_callbacks(trainer: pl.Trainer, hook: str, *args: Any) -> None:
     """Call a hook of the trainer's callbacks, with Lightning's profiling and logging context."""
     call._call_callback_hooks(trainer, hook, *args)

@@ -6,6 +6,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
+from lightning_compress.plugin import compat
 from lightning_compress.plugin.callback import Adapter, CompressionCallback
 from lightning_compress.recipe.load import RecipeLike
 from lightning_compress.report.report import Report
@@ -47,11 +48,13 @@ class Compressor:
         """
         if dataloaders is not None and datamodule is not None:
             raise ValueError("Give either `dataloaders` or `datamodule`, not both.")
+        for given in (self._trainer, model, datamodule):
+            compat.check_class_tree(given)
         callback = CompressionCallback(recipe, output_dir, when="only", calibration=dataloaders, **options)
         carried = model if _can_fit(model) else Adapter(model)
         trainer = self._trainer
         saved = trainer.callbacks
-        trainer.callbacks = [callback, *saved]
+        trainer.callbacks = [callback, *(other for other in saved if not isinstance(other, CompressionCallback))]
         try:
             trainer.fit(carried, datamodule=datamodule)
         finally:

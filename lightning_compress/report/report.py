@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from rich import box
 from rich.table import Table
 
 from lightning_compress.calibration.records import ModuleRecord, SubgraphRecord
@@ -63,19 +64,18 @@ class Report:
 
     def table(self) -> Table:
         """Per-module results for the terminal."""
-        table = Table(title=f"{self.model}: {len(self.modules)} modules quantized", title_justify="left")
-        for heading in ("module", "scheme", "shape", "error", "tokens", "bytes", "notes"):
-            table.add_column(heading, justify="right" if heading in ("error", "tokens", "bytes") else "left", overflow="fold")
+        table = Table(box=box.SIMPLE, pad_edge=False)
+        table.add_column("module", no_wrap=True)
+        table.add_column("scheme")
+        for heading in ("shape", "error", "size"):
+            table.add_column(heading, justify="right")
+        has_notes = any(record.notes for record in self.modules)
+        if has_notes:
+            table.add_column("notes")
         for record in self.modules:
-            table.add_row(
-                record.module,
-                record.scheme,
-                "x".join(map(str, record.shape)),
-                f"{record.error:.2e}",
-                str(record.num_tokens),
-                f"{record.bytes_after / record.bytes_before:.0%}",
-                "; ".join(record.notes),
-            )
+            shape, size = "x".join(map(str, record.shape)), f"{record.bytes_after / record.bytes_before:.0%}"
+            notes = ["; ".join(record.notes)] if has_notes else []
+            table.add_row(record.module, record.scheme, shape, f"{record.error:.2e}", size, *notes)
         return table
 
     def summary(self) -> str:

@@ -1,0 +1,43 @@
+"""Our side of `gptq_vs_llmcompressor.py`: schedule `staged`, everything up to the quantized weights in the model.
+
+`--scales minmax` sets every group's scale from its range, `weighted` searches it against the Gram's diagonal (the
+default of the `gptq` algorithm). Packing and writing are left out on both sides.
+"""
+
+import torch
+from _gptq_case import Batch, Case, read_case, run
+from torch.utils.data import DataLoader
+from transformers import LlamaForCausalLM
+
+from lightning_compress.calibration.batches import collect
+from lightning_compress.calibration.loop import calibrate
+from lightning_compress.calibration.prepare import calibrating
+from lightning_compress.plugin.job import Settings, prepare_job
+from lightning_compress.recipe.load import load_recipe
+
+
+def solve(model: LlamaForCausalLM, loader: DataLoader[Batch], case: Case) -> None:
+    weights = {
+        "num_bits": case.num_bits,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "group",
+        "group_size": case.group_size,
+    }
+    modifier = {
+        "algorithm": "gptq",
+        "scheme": {"weights": weights},
+        "ignore": ["lm_head"],
+        "damping": case.dampening,
+        "block_size": 128,
+        "scale_search": {"minmax": False, "weighted": True}[case.scales],
+    }
+    settings = Settings(load_recipe({"modifiers": [modifier]}), output_dir=None)
+    job = prepare_job(model, collect(loader), settings, torch.device("cpu"))
+    with calibrating(job.target.root):
+        for _ in calibrate(job.run, write=lambda quantized: 0):
+            pass
+
+
+if __name__ == "__main__":
+    run("lightning_compress", read_case(), solve)

@@ -1,0 +1,149 @@
+"""The `lightning-compress` command: `compress` and `evaluate`, composed by Hydra from the groups in `configs/`."""
+
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import hydra
+import torch
+import transformers
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue
+from rich.console import Console
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from lightning_compress.data.batches import calibration_dataloader, evaluation_dataloader
+from lightning_compress.data.config import load_data_config
+from lightning_compress.data.perplexity import perplexity
+from lightning_compress.errors import CompressionError
+from lightning_compress.plugin.compressor import Compressor
+from lightning_compress.recipe.load import config_dir
+from lightning_compress.report.report import Report
+
+Result = TypeVar("Result")
+
+USAGE = """lightning-compress COMMAND [GROUP=OPTION ...] [KEY=VALUE ...]
+
+  compress   quantize a model and write a compressed-tensors checkpoint
+             lightning-compress compress model.path=DIR data=docs recipe=w4a16_gptq output_dir=OUT
+  evaluate   perplexity of a model, compressed or not
+             lightning-compress evaluate model.path=DIR data=docs_test
+
+  lightning-compress COMMAND --help lists the groups, their options, and every key."""
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    command = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if command in ("-h", "--help"):
+        print(USAGE)
+        return
+    if command not in _COMMANDS:
+        sys.exit(f"{USAGE}\n\nlightning-compress: there is no command {command!r}.")
+    sys.argv = [f"{sys.argv[0]} {command}", *sys.argv[2:]]
+    application = hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=command)(_COMMANDS[command])
+    application()
+
+
+def compress(config: DictConfig) -> None:
+    """Run one compression from a composed configuration; prints the table, the summary and where the files are."""
+    report = _reporting_errors(lambda: run_compress(config, _output_dir(config)))
+    console = Console()
+    console.print(report.table())
+    for line in (report.summary(), f"report: {report.output_dir}/report.html, {report.output_dir}/report.json"):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def evaluate(config: DictConfig) -> None:
+    """Print the perplexity of a model on held-out text."""
+    value = _reporting_errors(lambda: run_evaluate(config))
+    print(f"perplexity {value:.4f}")
+
+
+def run_compress(config: DictConfig, output_dir: Path) -> Report:
+    """Load the model, read the data, compress.
+
+    Args:
+        config: composed from `configs/compress.yaml`.
+        output_dir: folder of the checkpoint.
+
+    Raises:
+        CompressionError: see `CompressionCallback`; also a model that cannot be loaded.
+    """
+    model, tokenizer = load_model(config.model)
+    dataloader = calibration_dataloader(load_data_config(config.data), tokenizer)
+    trainer = instantiate(
+        config.trainer,
+        callbacks=[instantiate(callback) for callback in config.callbacks.values()],
+        logger=[instantiate(logger) for logger in config.logger.values()] or False,
+    )
+    options = cast(dict[str, Any], OmegaConf.to_container(config.calibration, resolve=True))
+    return Compressor(trainer).compress(
+        model,
+        recipe=config.recipe,
+        output_dir=output_dir,
+        dataloaders=dataloader,
+        tokenizer=tokenizer,
+        max_samples=config.data.num_samples,
+        **options,
+    )
+
+
+def run_evaluate(config: DictConfig) -> float:
+    """Perplexity of the model that `config` names, on its data.
+
+    Raises:
+        CompressionError: a model or data that cannot be loaded.
+    """
+    model, tokenizer = load_model(config.model)
+    cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+    return perplexity(model.to("cuda" if cuda else "cpu"), evaluation_dataloader(load_data_config(config.data), tokenizer))
+
+
+def load_model(config: DictConfig) -> tuple[nn.Module, PreTrainedTokenizerBase]:
+    """A transformers model and its tokenizer, in host memory.
+
+    Raises:
+        CompressionError: no such folder or class, or transformers cannot read it.
+    """
+    auto_class = getattr(transformers, config.auto_class, None)
+    if auto_class is None:
+        raise CompressionError(f"transformers has no class {config.auto_class!r}; use e.g. model.auto_class=AutoModelForCausalLM.")
+    if not Path(config.path).exists() and (Path(config.path).is_absolute() or config.path.startswith(".")):
+        raise CompressionError(f"model.path={config.path}: there is no such folder.")
+    extra = {} if config.attn_implementation is None else {"attn_implementation": config.attn_implementation}
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(config.tokenizer, trust_remote_code=config.trust_remote_code)
+        model = auto_class.from_pretrained(config.path, dtype=config.dtype, trust_remote_code=config.trust_remote_code, **extra)
+    except (OSError, ValueError) as error:
+        raise CompressionError(f"model.path={config.path} cannot be loaded: {error}") from error
+    return model.eval(), tokenizer
+
+
+def _output_dir(config: DictConfig) -> Path:
+    """The folder of this run: in a multirun a subfolder per run, so that none overwrites another."""
+    output_dir = Path(config.output_dir)
+    hydra_config = HydraConfig.get()
+    if hydra_config.mode != RunMode.MULTIRUN:
+        return output_dir
+    return output_dir / f"{hydra_config.job.num}_{hydra_config.runtime.choices['recipe']}"
+
+
+def _reporting_errors(run: Callable[[], Result]) -> Result:
+    try:
+        return run()
+    except MissingMandatoryValue as error:
+        sys.exit(f"lightning-compress: {error.full_key} has to be given, as {error.full_key}=...")
+    except CompressionError as error:
+        logging.getLogger(__name__).debug("failed", exc_info=True)
+        notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
+        sys.exit(f"lightning-compress: {error}{notes}")
+
+
+_COMMANDS: dict[str, Callable[[DictConfig], None]] = {"compress": compress, "evaluate": evaluate}

@@ -1,0 +1,119 @@
+"""Statistics are sums: the same answer for any split of the tokens, any order, any number of ranks."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_compress.statistics import AbsMax, InputGram, MinMax, Statistic
+
+
+def correlated(num_tokens: int, num_channels: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    mixing = torch.randn(num_channels, num_channels, generator=generator)
+    return torch.randn(num_tokens, num_channels, generator=generator) @ mixing + 0.5
+
+
+def every_statistic() -> list[type[Statistic]]:
+    return [InputGram, AbsMax, MinMax]
+
+
+def snapshot(statistic: Statistic) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, (tensor, _) in statistic.reductions().items()}
+
+
+@pytest.mark.parametrize("num_channels", [1, 40, 256, 300, 600])
+def test_gram_is_the_mean_of_outer_products(num_channels: int) -> None:
+    """Against float64; fails if a block is left out, transposed or mirrored to the wrong place (each was tried)."""
+    x = correlated(500, num_channels)
+    gram = InputGram(num_channels, "cpu")
+    for batch in x.split(130):
+        gram.update(batch)
+    expected = (x.double().t() @ x.double() / 500).float()
+    torch.testing.assert_close(gram.matrix(), expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+    torch.testing.assert_close(gram.diagonal(), gram.matrix().diagonal(), rtol=0, atol=0)
+    assert torch.equal(gram.matrix(), gram.matrix().t())
+    assert gram.num_tokens == 500
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gram_of_low_precision_inputs_is_that_of_their_values(dtype: torch.dtype) -> None:
+    x = correlated(64, 48).to(dtype)
+    low, full = InputGram(48, "cpu"), InputGram(48, "cpu")
+    low.update(x)
+    full.update(x.float())
+    assert torch.equal(low.matrix(), full.matrix())
+
+
+@pytest.mark.parametrize("kind", every_statistic())
+def test_sharding_the_batches_over_ranks_changes_nothing(kind: type[Statistic]) -> None:
+    """Reducing three ranks (one of which saw nothing) equals one rank; fails with a wrong kind of reduction."""
+    batches = correlated(240, 300).split(40)
+    alone = kind(300, "cpu")
+    for batch in batches:
+        alone.update(batch)
+    ranks = [kind(300, "cpu") for _ in range(3)]
+    for index, batch in enumerate(batches):
+        ranks[index % 2].update(batch)
+    ranks[2].merge(ranks[1])
+    ranks[2].merge(ranks[0])
+    for name, expected in snapshot(alone).items():
+        torch.testing.assert_close(snapshot(ranks[2])[name], expected, rtol=1e-12, atol=0)
+    assert ranks[2].num_tokens == 240
+    if isinstance(alone, InputGram) and isinstance(ranks[2], InputGram):
+        assert torch.equal(alone.matrix(), ranks[2].matrix())
+
+
+def test_with_a_quantum_the_order_does_not_reach_the_last_bit() -> None:
+    """Without the rounding the float64 sums of these batches differ between orders (asserted, so the test can fail)."""
+    batches = [correlated(16, 300, seed) * 10.0 ** (seed % 5 - 2) for seed in range(24)]
+    quantum = 2.0 ** (int(torch.cat(batches).square().sum().log2()) - 40)
+
+    def total(order: list[int], rounding: float | None) -> Tensor:
+        gram = InputGram(300, "cpu", rounding)
+        for index in order:
+            gram.update(batches[index])
+        return torch.cat([tensor.flatten().double() for tensor, _ in gram.reductions().values()])
+
+    forward, backward = list(range(24)), list(range(23, -1, -1))
+    assert not torch.equal(total(forward, None), total(backward, None))
+    assert torch.equal(total(forward, quantum), total(backward, quantum))
+    torch.testing.assert_close(total(forward, quantum), total(forward, None), rtol=1e-6, atol=100 * quantum)
+
+
+@pytest.mark.parametrize("kind", every_statistic())
+def test_no_tokens_are_fine(kind: type[Statistic]) -> None:
+    x = correlated(10, 20)
+    statistic = kind(20, "cpu")
+    statistic.update(x[:0])
+    assert statistic.num_tokens == 0
+    statistic.update(x)
+    only = kind(20, "cpu")
+    only.update(x)
+    statistic.update(x[:0])
+    assert all(torch.equal(a, b) for a, b in zip(snapshot(statistic).values(), snapshot(only).values(), strict=True))
+
+
+def test_gram_without_tokens_is_zero() -> None:
+    assert not InputGram(7, "cpu").matrix().any()
+
+
+def test_min_max_and_abs_max() -> None:
+    x = torch.tensor([[1.0, -5.0], [3.0, 2.0]])
+    extremes, magnitudes = MinMax(2, "cpu"), AbsMax(2, "cpu")
+    for row in x.split(1):
+        extremes.update(row)
+        magnitudes.update(row)
+    assert extremes.minimum.tolist() == [-5.0]
+    assert extremes.maximum.tolist() == [3.0]
+    assert magnitudes.values.tolist() == [3.0, 5.0]
+
+
+def test_a_wrong_width_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"8 channels.*\(3, 9\)"):
+        InputGram(8, "cpu").update(torch.ones(3, 9))
+
+
+def test_inputs_that_require_grad_are_not_followed() -> None:
+    gram = InputGram(4, "cpu")
+    gram.update(torch.ones(3, 4, requires_grad=True))
+    assert not gram.matrix().requires_grad
