@@ -2,9 +2,9 @@
 
 Method: every statistic is a set of accumulators that combine by sum, max or min, so that any split of the batches over
 ranks, and any order, gives the same answer, and a rank that saw no token changes nothing (`reductions` names the
-tensors and how each combines). `InputGram` is the sum of x xᵀ that GPTQ needs (Frantar et al., arXiv 2210.17323, eq. 1):
-a float32 product per batch, summed in float64, so that the order of the batches all but never reaches the float32 result
-(with a `quantum`: never). It is symmetric, so only blocks on and below the diagonal are computed, stored and sent.
+tensors and how each combines). `InputGram` is the sum of x xᵀ that GPTQ needs (Frantar et al., arXiv 2210.17323):
+a float32 product per batch, summed in float64, so that the order of the batches all but never reaches the float32
+result (with a `quantum`: never). It is symmetric, so only blocks on and below the diagonal are computed and stored.
 
 Alternative not taken: running means (`gram = n/(n+m) gram + ...`, as in IST-DASLab/gptq). They need one more pass per
 batch, depend on the order of the batches, and have to be undone before ranks can be combined. Multiplying in float64

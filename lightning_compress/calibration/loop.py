@@ -18,13 +18,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_compress.calibration.observe import Statistics, observing
+from lightning_compress.calibration.observe import Statistics, observing, stretches
 from lightning_compress.calibration.records import ModuleRecord, SubgraphRecord
 from lightning_compress.calibration.solve import QuantizedModule, apply, describe_scheme, solve_group
 from lightning_compress.graph.execute import execute
 from lightning_compress.graph.stages import Group, Source, Step, Subgraph, last_steps
 from lightning_compress.graph.trace import Leaf, Traced
-from lightning_compress.memory.activations import ActivationCache
+from lightning_compress.memory.activations import ActivationCache, versions
 from lightning_compress.memory.store import HostWeights
 from lightning_compress.memory.tracker import peak_bytes, reset_peak
 from lightning_compress.recipe.resolve import ResolvedRecipe
@@ -111,12 +111,16 @@ def _run_step(run: Calibration, step: Step, number: int, last: Mapping[fx.Node, 
     observed = {source.node for source in step.observe} | set(masks.values())
     outliving = {node for node, use in last.items() if use > number} | set(run.masks.values())
     drop_after = _drops(step, observed | outliving if step.keep else observed)
+    pieces = stretches(step)
     for batch in range(len(run.cache)):
-        values = run.cache.load(batch, read | observed)
-        with observing(run.root, step.observe, values, masks, run.needs, statistics):
-            execute(step.nodes, values, run.root, run.traced.constants, run.device, drop_after)
+        values = run.cache.load(batch, read | observed, copy=not step.keep)
+        before = {node: versions(value) for node, value in values.items()}
+        for nodes, sources in pieces:
+            with observing(run.root, sources, values, masks, run.needs, statistics):
+                execute(nodes, values, run.root, run.traced.constants, run.device, drop_after)
         if step.keep:
-            run.cache.store(batch, {node: values[node] for node in step.nodes if node in outliving})
+            changed = {node: value for node, value in values.items() if before.get(node) != versions(value)}
+            run.cache.store(batch, {node: value for node, value in changed.items() if node in outliving})
             run.cache.retain(batch, outliving)
 
 

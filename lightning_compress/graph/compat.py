@@ -71,6 +71,8 @@ class Recorder(PythonKeyTracer):
         self.names = names
         self.fake_mode = fake_mode
         self.constants: dict[str, Tensor] = {}
+        # a proxy mode defers sizes exactly while it runs an operation
+        shapes_of(fake_mode).inside_operation = lambda: self.enable_thunkify
 
     def create_arg(self, a: Any) -> Any:
         """As in fx, but a bare tensor is looked up by identity, and a model output stays what it is."""
@@ -124,23 +126,11 @@ class Shapes(ShapeEnv):
     def __init__(self) -> None:
         super().__init__()
         self.decisions: list[sympy.Basic] = []
-        self.inside_operation = False
+        self.inside_operation: Callable[[], bool] = lambda: False
 
     def _log_guard(self, prefix: str, g: Any, forcing_spec: bool) -> None:
-        if g.has(sympy.Eq) or not self.inside_operation:
+        if g.has(sympy.Eq) or not self.inside_operation():
             self.decisions.append(g)
-
-
-class _Operations(ProxyTorchDispatchMode):
-    """Tells `Shapes` what happens inside an operation."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
-        shapes = shapes_of(self.tracer.fake_mode)
-        outer, shapes.inside_operation = shapes.inside_operation, True
-        try:
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        finally:
-            shapes.inside_operation = outer
 
 
 def new_fake_mode() -> FakeTensorMode:
@@ -175,7 +165,7 @@ def fake_batch(fake_mode: FakeTensorMode, tensors: Sequence[Tensor], dynamic: Se
 def recording(recorder: Recorder) -> Iterator[None]:
     """Within: operations on fake tensors are recorded before autograd takes them apart (`aten.linear` stays one node)."""
     decompositions = {torch.ops.aten.sym_numel.default: torch._decomp.decompositions.sym_numel}
-    proxy_mode = _Operations(
+    proxy_mode = ProxyTorchDispatchMode(
         recorder, "symbolic", pre_dispatch=True, decomposition_table=decompositions, _error_on_data_dependent_ops=True
     )
     with ExitStack() as stack:

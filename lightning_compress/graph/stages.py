@@ -21,7 +21,7 @@ A module that is called several times is solved once, on the inputs of all its c
 them; later calls run with the result.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -78,7 +78,7 @@ class Subgraph:
         name: the sequential target's name, or what its position says (`model.embed_tokens`, ...).
         steps: run in order.
         modules: names of the leaf modules whose weights the steps need.
-        tensors: qualified names of parameters, buffers and constants that glue nodes read directly.
+        tensors: qualified names of parameters and buffers that glue nodes read directly.
     """
 
     name: str
@@ -210,7 +210,7 @@ def subgraphs(traced: Traced, quantizable: frozenset[str], key: GroupKey, schedu
     cut = _staged if schedule is Schedule.STAGED else _block
     laid_out = [(part.name, cut(part.nodes, unsolved, key)) for part in parts]
     steps = [[step for step in part if step.nodes or step.solve] for _, part in laid_out]
-    return _placed([name for name, _ in laid_out], _with_reuse(_trimmed(steps)))
+    return _placed([name for name, _ in laid_out], _with_reuse(_trimmed(steps)), traced.constants)
 
 
 def datafree_subgraphs(names: Sequence[tuple[str, Sequence[str]]]) -> tuple[Subgraph, ...]:
@@ -245,14 +245,15 @@ def _with_reuse(steps: list[list[Step]]) -> list[list[Step]]:
     return result
 
 
-def _placed(names: Sequence[str], steps: list[list[Step]]) -> tuple[Subgraph, ...]:
-    """Add to each subgraph the weights it needs on the device."""
+def _placed(names: Sequence[str], steps: list[list[Step]], constants: Collection[str]) -> tuple[Subgraph, ...]:
+    """Add to each subgraph the weights it needs on the device; constants of the trace belong to no module."""
     result = []
     for name, found in zip(names, steps, strict=False):
         nodes = [node for step in found for node in step.nodes]
         leaves = [node.target.name for node in nodes if isinstance(node.target, Leaf)]
         solved = [member for step in found for group in step.solve for member in group.members]
-        tensors = [str(arg.target) for node in nodes for arg in node.all_input_nodes if arg.op == "get_attr"]
+        attributes = [str(arg.target) for node in nodes for arg in node.all_input_nodes if arg.op == "get_attr"]
+        tensors = [name for name in attributes if name not in constants]
         result.append(Subgraph(name, tuple(found), tuple(dict.fromkeys(leaves + solved)), tuple(dict.fromkeys(tensors))))
     return tuple(result)
 

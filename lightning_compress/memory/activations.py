@@ -17,6 +17,14 @@ def nbytes(value: object) -> int:
     return sum(leaf.nbytes for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
 
 
+def versions(value: object) -> tuple[int, ...]:
+    """Counts the in-place writes to every tensor in a tree of values, also those made through views.
+
+    Tensors made in inference mode do not count; nothing but inference mode can write to them.
+    """
+    return tuple(0 if leaf.is_inference() else leaf._version for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
+
+
 @final
 class ActivationCache:
     """For each batch a mapping from a graph's values to tensors (or trees of them, or plain numbers).
@@ -35,12 +43,17 @@ class ActivationCache:
     def __len__(self) -> int:
         return len(self._values)
 
-    def load(self, batch: int, keys: set[fx.Node]) -> dict[fx.Node, object]:
-        """The values `keys` (those that are cached) of a batch, on the device."""
-        return {key: self._moved(value, self._device) for key, value in self._values[batch].items() if key in keys}
+    def load(self, batch: int, keys: set[fx.Node], *, copy: bool = False) -> dict[fx.Node, object]:
+        """The values `keys` (those that are cached) of a batch, on the device.
+
+        With `copy` they are the caller's own, also where home and device are one: what is written to them in place does
+        not reach the cache.
+        """
+        found = {key: self._moved(value, self._device) for key, value in self._values[batch].items() if key in keys}
+        return pytree.tree_map_only(Tensor, Tensor.clone, found) if copy and self._home == self._device else found
 
     def store(self, batch: int, values: Mapping[fx.Node, object]) -> None:
-        """Keep values for later steps."""
+        """Keep values for later steps; what is cached under the same key is replaced."""
         self._values[batch].update({key: self._moved(value, self._home) for key, value in values.items()})
 
     def retain(self, batch: int, keys: set[fx.Node]) -> None:

@@ -140,7 +140,7 @@ def _reporting_errors(run: Callable[[], Result]) -> Result:
         return run()
     except MissingMandatoryValue as error:
         sys.exit(f"lightning-compress: {error.full_key} has to be given, as {error.full_key}=...")
-    except CompressionError as error:
+    except (CompressionError, FileNotFoundError) as error:
         logging.getLogger(__name__).debug("failed", exc_info=True)
         notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
         sys.exit(f"lightning-compress: {error}{notes}")

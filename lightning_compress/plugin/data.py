@@ -4,16 +4,21 @@ In this order: the callback's `calibration`; `calibration_dataloader()` of the m
 data. Several loaders are read one after the other (Lightning's default for them repeats samples), each up to its share.
 """
 
+import random
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from copy import copy
 from itertools import islice
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from lightning_compress.calibration.batches import CalibrationSet, collect
 from lightning_compress.errors import CalibrationDataError
@@ -31,23 +36,24 @@ def calibration_set(
         trainer: its `limit_train_batches` holds for calibration too.
         module: may have a `calibration_dataloader()`.
         calibration: a loader, a collection of loaders, or any iterable of batches.
-        max_samples: how many samples to read; None means 512 where the size is known, and is refused for streams.
-        seed: for shuffling loaders; the global random state is left as it was.
+        max_samples: how many samples to read, rounded up to whole batches; None means 512 where the size is known, and is
+            refused for streams.
+        seed: for shuffling loaders and augmentations; the global random state is left as it was.
 
     Raises:
         CalibrationDataError: empty, streaming without a limit, a loader that cannot be iterated, or unequal batches.
     """
-    loaders = _source(trainer, module, calibration)
-    if loaders is None:
-        return None
-    flattened = _flattened(loaders)
-    for loader in flattened:
-        _check_bounded(loader, trainer.limit_train_batches, max_samples)
-    share = -(-(max_samples or DEFAULT_SAMPLES) // len(flattened))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        batches = [batch for loader in flattened for batch in _read(trainer, loader, share)]
-    return collect(batches)
+    with isolate_rng(), ExitStack() as stack:
+        _seed(seed)
+        loaders = _source(trainer, module, calibration)
+        if loaders is None:
+            return None
+        flattened = _flattened(loaders)
+        for loader in flattened:
+            _check_bounded(loader, trainer.limit_train_batches, max_samples)
+            stack.enter_context(_kept_generators(loader))
+        share = -(-(max_samples or DEFAULT_SAMPLES) // len(flattened))
+        return collect([batch for loader in flattened for batch in _read(trainer, loader, share)])
 
 
 def _source(trainer: pl.Trainer, module: Any, calibration: Any | None) -> Any | None:
@@ -60,18 +66,49 @@ def _source(trainer: pl.Trainer, module: Any, calibration: Any | None) -> Any | 
     return compat.train_dataloaders(trainer)
 
 
+def _seed(seed: int) -> None:
+    """What samplers and augmentations draw from; `seed_everything` would change environment variables for good."""
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+
+
+@contextmanager
+def _kept_generators(loader: Any) -> Iterator[None]:
+    """Generators that a loader or its samplers carry are as before afterwards, so that training draws what it would have."""
+    sampler = getattr(loader, "sampler", None)
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    carriers = (loader, sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
+    found = (getattr(carrier, "generator", None) for carrier in carriers)
+    states = [(generator, generator.get_state()) for generator in found if isinstance(generator, torch.Generator)]
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
+
+
 def _flattened(loaders: Any) -> list[Iterable[Any]]:
+    """The loaders in a collection. A list of anything but DataLoaders is itself an iterable of batches."""
     if isinstance(loaders, CombinedLoader):
         return list(loaders.flattened)
-    if isinstance(loaders, dict) or (isinstance(loaders, list | tuple) and loaders and all(isinstance(one, DataLoader) for one in loaders)):
-        return [leaf for leaf in pytree.tree_leaves(loaders) if leaf is not None]
+    leaves = [leaf for leaf in pytree.tree_leaves(loaders) if leaf is not None]
+    if isinstance(loaders, dict) or (leaves and all(isinstance(leaf, DataLoader) for leaf in leaves)):
+        return leaves
     return [loaders]
 
 
+def _length(loader: Any) -> int | None:
+    """Batches in a loader; None for streams."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None
+
+
 def _check_bounded(loader: Any, limit: int | float | None, max_samples: int | None) -> None:
-    streams = isinstance(getattr(loader, "dataset", None), IterableDataset) or not hasattr(loader, "__len__")
-    bounded = max_samples is not None or (isinstance(limit, int) and not isinstance(limit, bool))
-    if streams and not bounded:
+    bounded = isinstance(limit, int) or (max_samples is not None and limit == 1.0)
+    if _length(loader) is None and not bounded:
         raise CalibrationDataError(
             "The calibration data is a stream (IterableDataset) of unknown length. Say how much of it to use: "
             f"CompressionCallback(max_samples={DEFAULT_SAMPLES}) or Trainer(limit_train_batches=<int>)."
@@ -79,16 +116,17 @@ def _check_bounded(loader: Any, limit: int | float | None, max_samples: int | No
 
 
 def _read(trainer: pl.Trainer, loader: Any, num_samples: int) -> Iterator[Any]:
-    limit = trainer.limit_train_batches
-    if isinstance(limit, float) and hasattr(loader, "__len__"):
-        limit = int(limit * len(loader))
+    limit, length = trainer.limit_train_batches, _length(loader)
+    if isinstance(limit, float) and length is not None:
+        limit = int(limit * length)
     seen = 0
-    for batch in islice(loader, limit if isinstance(limit, int) else None):
+    # a copy, so that persistent workers do not carry their random state into training
+    for batch in islice(copy(loader) if isinstance(loader, DataLoader) else loader, limit if isinstance(limit, int) else None):
+        prepared = compat.prepare_batch(trainer, batch)
+        yield prepared
+        seen += _num_samples(prepared)
         if seen >= num_samples:
             return
-        prepared = compat.prepare_batch(trainer, batch)
-        seen += _num_samples(prepared)
-        yield prepared
 
 
 def _num_samples(batch: Any) -> int:

@@ -7,6 +7,8 @@ has overwritten compressed weights, pruning has corrupted them).
 Alternative not taken: one epoch per subgraph. Progress bars then start anew for each, and show no time to go.
 """
 
+from collections.abc import Generator
+from contextlib import closing
 from typing import final
 
 import lightning.pytorch as pl
@@ -48,24 +50,22 @@ class CompressionLoop(compat.FitLoop):
         names = [subgraph.name for subgraph in self._job.run.subgraphs]
         compat.call_callbacks(trainer, "on_train_start")
         compat.call_callbacks(trainer, "on_train_epoch_start")
-        job = run_job(self._job, self._max_subgraphs)
-        stop: bool | None = None
-        index = 0
-        while self.report is None:
-            compat.describe_progress(trainer, f"Compressing {names[index]}" if index < len(names) else "Writing")
-            try:
-                if index < self.max_batches and not stop:
-                    compat.begin_step(trainer)
-                    compat.call_callbacks(trainer, "on_train_batch_start", None, index)
-                with trainer.profiler.profile("[lightning_compress]subgraph" if index < self.max_batches else "[lightning_compress]export"):
-                    self.record = job.send(stop)
-            except StopIteration as finished:
-                self.report = finished.value
-                break
-            compat.call_callbacks(trainer, "on_train_batch_end", None, None, index)
-            compat.end_step(trainer, self)
-            stop = bool(trainer.should_stop or trainer.received_sigterm)
-            index += 1
+        stop = False
+        with closing(run_job(self._job, self._max_subgraphs)) as job:
+            for index, name in enumerate(names[: self.max_batches]):
+                compat.describe_progress(trainer, f"Compressing {name}")
+                compat.begin_step(trainer)
+                compat.call_callbacks(trainer, "on_train_batch_start", None, index)
+                with trainer.profiler.profile("[lightning_compress]subgraph"):
+                    self.record = next(job)
+                compat.call_callbacks(trainer, "on_train_batch_end", None, None, index)
+                compat.end_step(trainer, self)
+                stop = trainer.should_stop or trainer.received_sigterm
+                if stop:
+                    break
+            compat.describe_progress(trainer, "Writing")
+            with trainer.profiler.profile("[lightning_compress]export"):
+                self.report = _finish(job, stop)
         compat.describe_progress(trainer, "Compressed")
         compat.call_callbacks(trainer, "on_train_epoch_end")
         compat.end_epoch(trainer)
@@ -73,3 +73,13 @@ class CompressionLoop(compat.FitLoop):
 
     def _should_accumulate(self) -> bool:
         return False  # every subgraph's metrics are logged, whatever accumulate_grad_batches says
+
+
+def _finish(job: Generator[SubgraphRecord, bool | None, Report], stop: bool) -> Report:
+    """Let the job write what it has, after its last subgraph or, told to stop, before."""
+    try:
+        job.send(stop)
+    except StopIteration as finished:
+        report: Report = finished.value
+        return report
+    raise AssertionError("the job has more subgraphs than the loop")

@@ -4,17 +4,18 @@ What a plain strategy would do to a model that does not fit the device, and what
 each method. Registered as "sequential_onload".
 """
 
-from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any, final
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 from lightning_compress.errors import UnsupportedModelError
+from lightning_compress.plugin.callback import CompressionCallback
 
 NAME = "sequential_onload"
 _DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
@@ -49,6 +50,11 @@ class SequentialOnloadStrategy(DDPStrategy):
         # called after configure_model; DDP would convert every weight, move the model, wrap it and build optimizers
         assert self.accelerator is not None
         assert self.model is not None
+        if trainer.state.fn == TrainerFn.FITTING and not any(_replaces_training(callback) for callback in trainer.callbacks):
+            raise UnsupportedModelError(
+                f"Strategy {NAME!r} builds no optimizers, so it cannot train. Use it with CompressionCallback(when='only') or Compressor, and "
+                "train with another strategy."
+            )
         self.accelerator.setup(trainer)
         _check_precision(self.precision_plugin.precision, self.model)
         if trainer.state.fn == TrainerFn.FITTING:
@@ -84,14 +90,6 @@ class SequentialOnloadStrategy(DDPStrategy):
     def reduce(self, tensor: torch.Tensor, group: Any = None, reduce_op: Any = "mean") -> torch.Tensor:
         return super().reduce(tensor, group, reduce_op) if self._needs_process_group else tensor
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        # called for every checkpoint; the compressed weights are in the output folder, not in Lightning checkpoints
-        return {}
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        # the counterpart: there is nothing to load
-        return None
-
     @property
     def _needs_process_group(self) -> bool:
         assert self.cluster_environment is not None
@@ -102,6 +100,10 @@ def register() -> None:
     """Make `Trainer(strategy="sequential_onload")` known; Lightning parses entry points too late for that."""
     if NAME not in StrategyRegistry:
         StrategyRegistry.register(NAME, SequentialOnloadStrategy, description="Weights stay in host memory while a model is compressed")
+
+
+def _replaces_training(callback: Callback) -> bool:
+    return isinstance(callback, CompressionCallback) and callback.when == "only"
 
 
 def _check_precision(precision: str, model: nn.Module) -> None:

@@ -1,0 +1,114 @@
+"""A LightningModule around a tiny Llama, its data, and Trainers that keep quiet."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lightning_compress import CompressionCallback, load_compressed
+
+VOCABULARY, LENGTH, BATCH_SIZE = 64, 12, 4
+WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 16}
+GPTQ = {"modifiers": [{"algorithm": "gptq", "scheme": {"weights": WEIGHTS}}]}
+RTN = {"modifiers": [{"algorithm": "rtn", "scheme": {"weights": WEIGHTS}}]}
+
+
+def tiny_model(seed: int = 0, num_layers: int = 2) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=num_layers,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(config)
+
+
+class TinyModule(pl.LightningModule):
+    """Remembers the losses it saw; everything random in it and its loaders goes through the global generator."""
+
+    def __init__(self, learning_rate: float = 1e-2) -> None:
+        super().__init__()
+        self.model = tiny_model()
+        self.learning_rate = learning_rate
+        self.losses: list[float] = []
+        self.test_losses: list[float] = []
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = self.model(**batch, labels=batch["input_ids"]).loss
+        self.log("loss", loss)
+        self.losses.append(loss.item())
+        return loss
+
+    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.test_losses.append(self.model(**batch, labels=batch["input_ids"]).loss.item())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=self.learning_rate)
+
+
+def samples(number: int = 16, start: int = 0) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(start)
+    return [{"input_ids": torch.randint(0, VOCABULARY, (LENGTH,), generator=generator)} for _ in range(number)]
+
+
+def loader(number: int = 16, start: int = 0, **options: Any) -> DataLoader[Any]:
+    return DataLoader(samples(number, start), **{"batch_size": BATCH_SIZE, **options})  # type: ignore[arg-type]
+
+
+def weights_of(module: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def exported(folder: Path) -> dict[str, Tensor]:
+    """The weights in a checkpoint of a tiny model, dequantized."""
+    return weights_of(load_compressed(tiny_model(), folder))
+
+
+def compression(recipe: Any = None, output_dir: Path | None = None, **options: Any) -> CompressionCallback:
+    return CompressionCallback(GPTQ if recipe is None else recipe, output_dir, **options)
+
+
+@pytest.fixture
+def make_trainer(tmp_path: Path) -> Callable[..., pl.Trainer]:
+    def make(*callbacks: pl.Callback, **options: Any) -> pl.Trainer:
+        defaults = {
+            "accelerator": "cpu",
+            "devices": 1,
+            "max_epochs": 1,
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "default_root_dir": tmp_path,
+        }
+        return pl.Trainer(callbacks=list(callbacks), **{**defaults, **options})
+
+    return make
+
+
+@pytest.fixture
+def output_dir(tmp_path: Path) -> Path:
+    return tmp_path / "compressed"
+
+
+@pytest.fixture(autouse=True)
+def _clean_state() -> Iterator[None]:
+    """Every test starts from one seed, and must leave gradients switched on and no process group behind."""
+    torch.manual_seed(0)
+    yield
+    assert torch.is_grad_enabled()

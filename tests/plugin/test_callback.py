@@ -1,0 +1,428 @@
+"""`CompressionCallback`: what happens to the training around it, and when it refuses."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, LearningRateFinder, Timer
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.utils.data import DataLoader
+
+from lightning_compress import CompressionCallback, CompressionError
+from lightning_compress.errors import CalibrationDataError, OutputDirectoryError, UnsupportedModelError
+from lightning_compress.plugin.loop import CompressionLoop
+
+from .conftest import GPTQ, RTN, WEIGHTS, TinyModule, compression, exported, loader, same, samples, tiny_model, weights_of
+
+
+class AtTrainEnd(Callback):
+    """Keeps, and can change, the weights in `on_train_end`."""
+
+    def __init__(self, factor: float = 1.0) -> None:
+        self.factor = factor
+        self.weights: dict[str, torch.Tensor] = {}
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        with torch.no_grad():
+            for parameter in pl_module.parameters():
+                parameter.mul_(self.factor)
+        self.weights = weights_of(pl_module)
+
+
+class Bystander(Timer):
+    """Sees the compression stage from inside, for Timers take part in it."""
+
+    def __init__(self, action: Any = None, duration: dict[str, int] | None = None) -> None:
+        super().__init__(duration=duration)
+        self.action = action
+        self.callbacks: list[Callback] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        super().on_train_batch_end(trainer, *args, **kwargs)
+        if isinstance(trainer.fit_loop, CompressionLoop):
+            self.callbacks = list(trainer.callbacks)
+            if self.action is not None:
+                self.action()
+
+
+def trainer_state(trainer: pl.Trainer) -> tuple[Any, ...]:
+    return (
+        list(trainer.callbacks),
+        trainer.fit_loop,
+        "run" in vars(trainer.fit_loop),
+        trainer.log_every_n_steps,
+        trainer.num_sanity_val_steps,
+        trainer.limit_train_batches,
+    )
+
+
+# ---- training is what it was without the callback
+
+
+def _train(make_trainer: Any, data: Any, *callbacks: Callback, **options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    torch.manual_seed(7)
+    module, last = TinyModule(), AtTrainEnd()
+    make_trainer(*callbacks, last, max_epochs=2, **options).fit(module, data() if callable(data) else data)
+    return module.losses, last.weights
+
+
+class Noisy(torch.utils.data.Dataset[Any]):
+    """Draws from torch's, NumPy's and Python's global generators."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        import random
+
+        import numpy as np
+
+        noise = int(torch.randint(0, 20, ())) + np.random.randint(0, 20) + random.randint(0, 20)
+        return {"input_ids": (samples(1, index)[0]["input_ids"] + noise) % 64}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        lambda: loader(shuffle=True),
+        lambda: loader(shuffle=True, generator=torch.Generator().manual_seed(3)),
+        lambda: DataLoader(Noisy(), batch_size=4, shuffle=True),
+    ],
+    ids=["shuffled", "own-generator", "random-samples"],
+)
+def test_training_is_the_same_with_and_without(make_trainer: Any, data: Any) -> None:
+    """Fails when `calibration_set` reads without `isolate_rng`, or without `_kept_generators`."""
+    import random
+
+    import numpy as np
+
+    outcomes = []
+    for callbacks in ([], [compression()]):
+        np.random.seed(1)
+        random.seed(1)
+        outcomes.append(_train(make_trainer, data, *callbacks))
+    assert outcomes[0][0] == outcomes[1][0]
+    assert len(outcomes[0][0]) == 8
+    assert same(outcomes[0][1], outcomes[1][1])
+
+
+def test_persistent_workers_start_anew_for_training(make_trainer: Any) -> None:
+    """Fails when the loader itself is iterated for calibration: its workers keep their random state."""
+
+    def data() -> DataLoader[Any]:
+        return DataLoader(Noisy(), batch_size=4, num_workers=1, persistent_workers=True)
+
+    without, with_callback = (_train(make_trainer, data, *callbacks) for callbacks in ([], [compression()]))
+    assert without[0] == with_callback[0]
+
+
+# ---- after_train
+
+
+def test_compresses_behind_all_on_train_end_hooks(make_trainer: Any, output_dir: Path) -> None:
+    """Fails when the compression runs in our own `on_train_end`: then the doubling comes too late."""
+    module, last = TinyModule(), AtTrainEnd(factor=2.0)
+    callback = compression(output_dir=output_dir)
+    make_trainer(callback, last).fit(module, loader())
+    assert callback.report is not None
+    assert callback.report.verification is not None
+    assert callback.report.verification.passed
+    written = exported(output_dir)
+    assert same(written, weights_of(module.model))
+    # what is not quantized is bit for bit what the last hook left; what is, is near it
+    assert torch.equal(written["model.embed_tokens.weight"], last.weights["model.model.embed_tokens.weight"])
+    name = "model.layers.1.mlp.down_proj.weight"
+    before = last.weights[f"model.{name}"]
+    assert 0 < (written[name] - before).norm() / before.norm() < 0.2
+
+
+def test_averaged_weights_are_what_is_compressed(make_trainer: Any) -> None:
+    averaging = EMAWeightAveraging(decay=0.5)
+    module, callback, last = TinyModule(), compression(RTN), AtTrainEnd()
+    make_trainer(callback, averaging, last, max_epochs=2).fit(module, loader())
+    assert same(_rounded(last.weights), weights_of(module))
+
+
+def _rounded(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Round-to-nearest of given weights by another way in."""
+    from lightning_compress import Compressor
+
+    module = TinyModule()
+    module.load_state_dict(weights)
+    trainer = pl.Trainer(accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+    Compressor(trainer).compress(module, recipe=RTN, output_dir=None)
+    return weights_of(module)
+
+
+def test_test_measures_the_quantized_weights(make_trainer: Any) -> None:
+    module, held_out = TinyModule(), loader(4, start=99)
+    trainer = make_trainer(compression({"modifiers": [{"algorithm": "rtn", "scheme": {"weights": {**WEIGHTS, "num_bits": 2}}}]}))
+    trainer.fit(module, loader())
+    quantized = weights_of(module)
+    trainer.test(module, held_out, verbose=False)
+    batch = next(iter(held_out))
+    with torch.no_grad():
+        expected = module.model(**batch, labels=batch["input_ids"]).loss.item()
+    assert module.test_losses == [pytest.approx(expected)]
+    assert same(weights_of(module), quantized)
+    assert len(module.model.model.layers[0].mlp.up_proj.weight.unique()) <= 4 * 64 * 2  # 2 bits, 128 groups
+
+
+def test_max_epochs_0_still_compresses(make_trainer: Any) -> None:
+    module, callback = TinyModule(), compression()
+    make_trainer(callback, max_epochs=0).fit(module, loader())
+    assert module.losses == []
+    assert callback.report is not None
+    assert len(callback.report.subgraphs) == 2
+
+
+def test_fast_dev_run_is_one_subgraph_and_no_files(make_trainer: Any, output_dir: Path) -> None:
+    module, callback = TinyModule(), compression(output_dir=output_dir)
+    make_trainer(callback, fast_dev_run=2).fit(module, loader())
+    assert callback.report is not None
+    assert callback.report.is_partial
+    assert [len(callback.report.subgraphs), callback.report.num_batches, len(module.losses)] == [1, 2, 2]
+    assert not output_dir.exists()
+
+
+@pytest.mark.parametrize("strategy", ["auto", "ddp"])
+def test_fit_can_be_called_again(make_trainer: Any, strategy: str, output_dir: Path) -> None:
+    module, callback = TinyModule(), compression(output_dir=output_dir)
+    module.model.model.layers[0].mlp.eval()
+    modes = {name: part.training for name, part in module.named_modules()}
+    trainer = make_trainer(callback, strategy=strategy, log_every_n_steps=3)
+    before = trainer_state(trainer)
+    with pytest.warns(UserWarning, match="eval mode at the start of training"):
+        trainer.fit(module, loader())
+    assert trainer_state(trainer) == before
+    assert {name: part.training for name, part in module.named_modules()} == modes
+    assert trainer.global_step == 4
+    first = callback.report
+    trainer.fit_loop.max_epochs = 2
+    module.train()
+    trainer.fit(module, loader())
+    assert len(module.losses) == 8
+    assert trainer.global_step == 8
+    assert callback.report is not first
+    assert same(exported(output_dir), weights_of(module.model))
+
+
+# ---- only
+
+
+def test_only_does_not_train(make_trainer: Any, output_dir: Path) -> None:
+    module = TinyModule()
+    module.validation_step = lambda batch, index: pytest.fail("validated")  # type: ignore[method-assign]
+    before = weights_of(module)
+    callback = compression(output_dir=output_dir, when="only")
+    trainer = make_trainer(callback, num_sanity_val_steps=2)
+    state = trainer_state(trainer)
+    trainer.fit(module, loader(), loader(4))
+    after = weights_of(module)
+    assert module.losses == []
+    assert trainer.global_step == 0
+    assert trainer_state(trainer) == state
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if "_proj" in name}
+    assert same(exported(output_dir), weights_of(module.model))
+
+
+@pytest.mark.parametrize("strategy", ["auto", "sequential_onload"])
+def test_only_compresses_the_weights_of_ckpt_path(make_trainer: Any, tmp_path: Path, strategy: str) -> None:
+    """Fails when the strategy loads nothing out of checkpoints: random weights would be exported."""
+    trained = TinyModule()
+    trainer = make_trainer()
+    trainer.fit(trained, loader())
+    trainer.save_checkpoint(tmp_path / "trained.ckpt")
+    fresh, callback = TinyModule(), compression(RTN, when="only")
+    make_trainer(callback, strategy=strategy).fit(fresh, loader(), ckpt_path=tmp_path / "trained.ckpt")
+    assert same(_rounded(weights_of(trained)), weights_of(fresh))
+
+
+def test_validation_and_sanity_check_are_as_before_after_train(make_trainer: Any) -> None:
+    counts = []
+    for callbacks in ([], [compression()]):
+        module = TinyModule()
+        calls: list[int] = []
+        module.validation_step = lambda batch, index, calls=calls: calls.append(index)  # type: ignore[method-assign]
+        make_trainer(*callbacks, num_sanity_val_steps=1).fit(module, loader(), loader(8))
+        counts.append(calls)
+    assert counts[0] == counts[1] == [0, 0, 1]
+
+
+# ---- interrupted
+
+
+def _raise(kind: type[BaseException]) -> Any:
+    def step(batch: Any, batch_idx: int) -> None:
+        raise kind("stop")
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("kind", "surfaces_as"), [(RuntimeError, RuntimeError), (KeyboardInterrupt, SystemExit)], ids=["error", "interrupt"]
+)
+def test_failed_training_is_not_compressed(make_trainer: Any, output_dir: Path, kind: Any, surfaces_as: Any) -> None:
+    module, callback = TinyModule(), compression(output_dir=output_dir)
+    module.training_step = _raise(kind)  # type: ignore[method-assign]
+    trainer = make_trainer(callback)
+    state, handler = trainer_state(trainer), signal.getsignal(signal.SIGINT)
+    before = weights_of(module)
+    try:
+        with pytest.warns(UserWarning, match=f"{kind.__name__} before the compression stage: nothing was compressed"), pytest.raises(surfaces_as):
+            trainer.fit(module, loader())
+    finally:
+        signal.signal(signal.SIGINT, handler)  # Lightning ignores it from a KeyboardInterrupt on
+    assert trainer_state(trainer) == state
+    assert callback.report is None
+    assert not output_dir.exists()
+    assert same(before, weights_of(module))
+
+
+class TermAtTrainEnd(Callback):
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+class TermInTraining(Callback):
+    def on_train_batch_end(self, *args: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("terminator", [TermInTraining, TermAtTrainEnd])
+def test_sigterm_in_training_is_not_compressed(make_trainer: Any, output_dir: Path, terminator: type[Callback]) -> None:
+    module, callback = TinyModule(), compression(output_dir=output_dir)
+    trainer = make_trainer(callback, terminator())
+    state = trainer_state(trainer)
+    with pytest.warns(UserWarning, match="SIGTERMException before the compression stage"), pytest.raises(SIGTERMException):
+        trainer.fit(module, loader())
+    assert trainer_state(trainer) == state
+    assert callback.report is None
+    assert not output_dir.exists()
+
+
+def test_sigterm_in_compression_stops_behind_the_subgraph(make_trainer: Any, output_dir: Path) -> None:
+    module, callback = TinyModule(), compression(output_dir=output_dir, when="only")
+    trainer = make_trainer(callback, Bystander(lambda: os.kill(os.getpid(), signal.SIGTERM)))
+    state = trainer_state(trainer)
+    with pytest.raises(SIGTERMException):
+        trainer.fit(module, loader())
+    assert callback.report is not None
+    assert callback.report.is_partial
+    assert len(callback.report.subgraphs) == 1
+    assert trainer_state(trainer) == state
+    assert not output_dir.exists()
+
+
+def test_timer_ends_compression_early(make_trainer: Any, output_dir: Path) -> None:
+    module, callback = TinyModule(), compression(output_dir=output_dir, when="only")
+    make_trainer(callback, Bystander(duration={"microseconds": 1})).fit(module, loader())
+    assert callback.report is not None
+    assert "PARTIAL" in callback.report.summary()
+    assert not output_dir.exists()
+
+
+def test_errors_inside_compression_name_what_was_changed(make_trainer: Any, output_dir: Path) -> None:
+    """The second layer fails: the first holds quantized weights, and everything else is as before."""
+    module, callback = TinyModule(), compression(output_dir=output_dir, when="only")
+    module.model.model.layers[1].mlp.up_proj.register_forward_pre_hook(_fails_on_real_data)
+    modes = {name: part.training for name, part in module.named_modules()}
+    trainer = make_trainer(callback)
+    state = trainer_state(trainer)
+    with pytest.raises(ZeroDivisionError) as caught:
+        trainer.fit(module, loader())
+    assert any("hold quantized weights already: model.layers.0. Nothing was written" in note for note in caught.value.__notes__)
+    assert trainer_state(trainer) == state
+    assert {name: part.training for name, part in module.named_modules()} == modes
+    assert callback.report is None
+    assert not output_dir.exists()
+
+
+def _fails_on_real_data(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+    if type(args[0]) is torch.Tensor:
+        raise ZeroDivisionError("a hook of the user's")
+
+
+def test_errors_in_hooks_leave_the_process_as_it_was(make_trainer: Any) -> None:
+    """Fails when the loop does not close its job: gradients stay switched off."""
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    module, trainer = TinyModule(), make_trainer(compression(when="only"), Bystander(fail))
+    with pytest.raises(ZeroDivisionError) as caught:
+        trainer.fit(module, loader())
+    assert torch.is_grad_enabled()
+    assert module.training
+    assert module.model.training
+    del caught
+    assert torch.is_grad_enabled()
+
+
+def test_learning_rate_finder_does_not_compress(make_trainer: Any) -> None:
+    """It runs the fit loop by itself, before training; fails without the guard in `_replace_run`."""
+    module, last = TinyModule(), AtTrainEnd()
+    callback = compression()
+    make_trainer(callback, LearningRateFinder(num_training_steps=3, attr_name="learning_rate"), last).fit(module, loader())
+    assert callback.report is not None
+    assert not any(len(weight.unique()) < weight.numel() / 4 for name, weight in last.weights.items() if "_proj" in name)
+
+
+# ---- refused before training
+
+
+def _refused(make_trainer: Any, callback: CompressionCallback, match: str, error: type[Exception] = CompressionError, data: Any = None) -> None:
+    module = TinyModule()
+    trainer = make_trainer(callback)
+    state = trainer_state(trainer)
+    with pytest.raises(error, match=match):
+        trainer.fit(module, loader() if data is None else data)
+    assert module.losses == []
+    assert trainer_state(trainer) == state
+
+
+def test_foreign_output_dir_is_found_before_training(make_trainer: Any, output_dir: Path) -> None:
+    output_dir.mkdir()
+    (output_dir / "thesis.tex").touch()
+    _refused(make_trainer, compression(output_dir=output_dir), "was not written by lightning_compress", OutputDirectoryError)
+    assert [path.name for path in output_dir.iterdir()] == ["thesis.tex"]
+
+
+def test_bad_group_size_is_found_before_training(make_trainer: Any) -> None:
+    recipe = {"modifiers": [{"algorithm": "gptq", "scheme": {"weights": {**WEIGHTS, "group_size": 24}}}]}
+    _refused(make_trainer, compression(recipe), r"model\.layers\.0\.self_attn\.q_proj.*24", UnsupportedModelError)
+
+
+def test_bad_data_is_found_before_training(make_trainer: Any) -> None:
+    _refused(make_trainer, compression(calibration=[]), "empty", CalibrationDataError)
+
+
+def test_two_callbacks_are_refused(make_trainer: Any) -> None:
+    module = TinyModule()
+    with pytest.raises(UnsupportedModelError, match="several CompressionCallbacks"):
+        make_trainer(compression(), compression(RTN)).fit(module, loader())
+    assert module.losses == []
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [({"when": "later"}, "'later' is not known.*'after_train' or 'only'"), ({"max_samples": 0}, "max_samples=0"), ({"schedule": "fast"}, "fast")],
+)
+def test_bad_arguments(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        compression(GPTQ, **options)
+
+
+def test_more_than_one_process_is_refused(make_trainer: Any) -> None:
+    with pytest.raises(Exception, match="Compression on 2 ranks is not supported yet"):
+        make_trainer(compression(RTN, when="only"), devices=2, strategy="ddp_fork").fit(TinyModule(), loader())
+
+
+def test_the_model_alone_is_the_reference(make_trainer: Any) -> None:
+    """The seeds of this file's helpers give one model, without which comparisons above would be idle."""
+    assert same(weights_of(tiny_model()), weights_of(TinyModule().model))

@@ -1,0 +1,114 @@
+"""The command, as a user types it: real processes for what Hydra owns, composition in-process for every group."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from lightning_compress.data.config import load_data_config
+from lightning_compress.data.sources import load_documents
+from lightning_compress.plugin.cli import run_compress
+from lightning_compress.recipe.load import config_dir, load_recipe
+
+SMALL = ["data.num_samples=4", "data.max_length=32", "data.batch_size=2", "trainer=cpu"]
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama with a tokenizer, as save_pretrained leaves them."""
+    folder = tmp_path_factory.mktemp("cli") / "tiny"
+    tokenizer = Tokenizer(models.WordLevel(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    texts = load_documents(load_data_config({"source": "docs"}))[:200]
+    tokenizer.train_from_iterator(texts, trainers.WordLevelTrainer(vocab_size=200, special_tokens=["<unk>", "<eos>"], show_progress=False))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>").save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=200, hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, tie_word_embeddings=False
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def run_command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    program = Path(sys.executable).with_name("lightning-compress")
+    return subprocess.run([program, *arguments], cwd=cwd, capture_output=True, text=True, timeout=300, check=False)
+
+
+def options(group: str) -> list[str]:
+    return sorted(path.stem for path in (config_dir() / group).glob("*.yaml"))
+
+
+GROUPS = [
+    (group.name, option) for group in sorted(config_dir().iterdir()) if group.is_dir() for option in options(group.name)
+]
+
+
+@pytest.mark.parametrize(("group", "option"), GROUPS, ids=[f"{group}={option}" for group, option in GROUPS])
+def test_every_option_of_every_group_composes(group: str, option: str) -> None:
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        config = compose("compress", overrides=["output_dir=out", "model.path=model", f"{group}={option}"])
+    load_recipe(config.recipe)
+    data = OmegaConf.to_container(config.data)
+    assert isinstance(data, dict)
+    given = {"files": ["a.txt"], "path": "a.jsonl"}
+    load_data_config({key: given.get(key, value) if value == "???" else value for key, value in data.items()})
+
+
+@pytest.mark.parametrize("recipe", options("recipe"))
+def test_every_shipped_recipe_runs_and_loads(recipe: str, checkpoint: Path, tmp_path: Path) -> None:
+    """Fails if a shipped recipe does not resolve, solve, pack or load."""
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        config = compose(
+            "compress", overrides=[f"model.path={checkpoint}", f"recipe={recipe}", f"output_dir={tmp_path / 'out'}", *SMALL]
+        )
+    report = run_compress(config, tmp_path / "out")
+    assert len(report.modules) == 14
+    assert report.verification is not None
+    assert report.verification.passed
+
+
+def test_multirun_writes_a_folder_per_recipe_and_evaluate_reads_them(checkpoint: Path, tmp_path: Path) -> None:
+    done = run_command("compress", "-m", f"model.path={checkpoint}", *SMALL, "recipe=w4a16_gptq,w8a16_rtn", "output_dir=OUT", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "model.layers.1.mlp.down_proj" in done.stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["OUT"]
+    for folder in ("0_w4a16_gptq", "1_w8a16_rtn"):
+        report = json.loads((tmp_path / "OUT" / folder / "report.json").read_text())
+        assert report["verified"] is True
+        AutoModelForCausalLM.from_pretrained(tmp_path / "OUT" / folder)
+    done = run_command("evaluate", "model.path=OUT/0_w4a16_gptq", "data.num_samples=4", "data.max_length=32", "device=cpu", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert 1 < float(done.stdout.split()[-1]) < 400
+
+
+def test_help_lists_commands_groups_and_options(tmp_path: Path) -> None:
+    assert "evaluate" in run_command("--help", cwd=tmp_path).stdout
+    text = run_command("compress", "--help", cwd=tmp_path).stdout
+    assert "recipe: " in text
+    assert "w4a16_gptq" in text
+    assert "num_samples: 128" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["quantize"], "there is no command 'quantize'"),
+        (["compress", "model.path={checkpoint}"], "output_dir has to be given"),
+        (["compress", "model.path=/nowhere", "output_dir=OUT"], "/nowhere: there is no such folder"),
+        (["compress", "model.path={checkpoint}", "output_dir=OUT", "data=text", "data.files=[no.txt]"], "no.txt"),
+    ],
+    ids=["command", "output_dir", "model", "file"],
+)
+def test_wrong_input_is_one_line_and_exit_status_1(arguments: list[str], message: str, checkpoint: Path, tmp_path: Path) -> None:
+    done = run_command(*(argument.format(checkpoint=checkpoint) for argument in arguments), cwd=tmp_path)
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
