@@ -10,15 +10,17 @@ round-to-nearest and of GPTQ (all 4 bits), bytes on disk, and text from the relo
 
 import argparse
 import copy
-import json
 import time
 import warnings
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import lightning as L
 import torch
 from datasets import Dataset
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -79,10 +81,9 @@ class DocsDataModule(L.LightningDataModule):
         self.tokenizer = tokenizer
         self.batch_size = batch_size
         self.max_length = max_length
-        self.windows: Dataset | None = None
 
     def setup(self, stage: str) -> None:
-        if self.windows is None:
+        if stage == "fit":
             config = DocsConfig(num_samples=ALL_OF_IT, max_length=self.max_length)
             batches = evaluation_dataloader(config, self.tokenizer)
             rows = [row for batch in batches for row in batch["input_ids"].tolist()]
@@ -98,8 +99,32 @@ class DocsDataModule(L.LightningDataModule):
         return calibration_dataloader(DocsConfig(num_samples=128, max_length=256), self.tokenizer)
 
 
+class Together(torch.optim.Optimizer):
+    """Several optimizers as one, so that Lightning's automatic optimization and one schedule serve them all.
+
+    It shares their parameter groups (a schedule set here reaches them) and keeps no state of its own.
+    """
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        self.optimizers = optimizers
+        super().__init__([group for optimizer in optimizers for group in optimizer.param_groups], {})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return loss
+
+
 class LanguageModel(L.LightningModule):
-    """A causal language model with its loss and optimizer."""
+    """A causal language model with its loss and optimizer: Muon for the layers' matrices, AdamW for the rest.
+
+    In the same number of steps Muon gets much further than AdamW alone, which is what a minute of training needs.
+    """
 
     def __init__(self, config: LlamaConfig, learning_rate: float = 4e-3) -> None:
         super().__init__()
@@ -111,13 +136,26 @@ class LanguageModel(L.LightningModule):
         self.log("train_loss", loss, prog_bar=True)
         return loss
 
-    def configure_optimizers(self) -> dict[str, object]:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=self.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
-        total_steps = int(self.trainer.estimated_stepping_batches)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(
-            optimizer, self.learning_rate, total_steps, pct_start=0.1, anneal_strategy="linear", cycle_momentum=False
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        matrices = [p for name, p in self.named_parameters() if p.ndim == 2 and ".layers." in name]
+        others = [p for name, p in self.named_parameters() if p.ndim != 2 or ".layers." not in name]
+        rate = self.learning_rate
+        optimizer = Together(
+            torch.optim.Muon(matrices, lr=2.5 * rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.0),
         )
+        num_steps = int(self.trainer.estimated_stepping_batches)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_factor(step / num_steps))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def rate_factor(progress: float) -> float:
+    """The learning rate over the training (0 to 1), as a fraction of its peak: a short warm-up, then down linearly.
+
+    >>> [rate_factor(p) for p in (0.0, 0.05, 0.5, 1.0)]
+    [0.01, 0.5, 0.5, 0.01]
+    """
+    return max(min(progress / 0.1, 1 - progress), 0.01)
 
 
 def steps_within(seconds: float, config: LlamaConfig, data: DocsDataModule) -> int:
@@ -207,28 +245,21 @@ def main() -> None:
     rounded = round_to_nearest(original, data, arguments.output_dir)
 
     held_out = data.test_dataloader()
-    results = {
+    perplexities = {
         "perplexity_original": perplexity(original, held_out),
         "perplexity_rtn": perplexity(rounded, held_out),
         "perplexity_gptq": perplexity(lm.model, held_out),
-        "original_bytes": stored_bytes(arguments.output_dir / "original"),
-        "compressed_bytes": stored_bytes(arguments.output_dir / "checkpoint"),
-        "generated": generate(arguments.output_dir / "checkpoint"),
-        "total_s": time.perf_counter() - started,
     }
-    compression.report.save(arguments.output_dir)
-    (arguments.output_dir / "demo.json").write_text(json.dumps(results, indent=2))
-    print_results(results, arguments.output_dir)
-
-
-def print_results(results: dict[str, float | int | str], output_dir: Path) -> None:
-    print(f"\n{'held-out perplexity':24}{'original':>12}{'4-bit RTN':>12}{'4-bit GPTQ':>12}")
-    print(f"{'':24}" + "".join(f"{results[f'perplexity_{name}']:12.2f}" for name in ("original", "rtn", "gptq")))
-    print(f"{'bytes on disk':24}{results['original_bytes']:12,}{'':12}{results['compressed_bytes']:12,}")
-    print(f"\nThe reloaded checkpoint writes: {results['generated']!r}\n")
-    print(f"checkpoint  {output_dir / 'checkpoint'}")
-    print(f"report      {output_dir / 'report.html'}, {output_dir / 'report.json'}, {output_dir / 'demo.json'}")
-    print(f"{results['total_s']:.0f} s in all")
+    assert compression.report is not None
+    files = replace(compression.report, extra=perplexities).save(arguments.output_dir)
+    sizes = [stored_bytes(arguments.output_dir / folder) for folder in ("original", "rtn", "checkpoint")]
+    print(f"\n{'':22}{'original':>12}{'4-bit RTN':>12}{'4-bit GPTQ':>12}")
+    print(f"{'held-out perplexity':22}" + "".join(f"{value:12.3f}" for value in perplexities.values()))
+    print(f"{'bytes on disk':22}" + "".join(f"{size:12,}" for size in sizes))
+    print(f"\nThe reloaded checkpoint writes: {generate(arguments.output_dir / 'checkpoint')!r}\n")
+    for file in (*files, arguments.output_dir / "checkpoint"):
+        print(file)
+    print(f"{time.perf_counter() - started:.0f} s in all")
 
 
 if __name__ == "__main__":

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from lightning_compress.errors import CalibrationDataError
+from lightning_compress.graph.compat import pytree
 
 MASK_SUFFIX = "attention_mask"
 

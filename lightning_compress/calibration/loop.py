@@ -21,6 +21,7 @@ from torch import Tensor, fx, nn
 from lightning_compress.calibration.observe import Statistics, observing, stretches
 from lightning_compress.calibration.records import ModuleRecord, SubgraphRecord
 from lightning_compress.calibration.solve import QuantizedModule, apply, describe_scheme, solve_group
+from lightning_compress.errors import SolveError
 from lightning_compress.graph.execute import execute
 from lightning_compress.graph.stages import Group, Source, Step, Subgraph, last_steps
 from lightning_compress.graph.trace import Leaf, Traced
@@ -79,7 +80,7 @@ def calibrate(run: Calibration, write: Write) -> Iterator[SubgraphRecord]:
                 _run_step(run, step, number, last, statistics)
                 clock.lap("run")
                 for group in step.solve:
-                    gathered = _merged(group, statistics)
+                    gathered = _merged(run, group, statistics)
                     num_tokens = max([num_tokens, *(statistic.num_tokens for statistic in gathered.values())])
                     for quantized in solve_group(group, run.root, run.resolved, gathered):
                         modules.append(_record(run, subgraph, group, quantized, gathered, write(quantized)))
@@ -136,9 +137,18 @@ def _drops(step: Step, kept: set[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
     return drops
 
 
-def _merged(group: Group, statistics: Statistics) -> dict[type[Statistic], Statistic]:
-    """The statistics of a group: those of its one source, or of all calls of a module taken together."""
-    gathered = [statistics[source] for source in group.sources]
+def _merged(run: Calibration, group: Group, statistics: Statistics) -> dict[type[Statistic], Statistic]:
+    """The statistics of a group: those of its one source, or of all calls of a module taken together.
+
+    Raises:
+        SolveError: a module inside an opaque leaf was not called on any batch.
+    """
+    gathered = [statistics[source] for source in group.sources if source in statistics]
+    if not gathered and any(run.needs[source] for source in group.sources):
+        raise SolveError(
+            f"{', '.join(group.members)}: not called on any batch of the calibration data, so there are no statistics to solve with. "
+            "Give other or more samples, add it to `ignore`, or quantize it with the algorithm `rtn`."
+        )
     if len(gathered) < 2:
         return dict(gathered[0]) if gathered else {}
     total = deepcopy(gathered[0])

@@ -1,13 +1,12 @@
 """Gather statistics of the values that groups read, without their padding tokens."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor, fx, nn
 
-from lightning_compress.graph.leaf import Leaf, leaf_input
-from lightning_compress.graph.stages import Source, Step
+from lightning_compress.graph.stages import Source, Step, quantizable_calls
 from lightning_compress.statistics import Statistic
 
 Statistics = dict[Source, dict[type[Statistic], Statistic]]
@@ -30,6 +29,8 @@ def observing(
 
     def update(source: Source, x: object) -> None:
         assert isinstance(x, Tensor)
+        if not needs[source]:
+            return
         mask = values[masks[source]] if source in masks else None
         kept = tokens(x, mask if isinstance(mask, Tensor) else None)
         found = statistics.setdefault(source, {})
@@ -54,22 +55,15 @@ def stretches(step: Step) -> list[tuple[tuple[fx.Node, ...], list[Source]]]:
     A value is observed right before the first module that reads it, because the model may change it in place afterwards
     (`x += f(x)`). What is read inside an opaque leaf is observed while that one call runs.
     """
-    solved = {name for group in step.solve for name in group.members}
+    solved = frozenset(name for group in step.solve for name in group.members)
+    calls = [{source for _, source in quantizable_calls(node, solved)} for node in step.nodes]
     ends: dict[int, list[Source]] = {len(step.nodes): []}
     for source in step.observe:
-        if source.inner is not None:
-            at = step.nodes.index(source.node)
-            ends.setdefault(at, [])
-            ends.setdefault(at + 1, []).append(source)
-            continue
-        reading = (at for at, node in enumerate(step.nodes) if _reads(node, source.node, solved))
-        ends.setdefault(next(reading, len(step.nodes)), []).append(source)
+        first = next((at for at, read in enumerate(calls) if source in read), len(calls))
+        ends.setdefault(first, [])
+        ends.setdefault(first if source.inner is None else first + 1, []).append(source)
     starts = [0, *sorted(ends)]
     return [(step.nodes[start:end], ends[end]) for start, end in zip(starts, sorted(ends), strict=False)]
-
-
-def _reads(node: fx.Node, value: fx.Node, modules: Collection[str]) -> bool:
-    return isinstance(node.target, Leaf) and node.target.name in modules and leaf_input(node) is value
 
 
 def tokens(x: Tensor, mask: Tensor | None) -> Tensor:

@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from lightning_compress.calibration.batches import CalibrationSet
 from lightning_compress.calibration.loop import Calibration
 from lightning_compress.calibration.solve import group_key, needed_statistics
 from lightning_compress.calibration.target import Target
 from lightning_compress.errors import CalibrationDataError, UnsupportedModelError
+from lightning_compress.graph.compat import pytree
 from lightning_compress.graph.stages import Schedule, Source, Subgraph, datafree_subgraphs, subgraphs
 from lightning_compress.graph.targets import sequential_modules
 from lightning_compress.graph.trace import Traced, flatten_batch, leaf_input, token_mask_for, trace, violated_guards

@@ -10,12 +10,12 @@ import torch
 from compressed_tensors.compressors import decompress_module
 from compressed_tensors.quantization import QuantizationStatus
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
 from lightning_compress.calibration.target import find_target
 from lightning_compress.errors import CompressionError
 from lightning_compress.export.checkpoint import load_compressed
+from lightning_compress.graph.compat import pytree
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,10 @@
 Written against torch 2.11-2.13 and transformers 5.15-5.23. What is used and why:
 
 - `ProxyTorchDispatchMode`, `PythonKeyTracer`, `FakeTensorMode`, `ShapeEnv`: the parts `make_fx` consists of. `make_fx`
-  itself names parameters `_param_constant0`, keeps `no_grad` and autocast switches as nodes and builds a GraphModule that
-  nobody runs, so the parts are put together here.
-- `nn.Module._compiled_call_impl`: an instance-level hook around `__call__`, made for `nn.Module.compile`. It sees a call
-  with the module's own hooks inside and leaves `forward` alone, whoever else has replaced it.
+  itself names parameters `_param_constant0`, keeps `no_grad` and autocast switches as nodes and builds a GraphModule
+  that nobody runs, so the parts are put together here.
+- `nn.Module._compiled_call_impl`: an instance-level hook around `__call__`, made for `nn.Module.compile`. It sees a
+  call with the module's own hooks inside and leaves `forward` alone, whoever else has replaced it.
 - `masking_utils.find_packed_sequence_indices` reads values to find packed sequences. On fake tensors it cannot, assumes
   them, and so costs SDPA's fast path.
 - `config._experts_implementation`: mixture-of-experts modules loop over the experts that were hit, which fake tensors
@@ -16,7 +16,7 @@ Written against torch 2.11-2.13 and transformers 5.15-5.23. What is used and why
 import logging
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -28,18 +28,23 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import (
-    ProxyTorchDispatchMode,
     PreDispatchTorchFunctionMode,
+    ProxyTorchDispatchMode,
     PythonKeyTracer,
     _temp_remove_pre_dispatch_torch_function_mode,
     disable_autocast_cache,
     disable_proxy_modes_tracing,
     get_proxy_mode,
-    set_meta,
     track_tensor_tree,
 )
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.utils import _python_dispatch, _pytree
 from transformers import masking_utils
+
+from lightning_compress.graph.values import SYMBOLIC_TYPES
+
+pytree = _pytree
+TorchDispatchMode = _python_dispatch.TorchDispatchMode
 
 SIZE_READERS = (
     torch.ops.aten.sym_size.int,
@@ -48,9 +53,8 @@ SIZE_READERS = (
     torch.ops.aten.sym_storage_offset.default,
 )
 """Targets of nodes that ask a tensor for a number and do not need its data."""
-SYMBOLIC_TYPES = (torch.SymInt, torch.SymFloat, torch.SymBool)
 TRACE_DEVICE = torch.device("cpu")
-"""Where fake tensors claim to be. One device for all, wherever the weights are, so that an offloaded model traces too."""
+"""Where fake tensors claim to be: one device, wherever the weights are, so that an offloaded model traces too."""
 
 
 class UnrecordedTensorError(RuntimeError):
@@ -61,27 +65,36 @@ class AutocastError(RuntimeError):
     """The model switches autocast between leaves; the recorded operations would run without the switch."""
 
 
+class SpecializedSizeError(RuntimeError):
+    """The code only works for the very size that it was traced with; `symbol` is that size, if it is just one."""
+
+    def __init__(self, message: str, symbol: sympy.Symbol | None = None) -> None:
+        super().__init__(message)
+        self.symbol = symbol
+
+
 class Recorder(PythonKeyTracer):
     """Builds the graph; tensors that nobody computed become `get_attr` nodes with qualified names."""
 
     def __init__(self, names: Mapping[int, str], fake_mode: FakeTensorMode) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.root = nn.Module()
         self.graph = fx.Graph(tracer_cls=PythonKeyTracer)
         self.names = names
         self.fake_mode = fake_mode
         self.constants: dict[str, Tensor] = {}
+        self.before_node: Callable[[], None] = lambda: None
         # a proxy mode defers sizes exactly while it runs an operation
         shapes_of(fake_mode).inside_operation = lambda: self.enable_thunkify
 
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        """As in fx; `before_node` may object."""
+        self.before_node()
+        return super().create_node(*args, **kwargs)
+
     def create_arg(self, a: Any) -> Any:
-        """As in fx, but a bare tensor is looked up by identity, and a model output stays what it is."""
-        if isinstance(a, Tensor):
-            return self._attribute(a)
-        if isinstance(a, Mapping) and is_dataclass(a):
-            present = {f.name: self.create_arg(getattr(a, f.name)) for f in fields(a) if getattr(a, f.name) is not None}
-            return fx.proxy.TracerBase.create_node(self, "call_function", type(a), (), present)
-        return super().create_arg(a)
+        """As in fx, but a bare tensor is looked up by identity."""
+        return self._attribute(a) if isinstance(a, Tensor) else super().create_arg(a)
 
     def _attribute(self, tensor: Tensor) -> fx.Node:
         name = self.names.get(id(tensor))
@@ -117,18 +130,21 @@ class _GradAndAutocast(PreDispatchTorchFunctionMode):
 
 
 class Shapes(ShapeEnv):
-    """Symbols, and in `decisions` every condition on a size that code took for granted, whether recorded as a guard or not.
+    """Symbols, and in `decisions` every condition on a size that code took for granted.
 
-    What an operation decides inside (a convolution its algorithm by the number of rows) it decides anew when it is run, so
-    only equalities among those count: they may have turned a symbolic size into a number.
+    What an operation decides inside (a convolution its algorithm by the number of rows) it decides anew when it is run,
+    so only equalities among those count: they may have turned a symbolic size into a number.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.decisions: list[sympy.Basic] = []
         self.inside_operation: Callable[[], bool] = lambda: False
+        self.equalities_allowed = True
 
     def _log_guard(self, prefix: str, g: Any, forcing_spec: bool) -> None:
+        if g.has(sympy.Eq) and not self.equalities_allowed:
+            raise SpecializedSizeError(f"it fixes sizes of the batch: {g}")
         if g.has(sympy.Eq) or not self.inside_operation():
             self.decisions.append(g)
 
@@ -163,14 +179,15 @@ def fake_batch(fake_mode: FakeTensorMode, tensors: Sequence[Tensor], dynamic: Se
 
 @contextmanager
 def recording(recorder: Recorder) -> Iterator[None]:
-    """Within: operations on fake tensors are recorded before autograd takes them apart (`aten.linear` stays one node)."""
+    """Within: operations on fake tensors are recorded, before they are taken apart (`aten.linear` stays one node)."""
     decompositions = {torch.ops.aten.sym_numel.default: torch._decomp.decompositions.sym_numel}
     proxy_mode = ProxyTorchDispatchMode(
         recorder, "symbolic", pre_dispatch=True, decomposition_table=decompositions, _error_on_data_dependent_ops=True
     )
     with ExitStack() as stack:
-        # it logs a failing operation at length before raising, and failing is how fallbacks are found
-        stack.enter_context(_assigned(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
+        for logger in ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes"):
+            # they log a failure at length before raising it, and failing is how fallbacks are found
+            stack.enter_context(_assigned(logging.getLogger(logger), "disabled", True))
         stack.enter_context(torch.no_grad())
         stack.enter_context(recorder.fake_mode)
         stack.enter_context(enable_python_dispatcher())
@@ -185,6 +202,21 @@ def not_recording() -> Iterator[None]:
     """Within: operations run on fake tensors, but leave no trace."""
     with disable_proxy_modes_tracing(), _temp_remove_pre_dispatch_torch_function_mode():
         yield
+
+
+@contextmanager
+def deciding_nothing(shapes: Shapes) -> Iterator[None]:
+    """Within: conditions on sizes are evaluated for the traced batch and not kept; an equality raises.
+
+    For the body of a leaf: it is run for real later and decides anew.
+
+    Raises:
+        SpecializedSizeError: at the first equality that is not true for all sizes.
+    """
+    kept = len(shapes.decisions)
+    with shapes.suppress_guards(), _assigned(shapes, "equalities_allowed", False):
+        yield
+    del shapes.decisions[kept:]
 
 
 def active_recorder() -> Recorder | None:
@@ -245,48 +277,10 @@ def _track(recorder: Recorder, proxy: fx.Proxy, value: Any) -> None:
             _track(recorder, recorder.create_proxy("call_function", access, (proxy, key), {}), item)
 
 
-def concrete(value: Any, sizes: Mapping[sympy.Symbol, int] | None = None) -> Any:
-    """A (nested) value with symbolic sizes replaced by their numbers in the traced batch, or by what `sizes` makes of them."""
-    if isinstance(value, Tensor):
-        shape = [concrete(size, sizes) for size in value.shape]
-        strides = [concrete(stride, sizes) for stride in value.stride()]
-        return torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
-    if isinstance(value, torch.SymInt):
-        return int(value.node.hint if sizes is None else value.node.expr.xreplace(sizes))
-    if isinstance(value, SYMBOLIC_TYPES):
-        return value.node.hint
-    return map_nested(value, lambda item: concrete(item, sizes))
-
-
-def items_of(value: Any) -> list[Any]:
-    """What `map_nested` visits, in the same order."""
-    found: list[Any] = []
-    map_nested(value, found.append)
-    return found
-
-
-def map_nested(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Apply to the items of a container (a mapping, sequence or dataclass); anything else is returned as it is."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return type(value)(**{f.name: function(getattr(value, f.name)) for f in fields(value)})
-    if isinstance(value, dict):
-        return {key: function(item) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(function(item) for item in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(function(item) for item in value)
-    return value
-
-
-def expression(size: int | torch.SymInt) -> sympy.Expr:
-    """A size as a sympy expression, so that sizes can be compared without adding a guard."""
-    if isinstance(size, torch.SymInt):
-        return size.node.expr
-    return sympy.Integer(size)
-
-
 @contextmanager
-def calls_replaced(modules: Mapping[str, nn.Module], wrap: Callable[[str, nn.Module], Callable[..., Any]]) -> Iterator[None]:
+def calls_replaced(
+    modules: Mapping[str, nn.Module], wrap: Callable[[str, nn.Module], Callable[..., Any]]
+) -> Iterator[None]:
     """Within: calling a module calls `wrap(name, module)`, which reaches the module and its hooks by `_call_impl`."""
     for name, module in modules.items():
         module.__dict__["_compiled_call_impl"] = wrap(name, module)
@@ -297,11 +291,17 @@ def calls_replaced(modules: Mapping[str, nn.Module], wrap: Callable[[str, nn.Mod
             module.__dict__.pop("_compiled_call_impl", None)
 
 
+MODULE_DICTS = tuple(name for name, value in nn.Module().__dict__.items() if isinstance(value, dict))
+"""Parameters, buffers, submodules and all kinds of hooks."""
+
+
 @contextmanager
 def attributes_restored(root: nn.Module) -> Iterator[None]:
-    """Whatever the body assigns on modules (caches, rescaled buffers, fake parameters) is undone after it."""
-    containers = ("_parameters", "_buffers", "_modules")
-    saved = [(m, dict(m.__dict__), [(m.__dict__[c], dict(m.__dict__[c])) for c in containers]) for m in root.modules()]
+    """Whatever the body changes on modules (caches, rescaled buffers, fake parameters, hooks) is undone after it."""
+    saved = [
+        (module, dict(module.__dict__), [(module.__dict__[name], dict(module.__dict__[name])) for name in MODULE_DICTS])
+        for module in root.modules()
+    ]
     try:
         yield
     finally:
@@ -340,13 +340,12 @@ def replace_by_fakes(root: nn.Module, fake_mode: FakeTensorMode) -> dict[int, st
 def configs_of(root: nn.Module) -> list[transformers.PreTrainedConfig]:
     """Configurations of all transformers models inside `root`, nested ones included, each once."""
     found: dict[int, transformers.PreTrainedConfig] = {}
-    waiting = [m.config for m in root.modules() if isinstance(getattr(m, "config", None), transformers.PreTrainedConfig)]
+    waiting: list[Any] = [getattr(module, "config", None) for module in root.modules()]
     while waiting:
         config = waiting.pop()
-        if id(config) not in found:
+        if isinstance(config, transformers.PreTrainedConfig) and id(config) not in found:
             found[id(config)] = config
-            nested = [getattr(config, key, None) for key in config.sub_configs]
-            waiting += [item for item in nested if isinstance(item, transformers.PreTrainedConfig)]
+            waiting += [getattr(config, key, None) for key in config.sub_configs]
     return list(found.values())
 
 
@@ -375,10 +374,21 @@ def without_cache(root: nn.Module) -> Iterator[None]:
         yield
 
 
+def _mask_by_broadcast(mask_function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def expand(*indices: Tensor) -> Tensor:
+        mask = mask_function(*masking_utils._non_vmap_expansion_sdpa(*indices))
+        return mask.expand([index.shape[0] for index in indices])
+
+    return expand
+
+
 @contextmanager
 def traceable_transformers(root: nn.Module, *, packed_sequences: bool) -> Iterator[None]:
     """Within: transformers takes the branches it takes on real, unpacked data, and runs experts without a loop."""
     with ExitStack() as stack:
+        # as broadcast over index tensors, not as vmap: its indexing operator cannot be recorded before dispatch
+        stack.enter_context(_assigned(masking_utils, "_vmap_expansion_sdpa", _mask_by_broadcast))
+        stack.enter_context(_assigned(masking_utils, "TransformGetItemToIndex", nullcontext))
         if not packed_sequences:
             stack.enter_context(_assigned(masking_utils, "find_packed_sequence_indices", lambda position_ids: None))
         for config in configs_of(root):

@@ -1,10 +1,11 @@
 """Run nodes of a traced graph on real tensors.
 
-The executor is a loop over nodes, not a compiled module: which nodes run together, where their inputs come from and when
-values die is decided by the caller, batch by batch. Constants of the graph follow the device of the run.
+The executor is a loop over nodes, not a compiled module: which nodes run together, where their inputs come from and
+when values die is decided by the caller, batch by batch. Constants of the graph follow the device of the run.
 """
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -23,7 +24,7 @@ def execute(
     """Run `nodes` in order; results go to `values`.
 
     Args:
-        nodes: part of a graph in execution order. `get_attr` nodes are resolved where they are used, so they may be left out.
+        nodes: part of a graph in execution order; `get_attr` nodes are resolved where used, and may be left out.
         values: what the nodes read, and what they compute. Placeholders are put in by the caller. Sizes are plain ints.
         root: owner of the modules and tensors that the graph names.
         constants: `Traced.constants`.
@@ -31,7 +32,7 @@ def execute(
         drop_after: after this node, these values are deleted.
     """
 
-    def resolve(argument: object) -> object:
+    def resolve(argument: Any) -> Any:
         if isinstance(argument, fx.Node):
             return attribute(argument, root, constants, device) if argument.op == "get_attr" else values[argument]
         return device if isinstance(argument, torch.device) else argument
@@ -43,8 +44,7 @@ def execute(
                 kwargs = fx.node.map_aggregate(node.kwargs, resolve)
                 target = node.target
                 function = root.get_submodule(target.name) if isinstance(target, Leaf) else target
-                assert callable(function) and isinstance(args, tuple) and isinstance(kwargs, dict)
-                values[node] = function(*args, **kwargs)
+                values[node] = cast(Callable[..., object], function)(*cast(Any, args), **cast(Any, kwargs))
             for dead in drop_after.get(node, ()):
                 values.pop(dead, None)
 

@@ -1,15 +1,15 @@
 """One attempt at recording a model: which module calls become leaves, and where an attempt failed.
 
-A leaf's node is recorded and its body then runs on the fake tensors, unrecorded, to learn its output's shape. Bodies that
-cannot (they read values, or loop over a symbolic length) are tried in three ways, the caller escalating from one to the next:
+A leaf's node is recorded, and its body runs on the fake tensors, unrecorded, to learn its output's shape. Some cannot:
+they read values, or loop over a symbolic length. So there are three ways, the caller escalating from one to the next:
 
 - SYMBOLIC: on the symbolic sizes;
 - STATIC: on fake tensors of the traced batch's plain sizes;
 - OBSERVED: not at all; the output's sizes are those of a real run of the whole step.
 
-In the latter two, the body is run for two batches of different sizes. An output size that is the same in both is a constant
-(unless a size of the batch did not change either); the others must be a size of the batch or of the leaf's inputs, a product
-of two of them, or one of those plus or times a constant.
+In the latter two, the body is run for two batches of different sizes. An output size that is the same in both is a
+constant (unless a size of the batch did not change either); the others must be a size of the batch or of the leaf's
+inputs, a product of two of them, or one of those plus, times or divided by a constant.
 """
 
 from collections import Counter
@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import combinations
-from typing import Any
+from typing import Any, cast
 
 import sympy
 import torch
@@ -25,6 +25,7 @@ from torch import Tensor, fx, nn
 
 from lightning_compress.graph import compat
 from lightning_compress.graph.leaf import Leaf
+from lightning_compress.graph.values import concrete, expression, items_of, map_nested, symbolic_sizes
 
 PASS_THROUGH = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
@@ -39,10 +40,6 @@ class Body(IntEnum):
     SYMBOLIC = 0
     STATIC = 1
     OBSERVED = 2
-
-
-class SpecializedSizeError(RuntimeError):
-    """The code only works for the very size that it was traced with."""
 
 
 @dataclass(frozen=True)
@@ -87,18 +84,18 @@ class Attempt:
     def wrap(self, name: str, module: nn.Module) -> Callable[..., Any]:
         """What a call of `module` does while recording (see `compat.calls_replaced`)."""
         run = self._call_leaf if name in self.cut.leaves else self._call_container
-        original = module._call_impl
+        original: Callable[..., Any] = module._call_impl
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if compat.active_recorder() is not self.recorder:
                 return original(*args, **kwargs)
-            self._check_sizes()  # outside the `try`: what the caller did is the caller's failure
+            self.check_sizes()  # outside the `try`: what the caller did is the caller's failure
             first = len(self.recorder.graph.nodes)
             is_span = name in self.cut.boundaries and not self.inside_boundary
             self.inside_boundary |= is_span
             try:
                 output = run(name, module, args, kwargs)
-                self._check_sizes()
+                self.check_sizes()
             except Exception as error:
                 if self.failure is None or self.failure[1] is not error:
                     self.failure = (name, error)
@@ -133,8 +130,10 @@ class Attempt:
             first, second = (observed[number] for observed in self.cut.observed[name])
         return symbolic_like(first, second, known_sizes([*symbolic_sizes((args, kwargs)), *self.sizes], self.other))
 
-    def _static_output(self, module: nn.Module, args: Any, kwargs: Any, sizes: Mapping[sympy.Symbol, int] | None) -> Any:
-        plain_args, plain_kwargs = compat.concrete((args, kwargs), sizes)
+    def _static_output(
+        self, module: nn.Module, args: Any, kwargs: Any, sizes: Mapping[sympy.Symbol, int] | None
+    ) -> Any:
+        plain_args, plain_kwargs = concrete((args, kwargs), sizes)
         with compat.attributes_restored(module):
             return layouts(module._call_impl(*plain_args, **plain_kwargs))
 
@@ -142,30 +141,26 @@ class Attempt:
         key = call_signature(module, args, kwargs)
         if key is not None and key in self.outputs:
             return self.outputs[key].detach()
-        env = compat.shapes_of(self.recorder.fake_mode)
-        checked = len(env.decisions)
-        # the leaf is run for real later and decides anew, so what it decides here is no condition of the graph
-        with env.suppress_guards():
+        with compat.deciding_nothing(compat.shapes_of(self.recorder.fake_mode)):
             output = module._call_impl(*args, **kwargs)
-        decided = [condition for condition in env.decisions[checked:] if condition.has(sympy.Eq)]
-        del env.decisions[checked:]
-        if decided:
-            raise SpecializedSizeError(f"it fixes sizes of the batch: {decided[0]}")
-        if key is not None and isinstance(output, Tensor) and not any(output is item for item in (*args, *kwargs.values())):
+        is_input = any(output is item for item in (*args, *kwargs.values()))
+        if key is not None and isinstance(output, Tensor) and not is_input:
             self.outputs[key] = output
         return output
 
-    def _check_sizes(self) -> None:
+    def check_sizes(self) -> None:
         """Raise if code tied a size of the batch to its traced value: the graph would not serve ragged batches."""
         env = compat.shapes_of(self.recorder.fake_mode)
-        new = env.decisions[self.checked :]
-        self.checked = len(env.decisions)
+        if len(env.decisions) == self.checked:
+            return
+        new, self.checked = env.decisions[self.checked :], len(env.decisions)
         fixed = [symbol for symbol in self.symbols if symbol in env.replacements and env.replacements[symbol].is_number]
         if fixed:
-            raise SpecializedSizeError(f"it takes the length or the number of rows ({env.replacements[fixed[0]]}) for a constant")
+            size = env.replacements[fixed[0]]
+            raise compat.SpecializedSizeError(f"it takes a size of the batch ({size}) for a constant", fixed[0])
         equalities = [condition for condition in new if condition.has(sympy.Eq)]
         if equalities and self.inside_boundary:
-            raise SpecializedSizeError(f"it fixes sizes of the batch: {equalities[0]}")
+            raise compat.SpecializedSizeError(f"it fixes sizes of the batch: {equalities[0]}")
 
 
 def call_signature(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
@@ -180,7 +175,7 @@ def call_signature(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, ...]
 
 def _plain(value: Any) -> tuple[Any, ...] | None:
     if isinstance(value, Tensor):
-        return (value.dtype, *map(compat.expression, value.shape), *map(compat.expression, value.stride()))
+        return (value.dtype, *map(expression, value.shape), *map(expression, value.stride()))
     if isinstance(value, tuple):
         items = tuple(_plain(item) for item in value)
         return None if None in items else items
@@ -196,7 +191,7 @@ def _module_signature(module: nn.Module) -> tuple[Any, ...] | None:
     if None in children:
         return None
     tensors = [(name, _plain(t)) for held in (module._parameters, module._buffers) for name, t in held.items()]
-    own = [(name, _plain(value) or id(value)) for name, value in module.__dict__.items() if name not in NOT_IN_SIGNATURE]
+    own = [(key, _plain(value) or id(value)) for key, value in module.__dict__.items() if key not in NOT_IN_SIGNATURE]
     return (type(module), *tensors, *own, *children)
 
 
@@ -207,15 +202,6 @@ def passes_through(module: nn.Module) -> bool:
     return type(module) is nn.Identity or not module.training
 
 
-def symbolic_sizes(value: Any) -> list[torch.SymInt]:
-    """All symbolic sizes of the tensors in a nested value."""
-    if isinstance(value, Tensor):
-        return [size for size in value.shape if isinstance(size, torch.SymInt)]
-    found: list[torch.SymInt] = []
-    compat.map_nested(value, lambda item: found.extend(symbolic_sizes(item)))
-    return found
-
-
 Known = tuple[torch.SymInt, int, int]
 """A symbolic size, its value in the traced batch and its value in the second batch."""
 
@@ -223,9 +209,9 @@ Known = tuple[torch.SymInt, int, int]
 def known_sizes(symbols: Sequence[torch.SymInt], other: Mapping[sympy.Symbol, int]) -> list[Known]:
     """Each size and each product of two, without repetition."""
     known: dict[sympy.Expr, Known] = {}
-    singles = {compat.expression(symbol): symbol for symbol in symbols}
+    singles = {expression(symbol): symbol for symbol in symbols}
     for symbol in [*singles.values(), *(left * right for left, right in combinations(singles.values(), 2))]:
-        known.setdefault(compat.expression(symbol), (symbol, compat.concrete(symbol), compat.concrete(symbol, other)))
+        known.setdefault(expression(symbol), (symbol, concrete(symbol), concrete(symbol, other)))
     return list(known.values())
 
 
@@ -233,14 +219,14 @@ def layouts(value: Any) -> Any:
     """A nested value with each tensor replaced by its `Layout`."""
     if isinstance(value, Tensor):
         return Layout(tuple(value.shape), value.stride(), value.dtype)
-    return compat.map_nested(value, layouts)
+    return map_nested(value, layouts)
 
 
 def symbolic_like(first: Any, second: Any, known: Sequence[Known]) -> Any:
     """A nested value with each `Layout` (seen in both batches) replaced by a tensor with symbolic sizes."""
     if not isinstance(first, Layout):
-        seconds = iter(compat.items_of(second))
-        return compat.map_nested(first, lambda item: symbolic_like(item, next(seconds), known))
+        seconds = iter(items_of(second))
+        return map_nested(first, lambda item: symbolic_like(item, next(seconds), known))
     sizes = [_symbolic_size(a, b, known) for a, b in zip(first.sizes, second.sizes, strict=True)]
     order = sorted(range(len(sizes)), key=lambda dim: -first.strides[dim])
     stored = torch.empty([sizes[dim] for dim in order], dtype=first.dtype, device=compat.TRACE_DEVICE)
@@ -258,12 +244,17 @@ def _symbolic_size(first: int, second: int, known: Sequence[Known]) -> int | tor
         return exact
     if first == second:
         return first
-    for symbol, a, b in known:
-        if a != b and first - a == second - b:
+    changed = ((symbol, a, b) for symbol, a, b in known if a != b)
+    for symbol, a, b in changed:
+        if first - a == second - b:
             return symbol + (first - a)
-        if a != b and first % a == 0 and first * b == second * a:
+        if first % a == 0 and first * b == second * a:
             return symbol * (first // a)
-    raise SpecializedSizeError(f"its output has a size of {first}, {second} in another batch, which follows no simple rule")
+        if a % first == 0 and first * b == second * a:
+            return cast(torch.SymInt, symbol // (a // first))
+    raise compat.SpecializedSizeError(
+        f"its output has a size of {first}, {second} in another batch, which follows no simple rule"
+    )
 
 
 def observe(root: nn.Module, modules: Mapping[str, nn.Module], run: Callable[[], object]) -> dict[str, list[Any]]:
@@ -274,11 +265,13 @@ def observe(root: nn.Module, modules: Mapping[str, nn.Module], run: Callable[[],
     """
     on_meta = next((name for name, parameter in root.named_parameters() if parameter.is_meta), None)
     if on_meta is not None:
-        raise RuntimeError(f"it reads values, and with {on_meta} not loaded the model cannot be run to learn its shapes")
+        raise RuntimeError(
+            f"it reads values, and with {on_meta} not loaded the model cannot be run to learn its shapes"
+        )
     seen: dict[str, list[Any]] = {name: [] for name in modules}
 
     def wrap(name: str, module: nn.Module) -> Callable[..., Any]:
-        original = module._call_impl
+        original: Callable[..., Any] = module._call_impl
 
         def call(*args: Any, **kwargs: Any) -> Any:
             output = original(*args, **kwargs)

@@ -25,6 +25,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+import torch
 from torch import fx
 
 from lightning_compress.graph.trace import Leaf, Traced, leaf_input
@@ -41,10 +42,14 @@ class Schedule(StrEnum):
 
 @dataclass(frozen=True)
 class Source:
-    """Where a group's input is observed: a value of the graph, or the input of a module inside an opaque leaf."""
+    """Where a group's input is observed: a value of the graph, or the input of a module inside an opaque leaf.
+
+    `writes` tells readers of one value apart that read it before and after it was changed in place.
+    """
 
     node: fx.Node
     inner: str | None = None
+    writes: int = 0
 
 
 @dataclass(frozen=True)
@@ -138,6 +143,26 @@ def _first_leaf(nodes: Sequence[fx.Node]) -> str:
 
 
 Calls = tuple[tuple[str, Source], ...]
+_WRITES = "writes"
+_OPERATOR = type(torch.ops.aten.add.Tensor)
+
+
+def _count_writes(graph: fx.Graph) -> None:
+    """Note at every leaf how often its input was changed in place before, directly or through a view of it."""
+    owners: dict[fx.Node, fx.Node] = {}
+    writes: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        if isinstance(node.target, Leaf):
+            value = leaf_input(node)
+            node.meta[_WRITES] = writes.get(owners.get(value, value), 0)
+        if not isinstance(node.target, _OPERATOR):
+            continue
+        for number, declared in enumerate(node.target._schema.arguments):
+            value = node.args[number] if number < len(node.args) else node.kwargs.get(declared.name)
+            if declared.alias_info is None or not isinstance(value, fx.Node):
+                continue
+            owners[node] = owner = owners.get(value, value)
+            writes[owner] = writes.get(owner, 0) + declared.alias_info.is_write
 
 
 def quantizable_calls(node: fx.Node, quantizable: frozenset[str]) -> Calls:
@@ -146,7 +171,7 @@ def quantizable_calls(node: fx.Node, quantizable: frozenset[str]) -> Calls:
         return ()
     name = node.target.name
     if name in quantizable:
-        return ((name, Source(leaf_input(node))),)
+        return ((name, Source(leaf_input(node), writes=node.meta.get(_WRITES, 0))),)
     return tuple((inner, Source(node, inner)) for inner in sorted(quantizable) if inner.startswith(name + "."))
 
 
@@ -203,6 +228,7 @@ def subgraphs(traced: Traced, quantizable: frozenset[str], key: GroupKey, schedu
         schedule: `staged`, `block` or `basic`; `datafree` needs no graph, see `datafree_subgraphs`.
     """
     unsolved = set(quantizable)
+    _count_writes(traced.graph)
     if schedule is Schedule.BASIC:
         parts: tuple[Segment, ...] = (Segment("model", tuple(computed_nodes(traced.graph))),)
     else:

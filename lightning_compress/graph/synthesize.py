@@ -1,14 +1,14 @@
 """The batch that is traced: like the user's, but with sizes that no constant of the model has.
 
-A traced size of 1 becomes a constant and equal sizes become one symbol, so the batch that is traced has several rows, and
-a length that is prime. It stays near the true length because models decide by it (`length > sliding_window`), and takes
-its values from the true batch, in case a module has to be run on it for real.
+A traced size of 1 becomes a constant and equal sizes become one symbol, so the batch that is traced has several rows,
+and a length that is prime. It stays near the true length because models decide by it (`length > sliding_window`), and
+takes its values from the true batch, in case a module has to be run on it for real.
 
-Which dimensions are free is decided here too: rows of every tensor, and the token dimension of every tensor that has one.
-All others (image sizes, mel bins, classes) are constants of the graph; another image size needs another trace.
+Which dimensions are free is decided here too: rows of every tensor, and the token dimension of those that have one. All
+others (image sizes, mel bins, classes) are constants of the graph; another image size needs another trace.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import chain, count
@@ -97,7 +97,7 @@ class Synthetic:
 
 
 def synthesize(
-    paths: Sequence[str], tensors: Sequence[Tensor], *, separate_decoder: bool
+    paths: Sequence[str], tensors: Sequence[Tensor], *, separate_decoder: bool, fixed: Collection[tuple[int, int]] = ()
 ) -> tuple[Synthetic, Synthetic]:
     """Tensors like the given ones with rows and lengths to trace on, and again with others.
 
@@ -105,6 +105,7 @@ def synthesize(
         paths: key paths, as of `flatten_batch`.
         tensors: the true batch, flattened.
         separate_decoder: labels belong to a decoder with a length of its own.
+        fixed: (tensor, dimension) whose sizes stay and are constants.
 
     Batches of tokens only get 3 (2) rows and a prime length; with pixels or features among them, the number of image
     tokens fits the images, so lengths stay and each row is repeated as often.
@@ -112,18 +113,27 @@ def synthesize(
     separate = separate_decoder or any(_last(path).startswith("decoder_") for path in paths)
     groups = [_group(path, separate) for path in paths]
     lengths = {group: _length(paths, tensors, groups, group) for group in groups}
-    dynamic = tuple(
-        tuple(_is_dynamic(tensor, dim, lengths[group]) for dim in range(tensor.ndim))
-        for tensor, group in zip(tensors, groups, strict=True)
+    given_rows = next(
+        (t.shape[0] for t, g in zip(tensors, groups, strict=True) if t.ndim == 2 and t.shape[1] == lengths[g]), 0
     )
-    only_tokens = all(all(dims) for dims in dynamic)
-    given_rows = max((t.shape[0] for t in tensors if t.ndim), default=1)
+    given_rows = given_rows or max((t.shape[0] for t in tensors if t.ndim), default=1)
+    dynamic = tuple(
+        tuple(
+            (index, dim) not in fixed and _is_dynamic(tensor, dim, given_rows, lengths[group])
+            for dim in range(tensor.ndim)
+        )
+        for index, (tensor, group) in enumerate(zip(tensors, groups, strict=True))
+    )
+    only_tokens = all(d or (i, n) in fixed for i, dims in enumerate(dynamic) for n, d in enumerate(dims))
     taken: set[int] = set()
     made = []
     for rows in ROWS:
         new = _new_lengths(lengths, taken) if only_tokens else lengths
         factor = (rows, given_rows if only_tokens else 1)
-        resized = (_resized(t, d, new[g], factor) for t, d, g in zip(tensors, dynamic, groups, strict=True))
+        resized = [
+            _resized(tensor, dims, _row_dim(tensor, given_rows, lengths[group]), new[group], factor)
+            for tensor, dims, group in zip(tensors, dynamic, groups, strict=True)
+        ]
         made.append(Synthetic(tuple(resized), dynamic))
     return made[0], made[1]
 
@@ -138,19 +148,24 @@ def _group(path: str, separate: bool) -> str:
 
 
 def _length(paths: Sequence[str], tensors: Sequence[Tensor], groups: Sequence[str], group: str) -> int:
-    """The token length of a group: the second size of its integer tensors [B, L], ids and masks first; 0 without any."""
+    """The token length of a group: the second size of its integer tensors [B, L], ids and masks first; or 0."""
     members = [(p, t) for p, t, g in zip(paths, tensors, groups, strict=True) if g == group]
     tokens = [(p, t) for p, t in members if t.ndim == 2 and not t.is_floating_point()]
     tokens.sort(key=lambda member: not _last(member[0]).endswith(("input_ids", "attention_mask")))
     return tokens[0][1].shape[1] if tokens else 0
 
 
-def _is_dynamic(tensor: Tensor, dim: int, length: int) -> bool:
-    if dim == 0:
-        return True
-    if tensor.ndim == 4 and not tensor.is_floating_point():
-        return dim >= 2 and tensor.shape[dim] == length
-    return dim == 1 and tensor.shape[dim] == length
+def _row_dim(tensor: Tensor, rows: int, length: int) -> int:
+    """0, but 1 for multi-axis positions [3, B, L] (Qwen2-VL)."""
+    return int(tensor.ndim == 3 and not tensor.is_floating_point() and tensor.shape[1:] == (rows, length))
+
+
+def _is_dynamic(tensor: Tensor, dim: int, rows: int, length: int) -> bool:
+    """Rows, and tokens: in masks and ids wherever the size is the token length, in embeddings [B, L, C] the second."""
+    row_dim = _row_dim(tensor, rows, length)
+    return dim == row_dim or (
+        dim > row_dim and tensor.shape[dim] == length and (dim == 1 or not tensor.is_floating_point())
+    )
 
 
 def _new_lengths(lengths: Mapping[str, int], taken: set[int]) -> dict[str, int]:
@@ -167,11 +182,11 @@ def _is_prime(number: int) -> bool:
     return number > 1 and all(number % divisor for divisor in range(2, int(number**0.5) + 1))
 
 
-def _resized(tensor: Tensor, dims: Sequence[bool], length: int, factor: tuple[int, int]) -> Tensor:
+def _resized(tensor: Tensor, dims: Sequence[bool], row_dim: int, length: int, factor: tuple[int, int]) -> Tensor:
     """Rows times a rational factor, tokens to a length, by repeating or leaving out."""
     for dim, is_dynamic in enumerate(dims):
         if is_dynamic:
             size = tensor.shape[dim]
-            wanted = length if dim else max(1, size * factor[0] // factor[1])
+            wanted = max(1, size * factor[0] // factor[1]) if dim == row_dim else length
             tensor = tensor.index_select(dim, torch.arange(wanted, device=tensor.device) % size)
     return tensor

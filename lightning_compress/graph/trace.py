@@ -1,18 +1,21 @@
-"""Trace a model by running its own Python on fake tensors; modules that matter are single nodes, the rest ATen operations.
+"""Trace a model by running its own Python on fake tensors: modules that matter are nodes, the rest ATen operations.
 
-Method: `make_fx`'s machinery (see `compat`) with leaf modules. A leaf is a target, or any module that holds neither a target
-nor a boundary; its call is one node and is later run as the real module, so norms, rotary embeddings and activations
-give bit-identical results. What lies between leaves is recorded as operations. Symbolic sizes make one graph serve ragged batches.
-Alternatives not taken: symbolic proxies through Python control flow (needs rewritten sources), `torch.export` (cannot keep
-modules, needs the user to name dynamic dimensions), hooks on layers (do not know what happens between them).
+Method: `make_fx`'s machinery (see `compat`) with leaf modules. A leaf is a target, or any module that holds neither a
+target nor a boundary; its call is one node and is later run as the real module, so norms, rotary embeddings and
+activations give bit-identical results. What lies between leaves is recorded as operations. Symbolic sizes make one
+graph serve ragged batches. Alternatives not taken: symbolic proxies through Python control flow (needs rewritten
+sources), `torch.export` (cannot keep modules, wants dynamic dimensions named), hooks on layers (do not know what
+happens between).
 
-What cannot be recorded falls back by itself: the innermost module that fails (a Mamba mixer, say), and all of its class,
-become single nodes; leaves that read values get their output shapes from a real run. Each is named in `Traced.fallbacks`.
+What cannot be recorded falls back by itself: the innermost module that fails (a Mamba mixer, say), and all of its
+class, become single nodes; a leaf that reads values gets its output shape from a real run; where a model unrolls over
+its rows, the graph serves only batches of so many. Each is named in `Traced.fallbacks`.
 """
 
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import sympy
@@ -24,8 +27,20 @@ from lightning_compress.graph import compat
 from lightning_compress.graph.leaf import Leaf, leaf_input
 from lightning_compress.graph.record import Attempt, Body, Cut, observe
 from lightning_compress.graph.synthesize import Structure, Synthetic, flatten_batch, synthesize
+from lightning_compress.graph.values import expression, is_symbolic, symbolic_sizes
 
-__all__ = ["Fallback", "Leaf", "Span", "Traced", "flatten_batch", "leaf_input", "token_mask_for", "trace", "violated_guards"]
+__all__ = [
+    "Fallback",
+    "Leaf",
+    "Span",
+    "TraceFallbackWarning",
+    "Traced",
+    "flatten_batch",
+    "leaf_input",
+    "token_mask_for",
+    "trace",
+    "violated_guards",
+]
 
 
 class TraceFallbackWarning(UserWarning):
@@ -96,26 +111,33 @@ def trace(
         UntraceableModelError: not even fallbacks help; names the module and the remedy.
     """
     tensors, structure = flatten_batch(batch)
-    batches = synthesize(structure.paths, tensors, separate_decoder=compat.is_encoder_decoder(root))
+    separate = compat.is_encoder_decoder(root)
     cut = _first_cut(root, leaf_names, boundary_names)
+    fixed: frozenset[tuple[int, int]] = frozenset()
     fallbacks: dict[str, Fallback] = {}
-    while True:
-        with compat.attributes_restored(root), compat.without_cache(root):
+    with compat.attributes_restored(root), compat.without_cache(root):
+        while True:
+            batches = synthesize(structure.paths, tensors, separate_decoder=separate, fixed=fixed)
             outcome = _attempt(root, step, cut, structure, batches)
             if isinstance(outcome, Traced):
                 _warn(root, fallbacks.values())
                 return replace(outcome, fallbacks=tuple(fallbacks.values()))
-            cut, new = _fall_back(root, cut, outcome, frozenset(leaf_names))
-            fallbacks = {**{fallback.module: fallback for fallback in new}, **fallbacks}
-            cut = _with_observations(root, cut, [lambda b=b: step(_on_model_device(root, structure, b)) for b in batches])
+            cut, fixed, told = _fall_back(root, cut, fixed, outcome, frozenset(leaf_names))
+            fallbacks = {**{fallback.module: fallback for fallback in told}, **fallbacks}
+            runs = [partial(_run, root, step, structure, batch) for batch in batches]
+            cut = _with_observations(root, cut, runs)
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The innermost module that an attempt failed in ('' for code outside all modules), and why."""
+    """The innermost module that an attempt failed in ('' for code outside all modules), and why.
+
+    `fixed`: if the code took one size of the batch for a constant, the (tensor, dimension) pairs of that size.
+    """
 
     module: str
     error: Exception
+    fixed: frozenset[tuple[int, int]] = frozenset()
 
 
 def _first_cut(root: nn.Module, leaf_names: Collection[str], boundary_names: Collection[str]) -> Cut:
@@ -163,13 +185,17 @@ def _attempt(
     fake_mode = compat.new_fake_mode()
     synthetic, second = batches
     inputs = compat.fake_batch(fake_mode, synthetic.tensors, synthetic.dynamic)
-    sizes = [size for tensor in inputs for size in tensor.shape if isinstance(size, torch.SymInt)]
-    pairs = [pair for fake, t in zip(inputs, second.tensors, strict=True) for pair in zip(fake.shape, t.shape, strict=True)]
-    other = {compat.expression(size): number for size, number in pairs if isinstance(size, torch.SymInt)}
+    other = {
+        expression(size): number
+        for fake, tensor in zip(inputs, second.tensors, strict=True)
+        for size, number in zip(fake.shape, tensor.shape, strict=True)
+        if is_symbolic(size)
+    }
     packed = any(path.endswith("position_ids") for path in structure.paths)
     with compat.attributes_restored(root), compat.traceable_transformers(root, packed_sequences=packed):
         recorder = compat.Recorder(compat.replace_by_fakes(root, fake_mode), fake_mode)
-        attempt = Attempt(cut, recorder, frozenset(other), sizes, other)
+        attempt = Attempt(cut, recorder, frozenset(other), symbolic_sizes(inputs), other)
+        recorder.before_node = attempt.check_sizes
         try:
             with compat.calls_replaced({**cut.leaves, **cut.containers}, attempt.wrap), compat.recording(recorder):
                 for path, value in zip(structure.paths, inputs, strict=True):
@@ -178,8 +204,10 @@ def _attempt(
                 recorder.create_node("output", "output", (compat.to_argument(recorder, tuple(outputs)),), {})
         except Exception as error:
             failed = attempt.failure
-            return Failure(failed[0] if failed is not None and failed[1] is error else "", error)
-    guards = tuple(dict.fromkeys(compat.shapes_of(fake_mode).decisions))
+            name = failed[0] if failed is not None and failed[1] is error else ""
+            return Failure(name, error, _dimensions(inputs, error))
+    decisions = dict.fromkeys(compat.shapes_of(fake_mode).decisions)
+    guards = tuple(condition for condition in decisions if condition.free_symbols <= attempt.symbols)
     spans = _tidy(recorder.graph, attempt.spans)
     return Traced(recorder.graph, spans, structure.paths, recorder.constants, (), returned.paths, guards)
 
@@ -210,7 +238,18 @@ def _tidy(graph: fx.Graph, spans: Sequence[tuple[str, Sequence[fx.Node]]]) -> tu
     return tuple(sorted(made, key=lambda span: span.first))
 
 
-def _fall_back(root: nn.Module, cut: Cut, failure: Failure, targets: frozenset[str]) -> tuple[Cut, list[Fallback]]:
+def _dimensions(inputs: Sequence[Tensor], error: Exception) -> frozenset[tuple[int, int]]:
+    symbol = error.symbol if isinstance(error, compat.SpecializedSizeError) else None
+    sizes = [(index, dim, size) for index, tensor in enumerate(inputs) for dim, size in enumerate(tensor.shape)]
+    return frozenset((i, d) for i, d, size in sizes if is_symbolic(size) and size.node._expr == symbol)
+
+
+Fixed = frozenset[tuple[int, int]]
+
+
+def _fall_back(
+    root: nn.Module, cut: Cut, fixed: Fixed, failure: Failure, targets: frozenset[str]
+) -> tuple[Cut, Fixed, list[Fallback]]:
     """The next thing to try after a failure, and what to tell about it."""
     name, reason = failure.module, _first_line(failure.error)
     if name in cut.leaves:
@@ -218,30 +257,32 @@ def _fall_back(root: nn.Module, cut: Cut, failure: Failure, targets: frozenset[s
         if body is Body.OBSERVED:
             raise _untraceable(root, failure)
         mates = [other for other, module in cut.leaves.items() if type(module) is type(cut.leaves[name])]
-        bodies = {**cut.bodies, **dict.fromkeys(mates, Body(body + 1))}
-        return replace(cut, bodies=bodies), [Fallback(name, f"its output shape is taken from a run of it: {reason}")]
-    opaque = _opaque_instead(root, cut, name, targets)
-    if not opaque:
-        raise _untraceable(root, failure)
-    told = [
-        Fallback(key, f"recorded as a single call: {reason}", tuple(t for t in sorted(targets) if t.startswith(key + ".")))
-        for key in opaque
-    ]
-    containers = {key: module for key, module in cut.containers.items() if key not in opaque}
-    bodies = {**cut.bodies, **dict.fromkeys(opaque, Body.STATIC)}  # on symbolic sizes they just failed
-    return replace(cut, leaves={**cut.leaves, **opaque}, containers=containers, bodies=bodies), told
+        told = [Fallback(name, f"its output shape is taken from a run of it: {reason}")]
+        return replace(cut, bodies={**cut.bodies, **dict.fromkeys(mates, Body(body + 1))}), fixed, told
+    opaque = _opaque_instead(cut, name, targets)
+    if opaque:
+        told = [
+            Fallback(
+                n, f"recorded as a single call: {reason}", tuple(sorted(t for t in targets if t.startswith(f"{n}.")))
+            )
+            for n in opaque
+        ]
+        containers = {key: module for key, module in cut.containers.items() if key not in opaque}
+        bodies = {**cut.bodies, **dict.fromkeys(opaque, Body.STATIC)}  # on symbolic sizes they just failed
+        return replace(cut, leaves={**cut.leaves, **opaque}, containers=containers, bodies=bodies), fixed, told
+    if failure.fixed - fixed:
+        told = [Fallback(name, f"the graph serves batches of one size only, where the model demands it: {reason}")]
+        return cut, fixed | failure.fixed, told
+    raise _untraceable(root, failure)
 
 
-def _opaque_instead(root: nn.Module, cut: Cut, failed: str, targets: frozenset[str]) -> dict[str, nn.Module]:
-    """Containers to record as single calls instead: the failed one and all of its class. Empty: that would hide too much."""
+def _opaque_instead(cut: Cut, failed: str, targets: frozenset[str]) -> dict[str, nn.Module]:
+    """Containers to record as single calls: the failed one and all of its class. Empty: that would hide everything."""
     module = cut.containers[failed]
     mates = {n: m for n, m in cut.containers.items() if n and type(m) is type(module)}
-    hidden = {t for t in targets if any(t.startswith(n + ".") for n in mates)}
-    holds_layers = any(b.startswith(n + ".") for n in mates for b in cut.boundaries)
-    in_layer = failed in cut.boundaries or any(failed.startswith(b + ".") for b in cut.boundaries)
-    if not in_layer and (not failed or holds_layers or (targets and hidden == targets)):
-        return {}
-    return mates
+    in_layer = any(f"{failed}.".startswith(f"{boundary}.") for boundary in cut.boundaries)
+    left = {name for name in targets | cut.boundaries if not any(name.startswith(f"{n}.") for n in mates)}
+    return mates if in_layer or (failed and left) else {}
 
 
 def _with_observations(root: nn.Module, cut: Cut, runs: Sequence[Callable[[], object]]) -> Cut:
@@ -256,18 +297,18 @@ def _with_observations(root: nn.Module, cut: Cut, runs: Sequence[Callable[[], ob
     return replace(cut, observed={**cut.observed, **{name: (first[name], second[name]) for name in wanted}})
 
 
-def _on_model_device(root: nn.Module, structure: Structure, synthetic: Synthetic) -> Any:
+def _run(root: nn.Module, step: Callable[[Any], Any], structure: Structure, synthetic: Synthetic) -> None:
     device = next((parameter.device for parameter in root.parameters()), torch.device("cpu"))
-    return structure.build([tensor.to(device) for tensor in synthetic.tensors])
+    step(structure.build([tensor.to(device) for tensor in synthetic.tensors]))
 
 
 def _untraceable(root: nn.Module, failure: Failure) -> UntraceableModelError:
     module = root.get_submodule(failure.module)
     where = f"{failure.module or 'the model itself'} ({_class(module)})"
     error = UntraceableModelError(
-        f"cannot record {where} as a graph: {_first_line(failure.error)}. Check that the model runs on this batch; if it "
-        f"does, name a class of layers around this code in `sequential_targets`, or give the code a module of its own, "
-        f"which is then recorded as a single call."
+        f"cannot record {where} as a graph: {_first_line(failure.error)}. Check that the model runs on this batch; if "
+        f"it does, name a class of layers around this code in `sequential_targets`, or give the code a module of its "
+        f"own, which is then recorded as a single call."
     )
     error.__cause__ = failure.error
     return error
@@ -296,16 +337,16 @@ def _first_line(error: BaseException) -> str:
 def token_mask_for(traced: Traced, node: fx.Node) -> fx.Node | None:
     """The padding mask [B, L] that tells which rows of a value are tokens, or None.
 
-    A value has one row per token when it is [B, L, ...] or [B * L, C] in the same symbols as a placeholder whose key path
-    ends with `attention_mask`. Encoder and decoder lengths are different symbols, so each value finds its own mask.
+    A value has one row per token when it is [B, L, ...] or [B * L, C] in the same symbols as a placeholder whose key
+    path ends with `attention_mask`. Encoder and decoder lengths are different symbols, so each value finds its own.
     """
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or value.ndim < 2:
         return None
-    leading = [compat.expression(size) for size in value.shape[:2]]
-    inputs = [candidate for candidate in traced.graph.nodes if candidate.op == "placeholder"]
+    leading = [expression(size) for size in value.shape[:2]]
+    inputs: list[fx.Node] = [candidate for candidate in traced.graph.nodes if candidate.op == "placeholder"]
     for path, mask in zip(traced.placeholders, inputs, strict=True):
-        sizes = [compat.expression(size) for size in mask.meta["val"].shape]
+        sizes = [expression(size) for size in mask.meta["val"].shape]
         if not path.endswith("attention_mask") or len(sizes) != 2:
             continue
         if leading == sizes and value.ndim > 2:
@@ -328,10 +369,10 @@ def violated_guards(traced: Traced, batch: Any) -> list[str]:
     inputs = [node.meta["val"] for node in traced.graph.nodes if node.op == "placeholder"]
     for path, tensor, fake in zip(structure.paths, tensors, inputs, strict=True):
         if tensor.ndim != fake.ndim or tensor.dtype != fake.dtype:
-            problems.append(f"{path} is {tensor.dtype} with {tensor.ndim} dimensions, not {fake.dtype} with {fake.ndim}")
+            problems.append(f"{path} is {tensor.dtype} in {tensor.ndim} dimensions, not {fake.dtype} in {fake.ndim}")
             continue
         for dim, (size, traced_size) in enumerate(zip(tensor.shape, fake.shape, strict=True)):
-            expected = compat.expression(traced_size)
+            expected = expression(traced_size)
             if values.setdefault(expected, int(expected) if expected.is_number else size) != size:
                 problems.append(f"{path}: size {dim} is {size}, not {values[expected]}")
     for guard in traced.guards:

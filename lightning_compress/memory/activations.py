@@ -9,7 +9,8 @@ from typing import final
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
+
+from lightning_compress.graph.compat import pytree
 
 
 def nbytes(value: object) -> int:

@@ -12,9 +12,9 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
+
+from lightning_compress.graph.compat import TorchDispatchMode, pytree
 
 
 @final

@@ -18,7 +18,7 @@ from lightning_compress.export.checkpoint import SavesPretrained
 from lightning_compress.graph.stages import Schedule
 from lightning_compress.plugin import compat
 from lightning_compress.plugin.data import calibration_set
-from lightning_compress.plugin.job import Settings, plan_recipe, prepare_job
+from lightning_compress.plugin.job import Job, Settings, plan_recipe, prepare_job
 from lightning_compress.plugin.loop import CompressionLoop, bystanders
 from lightning_compress.recipe.load import RecipeLike, load_recipe
 from lightning_compress.report.report import Report
@@ -144,7 +144,9 @@ class CompressionCallback(Callback):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Called when `fit` ends by an exception, an interrupt or SIGTERM."""
         if self._is_pending:
-            rank_zero_warn(f"`fit` ended by {type(exception).__name__} before the compression stage: nothing was compressed or written.")
+            rank_zero_warn(
+                f"`fit` ended by {type(exception).__name__} before the compression stage: nothing was compressed or written."
+            )
         self._restore(trainer)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -159,7 +161,7 @@ class CompressionCallback(Callback):
         with calibrating(pl_module):  # all of it: a `calibration_step` may run dropout that is not the model's
             with trainer.profiler.profile("[lightning_compress]prepare"):
                 job = prepare_job(compressed_module(pl_module), self._data, self.settings, onload_device(trainer))
-            loop = CompressionLoop(trainer, job, max_subgraphs=1 if trainer.fast_dev_run else None)
+            loop = CompressionLoop(trainer, job, max_subgraphs=_first_quantizing(job) if trainer.fast_dev_run else None)
             compat.set_logged_steps(loop, compat.logged_steps(training_loop))
             with compat.compression_stage(trainer, loop, bystanders(trainer.callbacks, self)):
                 loop.run()
@@ -202,9 +204,14 @@ class Adapter(pl.LightningModule):
         """Demanded by `Trainer.fit`; never called, for the compression stage runs in its place."""
         raise RuntimeError("A model that is only compressed cannot be trained.")
 
-    def configure_optimizers(self) -> None:
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
         """Demanded by `Trainer.fit`; there is nothing to optimize."""
-        return None
+        return []
+
+
+def _first_quantizing(job: Job) -> int:
+    """How many subgraphs it takes to reach one that quantizes something: the embeddings come before the layers."""
+    return next(number for number, subgraph in enumerate(job.run.subgraphs, 1) if subgraph.solved)
 
 
 def _replace_run(trainer: pl.Trainer, callback: CompressionCallback) -> None:
@@ -212,7 +219,8 @@ def _replace_run(trainer: pl.Trainer, callback: CompressionCallback) -> None:
     train = trainer.fit_loop.run
 
     def run() -> None:
-        if callback not in trainer.callbacks:  # a learning rate or batch size finder tries the loop, with callbacks of its own
+        # a learning rate or batch size finder tries the loop out, with callbacks of its own
+        if callback not in trainer.callbacks:
             train()
             return
         if callback.when == "after_train":

@@ -25,7 +25,9 @@ def check_lightning() -> None:
     major, minor = (int(part) for part in lightning.__version__.split(".")[:2])
     if (major, minor) != TESTED_MINOR:
         tested = ".".join(map(str, TESTED_MINOR))
-        raise ImportError(f"lightning_compress is tested with lightning {tested}.*, but {lightning.__version__} is installed: pip install 'lightning=={tested}.*'")
+        raise ImportError(
+            f"lightning_compress is tested with lightning {tested}.*, but {lightning.__version__} is installed: pip install 'lightning=={tested}.*'"
+        )
 
 
 def check_class_tree(obj: object) -> None:

@@ -5,7 +5,7 @@ data. Several loaders are read one after the other (Lightning's default for them
 """
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from itertools import islice
@@ -17,11 +17,11 @@ import torch
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
 from lightning_compress.calibration.batches import CalibrationSet, collect
 from lightning_compress.errors import CalibrationDataError
+from lightning_compress.graph.compat import pytree
 from lightning_compress.plugin import compat
 
 DEFAULT_SAMPLES = 512
@@ -120,8 +120,9 @@ def _read(trainer: pl.Trainer, loader: Any, num_samples: int) -> Iterator[Any]:
     if isinstance(limit, float) and length is not None:
         limit = int(limit * length)
     seen = 0
-    # a copy, so that persistent workers do not carry their random state into training
-    for batch in islice(copy(loader) if isinstance(loader, DataLoader) else loader, limit if isinstance(limit, int) else None):
+    if isinstance(loader, DataLoader):
+        loader = copy(loader)  # so that persistent workers do not carry their random state into training
+    for batch in islice(loader, limit if isinstance(limit, int) else None):
         prepared = compat.prepare_batch(trainer, batch)
         yield prepared
         seen += _num_samples(prepared)
@@ -130,5 +131,5 @@ def _read(trainer: pl.Trainer, loader: Any, num_samples: int) -> Iterator[Any]:
 
 
 def _num_samples(batch: Any) -> int:
-    sizes = [leaf.shape[0] for leaf in pytree.tree_leaves(dict(batch) if hasattr(batch, "keys") else batch) if isinstance(leaf, Tensor) and leaf.ndim]
-    return max(sizes, default=1)
+    leaves = pytree.tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
+    return max((leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim), default=1)

@@ -15,9 +15,9 @@ from lightning_compress.calibration.prepare import calibrating, needs_data, prep
 from lightning_compress.calibration.records import SubgraphRecord
 from lightning_compress.calibration.solve import QuantizedModule
 from lightning_compress.calibration.target import Target, find_target
-from lightning_compress.export.checkpoint import MARKER, SavesPretrained, check_output_dir, write_checkpoint
+from lightning_compress.export.checkpoint import SavesPretrained, check_output_dir, write_checkpoint
 from lightning_compress.export.packing import PackedModule, nbytes, pack, packed_state_dict
-from lightning_compress.export.verify import verify
+from lightning_compress.export.verify import Verification, verify
 from lightning_compress.graph.stages import Schedule
 from lightning_compress.recipe.config import Recipe
 from lightning_compress.recipe.resolve import ResolvedRecipe, resolve
@@ -122,17 +122,12 @@ def run_job(job: Job, max_subgraphs: int | None = None) -> Generator[SubgraphRec
                 if stop or len(records) == max_subgraphs:
                     break
         except Exception as error:
-            changed = ", ".join(record.name for record in records) or "none"
+            changed = ", ".join(part.name for part in job.run.subgraphs if not packed.keys().isdisjoint(part.solved)) or "none"
             error.add_note(f"Subgraphs of the model in memory that hold quantized weights already: {changed}. Nothing was written.")
             raise
         partial = len(records) < len(job.run.subgraphs)
-        verification = None
         output_dir = None if partial else job.settings.output_dir
-        if output_dir is not None:
-            write_checkpoint(output_dir, root, job.resolved, packed, job.settings.tokenizer, job.settings.max_shard_size)
-            if job.settings.verify:
-                batch = job.data.batches[0] if job.data is not None else None
-                verification = verify(output_dir, root, packed, batch, "the first calibration batch")
+        verification = None if output_dir is None else _export(job, packed, output_dir)
     report = Report(
         model=type(root).__name__,
         recipe=job.resolved.recipe.to_dict(),
@@ -153,9 +148,18 @@ def run_job(job: Job, max_subgraphs: int | None = None) -> Generator[SubgraphRec
         extra={},
     )
     if output_dir is not None:
-        assert (output_dir / MARKER).is_file()
         report.save(output_dir)
     return report
+
+
+def _export(job: Job, packed: Mapping[str, PackedModule], output_dir: Path) -> Verification | None:
+    """Write the checkpoint and read it back."""
+    root = job.target.root
+    write_checkpoint(output_dir, root, job.resolved, packed, job.settings.tokenizer, job.settings.max_shard_size)
+    if not job.settings.verify:
+        return None
+    batch = job.data.batches[0] if job.data is not None else None
+    return verify(output_dir, root, packed, batch, "the first calibration batch")
 
 
 def _model_bytes(root: nn.Module, packed: Mapping[str, PackedModule]) -> int:

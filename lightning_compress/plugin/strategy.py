@@ -50,7 +50,9 @@ class SequentialOnloadStrategy(DDPStrategy):
         # called after configure_model; DDP would convert every weight, move the model, wrap it and build optimizers
         assert self.accelerator is not None
         assert self.model is not None
-        if trainer.state.fn == TrainerFn.FITTING and not any(_replaces_training(callback) for callback in trainer.callbacks):
+        if trainer.state.fn == TrainerFn.FITTING and not any(
+            _replaces_training(callback) for callback in trainer.callbacks
+        ):
             raise UnsupportedModelError(
                 f"Strategy {NAME!r} builds no optimizers, so it cannot train. Use it with CompressionCallback(when='only') or Compressor, and "
                 "train with another strategy."
@@ -99,7 +101,9 @@ class SequentialOnloadStrategy(DDPStrategy):
 def register() -> None:
     """Make `Trainer(strategy="sequential_onload")` known; Lightning parses entry points too late for that."""
     if NAME not in StrategyRegistry:
-        StrategyRegistry.register(NAME, SequentialOnloadStrategy, description="Weights stay in host memory while a model is compressed")
+        StrategyRegistry.register(
+            NAME, SequentialOnloadStrategy, description="Weights stay in host memory while a model is compressed"
+        )
 
 
 def _replaces_training(callback: Callback) -> bool:

@@ -15,6 +15,7 @@ from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
+from yaml import YAMLError
 
 from lightning_compress.algorithms.base import Algorithm
 from lightning_compress.algorithms.catalog import ALGORITHMS
@@ -67,7 +68,10 @@ def _read(recipe: str | Path) -> Mapping[str, object]:
             raise RecipeError(f"There is no recipe named {str(recipe)!r}.{_nearest(str(recipe), shipped_recipes())}")
     if not path.is_file():
         raise RecipeError(f"There is no recipe file {path}. Give an existing .yaml/.json, or one of {', '.join(shipped_recipes())}.")
-    loaded = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    try:
+        loaded = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    except (YAMLError, OSError, OmegaConfBaseException) as error:
+        raise RecipeError(f"The recipe file {path} cannot be read: {error}") from error
     if not isinstance(loaded, Mapping):
         raise RecipeError(f"{path} does not hold a mapping with `modifiers`.")
     return cast(Mapping[str, object], loaded)

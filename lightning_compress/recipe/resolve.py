@@ -173,9 +173,10 @@ def _check_shape(name: str, module: nn.Linear, scheme: QuantizationScheme) -> No
         return
     below = next((size for size in range(min(group, columns), 0, -1) if columns % size == 0), 1)
     above = next((size for size in range(group, columns + 1) if columns % size == 0), columns)
+    nearest = f"The nearest sizes that do are {below} and {above}" if below != above else f"The nearest size that does is {below}"
     raise UnsupportedModelError(
         f"{name} has a weight of shape {list(module.weight.shape)}, and group_size {group} does not divide its {columns} input "
-        f"channels. The nearest sizes that do are {below} and {above}. Change group_size, or add {name!r} to `ignore`."
+        f"channels. {nearest}. Change group_size, or add {name!r} to `ignore`."
     )
 
 

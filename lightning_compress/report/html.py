@@ -37,11 +37,11 @@ def render_html(report: Mapping[str, Any]) -> str:
         ),
     ]
     if report["excluded"]:
-        rows = [(e["module"], e["class_name"], "x".join(map(str, e["shape"])), e["reason"]) for e in report["excluded"]]
-        sections += ["<h2>Left as they are</h2>", _table(("module", "class", "shape", "reason"), rows)]
+        left = [(e["module"], e["class_name"], "x".join(map(str, e["shape"])), e["reason"]) for e in report["excluded"]]
+        sections += ["<h2>Left as they are</h2>", _table(("module", "class", "shape", "reason"), left)]
     if report["fallbacks"]:
-        rows = [(f["module"], f["reason"]) for f in report["fallbacks"]]
-        sections += ["<h2>Run as a whole</h2>", _table(("module", "reason"), rows)]
+        whole = [(fallback["module"], fallback["reason"]) for fallback in report["fallbacks"]]
+        sections += ["<h2>Run as a whole</h2>", _table(("module", "reason"), whole)]
     title = f"lightning_compress: {_text(report['model'])}"
     return f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title><style>{_STYLE}</style>{''.join(sections)}</html>\n"
 

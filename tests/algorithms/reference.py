@@ -46,7 +46,7 @@ def expand(per_group: Tensor | None, num_rows: int, num_channels: int) -> Tensor
 def gptq(
     weight: Tensor, gram: Tensor, scale: Tensor, zero_point: Tensor | None, num_bits: int, damping: float, order: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Codes [O, I], and how far each was from a rounding border, by GPTQ as in the paper (arXiv 2210.17323, algorithm 1).
+    """Codes [O, I], and how far each was from a rounding border, by GPTQ as in arXiv 2210.17323, algorithm 1.
 
     Column by column on the Cholesky factor of the *inverse* of the damped Gram, in float64, in the given `order`.
     """

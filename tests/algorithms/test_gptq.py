@@ -86,14 +86,15 @@ def test_an_identity_gram_means_round_to_nearest() -> None:
 
 
 def test_output_error_is_lower_than_round_to_nearest() -> None:
-    """(broken) In every one of ten weights, and by more than a third over all."""
+    """(broken) In all of ten weights, and to 0.32 over all; with one of the corrections deleted, 0.37 to 0.87."""
     ours, nearest = [], []
     for seed in range(10):
         weight, gram = weight_and_gram(64, 256, seed=seed)
-        ours.append(Gptq(scale_search=False).solve(weight, {InputGram: gram}, scheme(), torch.bfloat16).error)
-        nearest.append(Rtn().solve(weight, {InputGram: gram}, scheme(), torch.bfloat16).error)
+        for algorithm, errors in ((Gptq(scale_search=False), ours), (Rtn(), nearest)):
+            solved = algorithm.solve(weight, {InputGram: gram}, scheme(), torch.bfloat16)
+            errors.append(relative_error(weight, values(solved.codes, solved.scale, None), gram.matrix()))
     assert all(a < b for a, b in zip(ours, nearest, strict=True))
-    assert sum(ours) < 0.67 * sum(nearest)
+    assert sum(ours) < 0.34 * sum(nearest)
 
 
 def test_scale_search_lowers_the_output_error() -> None:

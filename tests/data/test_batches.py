@@ -119,13 +119,24 @@ def test_the_pad_token_is_used_where_there_is_one(
     assert not caplog.text
 
 
-def test_every_document_takes_part_where_few_are_long(
+def test_windows_are_drawn_from_the_whole_of_a_long_document(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Fails when the first windows are taken instead of drawn ones: every seed would calibrate on the book's start."""
+    (tmp_path / "book.txt").write_text("".join(f"{i:04}" for i in range(100)))
+    config = TextConfig(files=(str(tmp_path / "book.txt"),), num_samples=2, max_length=4)
+    drawn = {row for s in range(20) for row in text_of(batches(replace(config, seed=s), tokenizer)[0], tokenizer)}
+    assert len(drawn) > 20
+    assert max(drawn) > "0080"
+
+
+def test_every_document_is_read_where_few_are_long(
     documents: tuple[str, ...], tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    """Two windows are within the first document; they are drawn from all that were read, not taken from its start."""
+    """The first document alone has enough tokens; two are read for two samples."""
     config = TextConfig(files=documents, num_samples=2, max_length=4, batch_size=2)
-    starts = {text_of(batches(replace(config, seed=s), tokenizer)[0], tokenizer)[0] for s in range(20)}
-    assert len(starts) > 5
+    letters = [set("".join(text_of(batches(replace(config, seed=s), tokenizer)[0], tokenizer))) for s in range(20)]
+    assert any(len(seen & set("abcdfghij")) > 1 for seen in letters)
 
 
 def test_chats_go_through_the_template(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -48,6 +48,7 @@ def test_mistakes_are_named(values: dict[str, object], message: str) -> None:
     ("overrides", "expected"),
     [
         (["data=docs"], DocsConfig()),
+        (["data=docs_test"], DocsConfig(split="test")),
         (
             ["data=docs", "data.num_samples=16", "data.max_length=64", "data.batch_size=4"],
             DocsConfig(num_samples=16, max_length=64, batch_size=4),
@@ -74,7 +75,7 @@ def test_a_mandatory_field_left_out_is_named() -> None:
 
 def test_shipped_groups_list_every_field_with_its_default() -> None:
     """A field added to a dataclass and not to its YAML could not be overridden from the command line."""
-    assert {path.stem for path in (CONFIGS / "data").glob("*.yaml")} == set(SOURCES)
+    assert {path.stem for path in (CONFIGS / "data").glob("*.yaml")} == {*SOURCES, "docs_test"}
     for source, config in SOURCES.items():
         group = OmegaConf.to_container(OmegaConf.load(CONFIGS / "data" / f"{source}.yaml"))
         assert isinstance(group, dict)

@@ -4,9 +4,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, fx, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
+
+from lightning_compress.graph.execute import execute
+from lightning_compress.graph.trace import Leaf, Traced, flatten_batch, trace
 
 VOCAB = 97
 
@@ -161,3 +164,39 @@ def layer_names(model: nn.Module) -> list[str]:
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     outermost = [(n, m) for n, m in lists if not any(n.startswith(other + ".") for other, _ in lists)]
     return [f"{name}.{key}" for name, module in outermost for key, _ in module.named_children()]
+
+
+def token_batch(rows: int, length: int, *, padding: str = "left") -> dict[str, Tensor]:
+    """Token ids [B, L] of which the first row has two padding tokens, where it is long enough."""
+    torch.manual_seed(1000 * rows + length)
+    ids = torch.randint(3, 90, (rows, length))
+    mask = torch.ones_like(ids)
+    if length > 3 and padding:
+        mask[0, slice(0, 2) if padding == "left" else slice(-2, None)] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def traced(model: nn.Module, batch: Any, **changes: Any) -> Traced:
+    """Trace with all linears as targets and all layers as boundaries."""
+    names: dict[str, Any] = {"leaf_names": linear_names(model), "boundary_names": layer_names(model), **changes}
+    return trace(model, lambda given: model(**given), batch, **names)
+
+
+def executed(graph: Traced, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+    """Outputs of the graph on a batch, by their key paths; values are dropped at their last use."""
+    nodes = list(graph.graph.nodes)
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    values: dict[fx.Node, object] = dict(zip(inputs, flatten_batch(batch)[0], strict=True))
+    order = {node: index for index, node in enumerate(nodes)}
+    last_use: dict[fx.Node, list[fx.Node]] = {}
+    for node in nodes[:-1]:
+        last_use.setdefault(max(node.users, key=order.__getitem__, default=node), []).append(node)
+    results = dict(zip(graph.outputs, nodes[-1].args[0], strict=True))
+    execute(nodes[:-1], values, model, graph.constants, torch.device("cpu"), last_use)
+    assert set(values) == set(results.values()), "values were kept"
+    return {path: values[node] for path, node in results.items()}
+
+
+def leaf_nodes(graph: Traced, name: str = "") -> list[fx.Node]:
+    """Calls of the modules whose names end with `name`."""
+    return [n for n in graph.graph.nodes if isinstance(n.target, Leaf) and n.target.name.endswith(name)]

@@ -1,5 +1,6 @@
 """A LightningModule around a tiny Llama, its data, and Trainers that keep quiet."""
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -7,11 +8,13 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import Timer
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_compress import CompressionCallback, load_compressed
+from lightning_compress.plugin.loop import CompressionLoop
 
 VOCABULARY, LENGTH, BATCH_SIZE = 64, 12, 4
 WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 16}
@@ -79,6 +82,30 @@ def exported(folder: Path) -> dict[str, Tensor]:
     return weights_of(load_compressed(tiny_model(), folder))
 
 
+class Bystander(Timer):
+    """Sees the compression stage from inside, for Timers take part in it."""
+
+    def __init__(self, action: Any = None, duration: dict[str, int] | None = None) -> None:
+        super().__init__(duration=duration)
+        self.action = action
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        super().on_train_batch_end(trainer, *args, **kwargs)
+        if isinstance(trainer.fit_loop, CompressionLoop) and self.action is not None:
+            self.action()
+
+
+def trainer_state(trainer: pl.Trainer) -> tuple[Any, ...]:
+    return (
+        list(trainer.callbacks),
+        trainer.fit_loop,
+        "run" in vars(trainer.fit_loop),
+        trainer.log_every_n_steps,
+        trainer.num_sanity_val_steps,
+        trainer.limit_train_batches,
+    )
+
+
 def compression(recipe: Any = None, output_dir: Path | None = None, **options: Any) -> CompressionCallback:
     return CompressionCallback(GPTQ if recipe is None else recipe, output_dir, **options)
 
@@ -108,7 +135,12 @@ def output_dir(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def _clean_state() -> Iterator[None]:
-    """Every test starts from one seed, and must leave gradients switched on and no process group behind."""
+    """Every test starts from one seed, and must leave gradients switched on."""
     torch.manual_seed(0)
+    environment = dict(os.environ)
     yield
     assert torch.is_grad_enabled()
+    if torch.distributed.is_initialized():  # strategy "ddp" leaves it to the end of the process
+        torch.distributed.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(environment)  # and ranks and ports in here

@@ -8,15 +8,28 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, LearningRateFinder, Timer
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, LearningRateFinder
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 
 from lightning_compress import CompressionCallback, CompressionError
 from lightning_compress.errors import CalibrationDataError, OutputDirectoryError, UnsupportedModelError
-from lightning_compress.plugin.loop import CompressionLoop
 
-from .conftest import GPTQ, RTN, WEIGHTS, TinyModule, compression, exported, loader, same, samples, tiny_model, weights_of
+from .conftest import (
+    GPTQ,
+    RTN,
+    WEIGHTS,
+    Bystander,
+    TinyModule,
+    compression,
+    exported,
+    loader,
+    same,
+    samples,
+    tiny_model,
+    trainer_state,
+    weights_of,
+)
 
 
 class AtTrainEnd(Callback):
@@ -33,37 +46,12 @@ class AtTrainEnd(Callback):
         self.weights = weights_of(pl_module)
 
 
-class Bystander(Timer):
-    """Sees the compression stage from inside, for Timers take part in it."""
-
-    def __init__(self, action: Any = None, duration: dict[str, int] | None = None) -> None:
-        super().__init__(duration=duration)
-        self.action = action
-        self.callbacks: list[Callback] = []
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        super().on_train_batch_end(trainer, *args, **kwargs)
-        if isinstance(trainer.fit_loop, CompressionLoop):
-            self.callbacks = list(trainer.callbacks)
-            if self.action is not None:
-                self.action()
-
-
-def trainer_state(trainer: pl.Trainer) -> tuple[Any, ...]:
-    return (
-        list(trainer.callbacks),
-        trainer.fit_loop,
-        "run" in vars(trainer.fit_loop),
-        trainer.log_every_n_steps,
-        trainer.num_sanity_val_steps,
-        trainer.limit_train_batches,
-    )
-
-
 # ---- training is what it was without the callback
 
 
-def _train(make_trainer: Any, data: Any, *callbacks: Callback, **options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+def _train(
+    make_trainer: Any, data: Any, *callbacks: Callback, **options: Any
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     torch.manual_seed(7)
     module, last = TinyModule(), AtTrainEnd()
     make_trainer(*callbacks, last, max_epochs=2, **options).fit(module, data() if callable(data) else data)
@@ -153,14 +141,24 @@ def _rounded(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
     module = TinyModule()
     module.load_state_dict(weights)
-    trainer = pl.Trainer(accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
     Compressor(trainer).compress(module, recipe=RTN, output_dir=None)
     return weights_of(module)
 
 
 def test_test_measures_the_quantized_weights(make_trainer: Any) -> None:
     module, held_out = TinyModule(), loader(4, start=99)
-    trainer = make_trainer(compression({"modifiers": [{"algorithm": "rtn", "scheme": {"weights": {**WEIGHTS, "num_bits": 2}}}]}))
+    trainer = make_trainer(
+        compression({"modifiers": [{"algorithm": "rtn", "scheme": {"weights": {**WEIGHTS, "num_bits": 2}}}]})
+    )
     trainer.fit(module, loader())
     quantized = weights_of(module)
     trainer.test(module, held_out, verbose=False)
@@ -177,15 +175,20 @@ def test_max_epochs_0_still_compresses(make_trainer: Any) -> None:
     make_trainer(callback, max_epochs=0).fit(module, loader())
     assert module.losses == []
     assert callback.report is not None
-    assert len(callback.report.subgraphs) == 2
+    assert [record.name for record in callback.report.subgraphs] == [
+        "model.embed_tokens",
+        "model.layers.0",
+        "model.layers.1",
+    ]
 
 
-def test_fast_dev_run_is_one_subgraph_and_no_files(make_trainer: Any, output_dir: Path) -> None:
+def test_fast_dev_run_is_one_layer_and_no_files(make_trainer: Any, output_dir: Path) -> None:
     module, callback = TinyModule(), compression(output_dir=output_dir)
     make_trainer(callback, fast_dev_run=2).fit(module, loader())
     assert callback.report is not None
     assert callback.report.is_partial
-    assert [len(callback.report.subgraphs), callback.report.num_batches, len(module.losses)] == [1, 2, 2]
+    assert [callback.report.num_batches, len(module.losses)] == [2, 2]
+    assert {record.subgraph for record in callback.report.modules} == {"model.layers.0"}
     assert not output_dir.exists()
 
 
@@ -274,7 +277,10 @@ def test_failed_training_is_not_compressed(make_trainer: Any, output_dir: Path, 
     state, handler = trainer_state(trainer), signal.getsignal(signal.SIGINT)
     before = weights_of(module)
     try:
-        with pytest.warns(UserWarning, match=f"{kind.__name__} before the compression stage: nothing was compressed"), pytest.raises(surfaces_as):
+        with (
+            pytest.warns(UserWarning, match=f"{kind.__name__} before the compression stage: nothing was compressed"),
+            pytest.raises(surfaces_as),
+        ):
             trainer.fit(module, loader())
     finally:
         signal.signal(signal.SIGINT, handler)  # Lightning ignores it from a KeyboardInterrupt on
@@ -299,7 +305,10 @@ def test_sigterm_in_training_is_not_compressed(make_trainer: Any, output_dir: Pa
     module, callback = TinyModule(), compression(output_dir=output_dir)
     trainer = make_trainer(callback, terminator())
     state = trainer_state(trainer)
-    with pytest.warns(UserWarning, match="SIGTERMException before the compression stage"), pytest.raises(SIGTERMException):
+    with (
+        pytest.warns(UserWarning, match="SIGTERMException before the compression stage"),
+        pytest.raises(SIGTERMException),
+    ):
         trainer.fit(module, loader())
     assert trainer_state(trainer) == state
     assert callback.report is None
@@ -328,7 +337,7 @@ def test_timer_ends_compression_early(make_trainer: Any, output_dir: Path) -> No
 
 
 def test_errors_inside_compression_name_what_was_changed(make_trainer: Any, output_dir: Path) -> None:
-    """The second layer fails: the first holds quantized weights, and everything else is as before."""
+    """The second layer fails behind its attention; everything but the weights is as before."""
     module, callback = TinyModule(), compression(output_dir=output_dir, when="only")
     module.model.model.layers[1].mlp.up_proj.register_forward_pre_hook(_fails_on_real_data)
     modes = {name: part.training for name, part in module.named_modules()}
@@ -336,7 +345,10 @@ def test_errors_inside_compression_name_what_was_changed(make_trainer: Any, outp
     state = trainer_state(trainer)
     with pytest.raises(ZeroDivisionError) as caught:
         trainer.fit(module, loader())
-    assert any("hold quantized weights already: model.layers.0. Nothing was written" in note for note in caught.value.__notes__)
+    assert any(
+        "hold quantized weights already: model.layers.0, model.layers.1. Nothing was written" in note
+        for note in caught.value.__notes__
+    )
     assert trainer_state(trainer) == state
     assert {name: part.training for name, part in module.named_modules()} == modes
     assert callback.report is None
@@ -368,15 +380,25 @@ def test_learning_rate_finder_does_not_compress(make_trainer: Any) -> None:
     """It runs the fit loop by itself, before training; fails without the guard in `_replace_run`."""
     module, last = TinyModule(), AtTrainEnd()
     callback = compression()
-    make_trainer(callback, LearningRateFinder(num_training_steps=3, attr_name="learning_rate"), last).fit(module, loader())
+    make_trainer(callback, LearningRateFinder(num_training_steps=3, attr_name="learning_rate"), last).fit(
+        module, loader()
+    )
     assert callback.report is not None
-    assert not any(len(weight.unique()) < weight.numel() / 4 for name, weight in last.weights.items() if "_proj" in name)
+    assert not any(
+        len(weight.unique()) < weight.numel() / 4 for name, weight in last.weights.items() if "_proj" in name
+    )
 
 
 # ---- refused before training
 
 
-def _refused(make_trainer: Any, callback: CompressionCallback, match: str, error: type[Exception] = CompressionError, data: Any = None) -> None:
+def _refused(
+    make_trainer: Any,
+    callback: CompressionCallback,
+    match: str,
+    error: type[Exception] = CompressionError,
+    data: Any = None,
+) -> None:
     module = TinyModule()
     trainer = make_trainer(callback)
     state = trainer_state(trainer)
@@ -389,7 +411,9 @@ def _refused(make_trainer: Any, callback: CompressionCallback, match: str, error
 def test_foreign_output_dir_is_found_before_training(make_trainer: Any, output_dir: Path) -> None:
     output_dir.mkdir()
     (output_dir / "thesis.tex").touch()
-    _refused(make_trainer, compression(output_dir=output_dir), "was not written by lightning_compress", OutputDirectoryError)
+    _refused(
+        make_trainer, compression(output_dir=output_dir), "was not written by lightning_compress", OutputDirectoryError
+    )
     assert [path.name for path in output_dir.iterdir()] == ["thesis.tex"]
 
 
@@ -411,7 +435,11 @@ def test_two_callbacks_are_refused(make_trainer: Any) -> None:
 
 @pytest.mark.parametrize(
     ("options", "match"),
-    [({"when": "later"}, "'later' is not known.*'after_train' or 'only'"), ({"max_samples": 0}, "max_samples=0"), ({"schedule": "fast"}, "fast")],
+    [
+        ({"when": "later"}, "'later' is not known.*'after_train' or 'only'"),
+        ({"max_samples": 0}, "max_samples=0"),
+        ({"schedule": "fast"}, "fast"),
+    ],
 )
 def test_bad_arguments(options: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
@@ -419,8 +447,10 @@ def test_bad_arguments(options: dict[str, Any], match: str) -> None:
 
 
 def test_more_than_one_process_is_refused(make_trainer: Any) -> None:
-    with pytest.raises(Exception, match="Compression on 2 ranks is not supported yet"):
-        make_trainer(compression(RTN, when="only"), devices=2, strategy="ddp_fork").fit(TinyModule(), loader())
+    callback = compression(RTN, when="only")
+    trainer = make_trainer(callback, devices=2, strategy="ddp_spawn")
+    with pytest.raises(UnsupportedModelError, match="Compression on 2 ranks is not supported yet"):
+        callback.setup(trainer, TinyModule(), "fit")
 
 
 def test_the_model_alone_is_the_reference(make_trainer: Any) -> None:

@@ -27,11 +27,18 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = Tokenizer(models.WordLevel(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     texts = load_documents(load_data_config({"source": "docs"}))[:200]
-    tokenizer.train_from_iterator(texts, trainers.WordLevelTrainer(vocab_size=200, special_tokens=["<unk>", "<eos>"], show_progress=False))
+    tokenizer.train_from_iterator(
+        texts, trainers.WordLevelTrainer(vocab_size=200, special_tokens=["<unk>", "<eos>"], show_progress=False)
+    )
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>").save_pretrained(folder)
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=200, hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, tie_word_embeddings=False
+        vocab_size=200,
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        tie_word_embeddings=False,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
@@ -67,7 +74,8 @@ def test_every_shipped_recipe_runs_and_loads(recipe: str, checkpoint: Path, tmp_
     """Fails if a shipped recipe does not resolve, solve, pack or load."""
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         config = compose(
-            "compress", overrides=[f"model.path={checkpoint}", f"recipe={recipe}", f"output_dir={tmp_path / 'out'}", *SMALL]
+            "compress",
+            overrides=[f"model.path={checkpoint}", f"recipe={recipe}", f"output_dir={tmp_path / 'out'}", *SMALL],
         )
     report = run_compress(config, tmp_path / "out")
     assert len(report.modules) == 14
@@ -76,7 +84,15 @@ def test_every_shipped_recipe_runs_and_loads(recipe: str, checkpoint: Path, tmp_
 
 
 def test_multirun_writes_a_folder_per_recipe_and_evaluate_reads_them(checkpoint: Path, tmp_path: Path) -> None:
-    done = run_command("compress", "-m", f"model.path={checkpoint}", *SMALL, "recipe=w4a16_gptq,w8a16_rtn", "output_dir=OUT", cwd=tmp_path)
+    done = run_command(
+        "compress",
+        "-m",
+        f"model.path={checkpoint}",
+        *SMALL,
+        "recipe=w4a16_gptq,w8a16_rtn",
+        "output_dir=OUT",
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stderr
     assert "model.layers.1.mlp.down_proj" in done.stdout
     assert sorted(path.name for path in tmp_path.iterdir()) == ["OUT"]
@@ -84,7 +100,14 @@ def test_multirun_writes_a_folder_per_recipe_and_evaluate_reads_them(checkpoint:
         report = json.loads((tmp_path / "OUT" / folder / "report.json").read_text())
         assert report["verified"] is True
         AutoModelForCausalLM.from_pretrained(tmp_path / "OUT" / folder)
-    done = run_command("evaluate", "model.path=OUT/0_w4a16_gptq", "data.num_samples=4", "data.max_length=32", "device=cpu", cwd=tmp_path)
+    done = run_command(
+        "evaluate",
+        "model.path=OUT/0_w4a16_gptq",
+        "data.num_samples=4",
+        "data.max_length=32",
+        "device=cpu",
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stderr
     assert 1 < float(done.stdout.split()[-1]) < 400
 
@@ -107,7 +130,9 @@ def test_help_lists_commands_groups_and_options(tmp_path: Path) -> None:
     ],
     ids=["command", "output_dir", "model", "file"],
 )
-def test_wrong_input_is_one_line_and_exit_status_1(arguments: list[str], message: str, checkpoint: Path, tmp_path: Path) -> None:
+def test_wrong_input_is_one_line_and_exit_status_1(
+    arguments: list[str], message: str, checkpoint: Path, tmp_path: Path
+) -> None:
     done = run_command(*(argument.format(checkpoint=checkpoint) for argument in arguments), cwd=tmp_path)
     assert done.returncode == 1
     assert message in done.stderr

@@ -1,0 +1,96 @@
+"""Time of one GPTQ block on a GPU: the fused Triton kernel against the eager operations.
+
+    python benchmarks/gpu_gptq_kernel.py [--channels 128] [--repeats 50]
+
+Prints, for several heights of row tiles, the median time in microseconds of each and their ratio; then the same for
+whole weights of Llama-3-8B (`nearest_plane`: this kernel plus the products between blocks). Needs a CUDA device and
+Triton.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from unittest import mock
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+
+from lightning_compress.algorithms import gptq_triton
+from lightning_compress.algorithms.base import row_tiles
+from lightning_compress.algorithms.gptq import factorize, nearest_plane, quantize_block
+from lightning_compress.algorithms.scales import make_grid, minmax_scales
+
+LLAMA_3_8B = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
+ARGS = QuantizationArgs(num_bits=4, symmetric=True, strategy="group", group_size=128)
+
+
+def median_us(function: Callable[[], object], repeats: int) -> float:
+    """Median wall time of `function` in microseconds, after three calls to warm up."""
+    times = []
+    for _ in range(repeats + 3):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        function()
+        torch.cuda.synchronize()
+        times.append(1e6 * (time.perf_counter() - start))
+    return statistics.median(times[3:])
+
+
+def block(num_channels: int, num_rows: int, repeats: int) -> None:
+    """One block of `num_channels` channels by `num_rows` rows."""
+    weight = 0.02 * torch.randn(num_channels, num_rows, device="cuda")
+    lower = torch.randn(num_channels, num_channels, device="cuda").mul_(0.05).tril_(-1)
+    lower.diagonal().fill_(1)
+    grid = make_grid(ARGS, (num_rows, 128), torch.bfloat16)
+    scale = torch.full((1, num_rows), 0.008, device="cuda")
+    groups = torch.zeros(num_channels, dtype=torch.int64, device="cuda")
+    target, codes, delta = weight.clone(), torch.empty_like(weight), torch.zeros_like(weight)
+
+    def run(function: Callable[..., None]) -> Callable[[], None]:
+        return lambda: function(target.copy_(weight), weight, lower, scale, None, groups, grid, codes, delta.zero_())
+
+    eager = median_us(run(quantize_block), max(repeats // 5, 3))
+    eager_codes = codes.clone()
+    fused = median_us(run(gptq_triton.quantize_block), repeats)
+    different = float((codes != eager_codes).float().mean())
+    print(f"{num_channels:>8} {num_rows:>8} {eager:>12.0f} {fused:>12.0f} {eager / fused:>8.1f}x {different:>10.1e}")
+
+
+def whole(name: str, num_rows: int, num_channels: int) -> None:
+    """All row tiles of one weight, factor and scales given."""
+    weight = 0.02 * torch.randn(num_rows, num_channels, device="cuda")
+    x = torch.randn(2 * num_channels, num_channels, device="cuda")
+    factor = factorize(x.t() @ x / len(x), 0.01)
+    grid = make_grid(ARGS, weight.shape, torch.bfloat16)
+    scales = minmax_scales(weight, grid)
+
+    def run() -> None:
+        for rows in row_tiles(num_rows):
+            nearest_plane(weight[rows], factor, scales.rows(rows), grid)
+
+    fused = median_us(run, 5)
+    with mock.patch.object(gptq_triton, "usable", return_value=False):
+        eager = median_us(run, 3)
+    print(f"{name:>8} {num_rows:>8} {eager / 1e3:>10.1f}ms {fused / 1e3:>10.1f}ms {eager / fused:>8.1f}x")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--channels", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=50)
+    options = parser.parse_args()
+    if not (torch.cuda.is_available() and gptq_triton.AVAILABLE):
+        sys.exit("This benchmark needs a CUDA device and Triton.")
+    torch.manual_seed(0)
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, 4 bits, groups of 128, medians")
+    print(f"{'channels':>8} {'rows':>8} {'eager us':>12} {'fused us':>12} {'ratio':>9} {'different':>10}")
+    for num_rows in (512, 1024, 2048):
+        block(options.channels, num_rows, options.repeats)
+    for name, (num_rows, num_channels) in LLAMA_3_8B.items():
+        whole(name, num_rows, num_channels)
+
+
+if __name__ == "__main__":
+    main()

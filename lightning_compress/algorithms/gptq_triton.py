@@ -1,0 +1,112 @@
+"""The part of GPTQ within one block of channels, as one fused CUDA kernel.
+
+Method: a program takes a few output rows through all channels of the block, last to first, and keeps their rounding
+errors in registers: one launch per block instead of five per channel. Rows are independent, so programs never wait for
+each other. `gptq.quantize_block` is the reference; here sums run in another order, so codes can differ at ties on
+rounding borders. `benchmarks/gpu_gptq_kernel.py` compares their times.
+
+Alternative not taken: a CUDA graph of the eager operations. It saves the launches, but every channel would still read
+the errors of those before it from memory.
+"""
+
+import importlib.util
+
+from torch import Tensor
+
+from lightning_compress.algorithms.scales import Grid
+
+AVAILABLE = importlib.util.find_spec("triton") is not None
+
+_ROWS_PER_PROGRAM = 16
+_NUM_WARPS = 4
+
+if AVAILABLE:
+    import triton
+    import triton.language as tl
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _kernel(  # type: ignore[no-untyped-def]
+        target_ptr,
+        weight_ptr,
+        lower_ptr,
+        scale_ptr,
+        zero_point_ptr,
+        groups_ptr,
+        codes_ptr,
+        delta_ptr,
+        num_channels,
+        num_rows,
+        lower_stride,
+        low,
+        high,
+        ASYMMETRIC: tl.constexpr,
+        CHANNELS: tl.constexpr,
+        ROWS: tl.constexpr,
+    ):
+        rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        valid = rows < num_rows
+        channels = tl.arange(0, CHANNELS)
+        delta = tl.zeros((CHANNELS, ROWS), dtype=tl.float32)
+        for step in range(num_channels):
+            k = num_channels - 1 - step
+            place = k * num_rows + rows
+            group = tl.load(groups_ptr + k) * num_rows + rows
+            # Column k of the factor below its diagonal: the channels that are already quantized.
+            coefficients = tl.load(
+                lower_ptr + channels * lower_stride + k, mask=(channels > k) & (channels < num_channels), other=0.0
+            )
+            t = tl.load(target_ptr + place, mask=valid, other=0.0) + tl.sum(coefficients[:, None] * delta, axis=0)
+            w = tl.load(weight_ptr + place, mask=valid, other=0.0)
+            s = tl.load(scale_ptr + group, mask=valid, other=1.0)
+            q = tl.div_rn(t, s)
+            z = tl.zeros((ROWS,), dtype=tl.float32)
+            if ASYMMETRIC:
+                z = tl.load(zero_point_ptr + group, mask=valid, other=0.0)
+                q += z
+            q = tl.minimum(tl.maximum(q, low), high)
+            q = (q + 12582912.0) - 12582912.0  # 1.5 * 2^23: rounds to nearest, ties to even
+            d = w - (q - z) * s
+            delta = tl.where(channels[:, None] == k, d[None, :], delta)
+            tl.store(target_ptr + place, t, mask=valid)
+            tl.store(codes_ptr + place, q, mask=valid)
+            tl.store(delta_ptr + place, d, mask=valid)
+
+
+def usable(tensor: Tensor) -> bool:
+    """Whether blocks of this tensor can be quantized here: it is on a CUDA device and Triton is installed."""
+    return AVAILABLE and tensor.is_cuda
+
+
+def quantize_block(
+    target: Tensor,
+    weight: Tensor,
+    lower: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    groups: Tensor,
+    grid: Grid,
+    codes: Tensor,
+    delta: Tensor,
+) -> None:
+    """Exactly the contract of `gptq.quantize_block`; all tensors float32 and, but for `lower`, contiguous."""
+    num_channels, num_rows = target.shape
+    _kernel[(triton.cdiv(num_rows, _ROWS_PER_PROGRAM),)](
+        target,
+        weight,
+        lower,
+        scale,
+        scale if zero_point is None else zero_point,
+        groups,
+        codes,
+        delta,
+        num_channels,
+        num_rows,
+        lower.stride(0),
+        float(grid.low),
+        float(grid.high),
+        ASYMMETRIC=zero_point is not None,
+        CHANNELS=triton.next_power_of_2(num_channels),
+        ROWS=_ROWS_PER_PROGRAM,
+        num_warps=_NUM_WARPS,
+        enable_fp_fusion=False,
+    )

@@ -1,0 +1,65 @@
+"""Nested values and symbolic sizes: what fx and pytree have no one function for."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, TypeGuard
+
+import sympy
+import torch
+from torch import Tensor
+
+SYMBOLIC_TYPES = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def is_symbolic(size: object) -> TypeGuard[torch.SymInt]:
+    """Whether a size of a fake tensor is a symbol or an expression of symbols."""
+    return isinstance(size, torch.SymInt)
+
+
+def expression(size: int | torch.SymInt) -> sympy.Expr:
+    """A size as a sympy expression, so that sizes can be compared without adding a guard."""
+    return size.node.expr if is_symbolic(size) else sympy.Integer(size)
+
+
+def map_nested(value: Any, function: Callable[[Any], Any]) -> Any:
+    """Apply to the items of a container (a mapping, sequence or dataclass); anything else is returned as it is.
+
+    >>> map_nested({"a": 1, "b": 2}, lambda item: item + 1)
+    {'a': 2, 'b': 3}
+    """
+    if is_dataclass(value) and not isinstance(value, type):
+        return type(value)(**{f.name: function(getattr(value, f.name)) for f in fields(value)})
+    if isinstance(value, dict):
+        return {key: function(item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(function(item) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(function(item) for item in value)
+    return value
+
+
+def items_of(value: Any) -> list[Any]:
+    """What `map_nested` visits, in the same order."""
+    found: list[Any] = []
+    map_nested(value, found.append)
+    return found
+
+
+def concrete(value: Any, sizes: Mapping[sympy.Symbol, int] | None = None) -> Any:
+    """A (nested) value with symbolic sizes replaced by their numbers in the traced batch, or by those of `sizes`."""
+    if isinstance(value, Tensor):
+        shape = [concrete(size, sizes) for size in value.shape]
+        strides = [concrete(stride, sizes) for stride in value.stride()]
+        return torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
+    if is_symbolic(value):
+        return int(value.node.hint if sizes is None else value.node.expr.xreplace(sizes))
+    if isinstance(value, SYMBOLIC_TYPES):
+        return value.node.hint
+    return map_nested(value, lambda item: concrete(item, sizes))
+
+
+def symbolic_sizes(value: Any) -> list[torch.SymInt]:
+    """All symbolic sizes of the tensors in a nested value."""
+    if isinstance(value, Tensor):
+        return [size for size in value.shape if is_symbolic(size)]
+    return [size for item in items_of(value) for size in symbolic_sizes(item)]

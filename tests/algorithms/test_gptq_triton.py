@@ -1,0 +1,69 @@
+"""The fused kernel against the eager block: on the CPU through Triton's interpreter, on a GPU as it will run.
+
+Fails if the kernel drops or negates the corrections, runs from first to last, or reads a wrong group (all were tried).
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from reference import scheme, weight_and_gram
+
+from lightning_compress.algorithms import gptq_triton
+from lightning_compress.algorithms.base import Factor
+from lightning_compress.algorithms.gptq import factorize, quantize_block
+from lightning_compress.algorithms.scales import Grid, Scales, make_grid, minmax_scales
+
+
+def block_case(
+    symmetric: bool, num_channels: int = 72, num_rows: int = 37
+) -> tuple[torch.Tensor, Factor, Scales, Grid]:
+    weight, gram = weight_and_gram(num_rows, 96)
+    grid = make_grid(scheme(4, symmetric), weight.shape, torch.bfloat16)
+    factor = factorize(gram.matrix(), 0.01)
+    return weight.t()[factor.order][-num_channels:].contiguous(), factor, minmax_scales(weight, grid), grid
+
+
+def compare(symmetric: bool, device: str) -> None:
+    """Both versions on one block that has corrections from elsewhere, sizes that no power of two divides."""
+    weight, factor, scales, grid = block_case(symmetric)
+    weight = weight.to(device)
+    target = weight + 0.002 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)).to(device)
+    lower = factor.lower.to(device)[-len(weight) :, -len(weight) :]
+    groups = (factor.order // grid.group_size)[-len(weight) :].to(device)
+    scale = scales.scale.float().t().contiguous().to(device)
+    zero_point = None if scales.zero_point is None else scales.zero_point.float().t().contiguous().to(device)
+    results = []
+    for function in (quantize_block, gptq_triton.quantize_block):
+        t, codes, delta = target.clone(), torch.empty_like(weight), torch.zeros_like(weight)
+        function(t, weight, lower, scale, zero_point, groups, grid, codes, delta)
+        results.append((codes, delta, t))
+    (codes, delta, t), (fused_codes, fused_delta, fused_t) = results
+    same = (codes == fused_codes).all(0)
+    assert same.sum() >= len(same) - 1  # a row may part ways at a tie
+    torch.testing.assert_close(fused_delta[:, same], delta[:, same], rtol=0, atol=1e-6)
+    torch.testing.assert_close(fused_t[:, same], t[:, same], rtol=0, atol=1e-6)
+    assert delta.any()
+
+
+@pytest.mark.skipif(not gptq_triton.AVAILABLE, reason="Triton is not installed")
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_interpreted_kernel_equals_the_eager_block(symmetric: bool) -> None:
+    """In a process of its own: Triton decides at import whether it interprets."""
+    code = f"import test_gptq_triton; test_gptq_triton.compare({symmetric}, 'cpu')"
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment, cwd=Path(__file__).parent)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not (gptq_triton.AVAILABLE and torch.cuda.is_available()), reason="needs a CUDA device and Triton")
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_kernel_equals_the_eager_block(symmetric: bool) -> None:
+    compare(symmetric, "cuda")
+
+
+def test_a_tensor_on_the_cpu_takes_the_eager_path() -> None:
+    assert not gptq_triton.usable(torch.zeros(1))

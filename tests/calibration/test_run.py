@@ -1,0 +1,273 @@
+"""What a run leaves behind, in success and in failure, and how much it holds at a time."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import CPU, compress, compress_in_memory, linears, modifier, prepare, recipe, run, tiny_llama, token_batches
+from torch import Tensor, nn
+
+from lightning_compress.calibration.loop import calibrate
+from lightning_compress.calibration.prepare import calibrating
+from lightning_compress.errors import NonFiniteError, SolveError, UnsupportedModelError
+from lightning_compress.memory.activations import ActivationCache
+from lightning_compress.memory.store import HostWeights
+from lightning_compress.memory.tracker import LiveMemory
+from lightning_compress.plugin.job import run_job
+
+LAYER = "model.layers.{}"
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    """Everything about a model that a run has to leave as it was, apart from weights and gradients."""
+    return {
+        "training": {name: module.training for name, module in model.named_modules()},
+        "hooks": {name: (list(m._forward_hooks.values()), list(m._forward_pre_hooks.values())) for name, m in model.named_modules()},
+        "own": {name: sorted(module.__dict__) for name, module in model.named_modules()},
+        "forwards": {name: module.__dict__.get("forward") for name, module in model.named_modules()},
+        "parameters": {name: (id(p), p.dtype, p.device, p.requires_grad, p.data_ptr()) for name, p in model.named_parameters()},
+        "buffers": {name: (b.data_ptr(), b.dtype) for name, b in model.named_buffers()},
+        "config": model.config.to_dict() if hasattr(model, "config") else None,
+        "grad_mode": torch.is_grad_enabled(),
+    }
+
+
+def used_model() -> nn.Module:
+    """A model in the middle of its life: mixed modes, frozen parts, a hook, a patched forward, gradients."""
+    model = tiny_llama(2).train()
+    model.model.layers[0].mlp.eval()
+    model.model.embed_tokens.requires_grad_(False)
+    model.model.layers[1].mlp.down_proj.register_forward_hook(lambda *_: None)
+    act = model.model.layers[0].mlp.act_fn
+    act.forward = type(act).forward.__get__(act)
+    model(**token_batches(1)[0]).logits.sum().backward()
+    return model
+
+
+@pytest.mark.parametrize("schedule", ["staged", "block", "basic"])
+def test_everything_but_the_weights_is_as_before(schedule: str) -> None:
+    """Seen to fail: without restoring the modes, and with statistics' hooks left in place."""
+    model = used_model()
+    before, weights = state_of(model), copy.deepcopy(model.state_dict())
+    report = compress_in_memory(model, token_batches(), recipe(4), schedule=schedule)
+    assert state_of(model) == before
+    changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, weights[name])}
+    assert changed == {f"{record.module}.weight" for record in report.modules}
+    assert all(parameter.grad is None for parameter in model.parameters()), "gradients of the old weights mean nothing any more"
+
+
+def test_preparing_changes_nothing() -> None:
+    model = used_model()
+    before, weights = state_of(model), copy.deepcopy(model.state_dict())
+    prepare(model, token_batches(), recipe(4))
+    assert state_of(model) == before
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
+
+
+def broken_llama() -> nn.Module:
+    """The second half of the second layer gets infinite inputs."""
+    model = tiny_llama(3)
+    with torch.no_grad():
+        model.model.layers[1].post_attention_layernorm.weight[3] = float("inf")
+    return model
+
+
+def test_activations_that_are_not_finite(tmp_path: Path) -> None:
+    """The modules are named, the subgraphs that changed too (the one in the making included), and nothing is written."""
+    model = broken_llama()
+    before, weights = state_of(model), copy.deepcopy(model.state_dict())
+    with pytest.raises(NonFiniteError) as caught:
+        compress(model, token_batches(), recipe(4), tmp_path / "out")
+    message = str(caught.value)
+    assert "The input of model.layers.1.mlp.gate_proj, model.layers.1.mlp.up_proj holds NaN or Inf" in message
+    assert "Nothing was written" in message
+    assert caught.value.__notes__ == [
+        "Subgraphs of the model in memory that hold quantized weights already: model.layers.0, model.layers.1. Nothing was written."
+    ]
+    assert state_of(model) == before
+    changed = {name.rsplit(".", 3)[0].rpartition(".self_attn")[0] or name for name, t in model.state_dict().items() if not torch.equal(t, weights[name])}
+    assert all(LAYER.format(0) in name or LAYER.format(1) in name for name in changed)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_failing_in_the_first_subgraph_says_that_nothing_changed() -> None:
+    model = tiny_llama(2)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:] = float("nan")
+    with pytest.raises(NonFiniteError, match=r"q_proj, .*k_proj, .*v_proj holds NaN or Inf") as caught:
+        compress_in_memory(model, token_batches(), recipe(4))
+    assert "hold quantized weights already: none" in caught.value.__notes__[0]
+
+
+def test_stopping_early_is_partial_and_writes_nothing(tmp_path: Path) -> None:
+    model = tiny_llama(3)
+    generator = run_job(prepare(model, token_batches(), recipe(4), tmp_path / "out"))
+    names = [next(generator).name, next(generator).name]
+    with pytest.raises(StopIteration) as stopped:
+        generator.send(True)
+    report = stopped.value.value
+    assert names == ["model.embed_tokens", "model.layers.0"]
+    assert report.is_partial
+    assert report.output_dir is None
+    assert {record.subgraph for record in report.modules} == {"model.layers.0"}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_closing_the_generator_restores_the_model() -> None:
+    model = used_model()
+    before = state_of(model)
+    generator = run_job(prepare(model, token_batches(), recipe(4)))
+    next(generator)
+    generator.close()
+    assert state_of(model) == before
+
+
+def test_input_channels_that_are_always_zero() -> None:
+    """They work, their weights are kept on the grid, and the report says so."""
+    model = tiny_llama(1)
+    with torch.no_grad():
+        model.model.layers[0].input_layernorm.weight[[2, 7]] = 0
+    weights = model.model.layers[0].self_attn.q_proj.weight[:, [2, 7]].clone()
+    report = compress_in_memory(model, token_batches(), recipe(4))
+    (record,) = [record for record in report.modules if record.module.endswith("q_proj")]
+    assert "2 of 32 input channels were always zero" in "; ".join(record.notes)
+    after = model.model.layers[0].self_attn.q_proj.weight[:, [2, 7]]
+    assert torch.isfinite(after).all()
+    assert float((after - weights).abs().max()) < 0.3 * float(weights.abs().max())
+
+
+def test_all_inputs_zero() -> None:
+    model = tiny_llama(1)
+    with torch.no_grad():
+        model.model.layers[0].input_layernorm.weight[:] = 0
+    with pytest.raises(SolveError, match=r"q_proj, .*stacked weight \[64, 32\].*zero in every calibration token.*ignore"):
+        compress_in_memory(model, token_batches(), recipe(4))
+
+
+class Branching(nn.Module):
+    """Calls one of its two linears, by what it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.often, self.never = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.often(x) if float(x.abs().sum()) < 1e9 else self.never(x)
+
+
+class Holder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.spare = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.layers = nn.ModuleList([Branching()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[0](self.first(x))
+
+
+@pytest.mark.filterwarnings("ignore:.*recorded as a single call")
+def test_modules_that_are_never_called() -> None:
+    """Known from the graph before the work; inside a layer that runs as a whole, only when it has run."""
+    batches = [torch.randn(2, 3, 8)]
+    with pytest.raises(UnsupportedModelError, match=r"1 modules .* never called by Holder.forward\(batch\): spare \[8, 8\]. Add them to `ignore`.*calibration_step"):
+        compress_in_memory(Holder(), batches, recipe(4, strategy="channel"))
+    with pytest.raises(SolveError, match=r"layers.0.never: not called on any batch .*ignore"):
+        compress_in_memory(Holder(), batches, recipe(4, strategy="channel", ignore=["spare"]))
+    report = compress_in_memory(Holder(), batches, recipe(4, strategy="channel", ignore=["spare", "layers.0.never"]))
+    assert [record.module for record in report.modules] == ["first", "layers.0.often"]
+    assert [fallback.hidden for fallback in report.fallbacks if fallback.hidden] == [("layers.0.often",)]
+
+
+def test_several_schemes_on_one_input() -> None:
+    modifiers = [modifier(4), modifier(8, targets=["re:.*v_proj"]), modifier(3, "rtn", targets=["re:.*k_proj"])]
+    model = tiny_llama(1)
+    report = compress_in_memory(model, token_batches(), {"modifiers": modifiers})
+    schemes = {record.module.rpartition(".")[2]: (record.algorithm, record.scheme.split()[0], record.solved_with) for record in report.modules}
+    assert schemes["q_proj"] == ("Gptq", "W4A16", ())
+    assert schemes["v_proj"] == ("Gptq", "W8A16", ())
+    assert schemes["k_proj"] == ("Rtn", "W3A16", ())
+    assert schemes["gate_proj"][2] == ("model.layers.0.mlp.up_proj",)
+    assert len(model.model.layers[0].self_attn.k_proj.weight[0, :16].unique()) <= 8
+
+
+def test_data_free_recipes_run_nothing() -> None:
+    model = tiny_llama(2)
+    report = compress_in_memory(model, None, recipe(4, "rtn"))
+    assert report.schedule == "datafree"
+    assert [subgraph.name for subgraph in report.subgraphs] == ["model.layers.0", "model.layers.1"]
+    with pytest.raises(UnsupportedModelError, match="Schedule 'datafree' runs nothing, but the recipe has algorithms"):
+        compress_in_memory(tiny_llama(1), token_batches(), recipe(4), schedule="datafree")
+
+
+def test_quantized_inputs_act_in_memory() -> None:
+    """W8A8: later layers, and the user's own `trainer.test`, see what the checkpoint's runtime will compute."""
+    scheme = {"weights": {"num_bits": 8, "strategy": "channel"}, "input_activations": {"num_bits": 8, "strategy": "token", "dynamic": True}}
+    both, weights_only = tiny_llama(1), tiny_llama(1)
+    compress_in_memory(both, None, recipe(scheme=scheme, algorithm="rtn"))
+    compress_in_memory(weights_only, None, recipe(8, "rtn", strategy="channel"))
+    assert all(torch.equal(a, b) for a, b in zip(both.parameters(), weights_only.parameters(), strict=True))
+    batch = token_batches(1)[0]
+    assert not torch.equal(both(**batch).logits, weights_only(**batch).logits)
+    assert all(len(linear._forward_pre_hooks) == (name != "lm_head") for name, linear in linears(both).items())
+
+
+@pytest.mark.parametrize("schedule", ["staged", "block"])
+def test_memory_does_not_grow_with_depth(monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
+    """Live bytes of what a device would hold (onloaded weights, activations, statistics, the cache), counted storage by storage.
+
+    Onloading copies, as to a device. Seen to fail: with weights that stay onloaded, with values that stay in the cache
+    after their last use, and with statistics that are never forgotten.
+    """
+    monkeypatch.setattr(HostWeights, "_is_away", lambda *_: True)
+    monkeypatch.setattr(HostWeights, "_copy", lambda _, tensor: tensor.clone())
+    peaks, left = {}, {}
+    for depth in (2, 4, 8):
+        job = prepare(tiny_llama(depth, hidden_size=64, intermediate_size=128), token_batches(4, rows=4), recipe(4), schedule=schedule)
+        with calibrating(job.target.root), LiveMemory() as memory:
+            for record in calibrate(job.run, lambda quantized: 0):
+                assert record.index < record.num_subgraphs
+        peaks[depth], left[depth] = memory.peak_bytes, memory.live_bytes
+    layer = sum(parameter.nbytes for parameter in job.target.root.model.layers[0].parameters())
+    assert peaks[8] == peaks[4] <= peaks[2] + 1024, peaks
+    assert left[8] == left[4], left
+    assert peaks[8] < 4 * layer, "one layer's weights, the Grams, one solve"
+    assert peaks[8] > layer
+
+
+def test_memory_of_basic_grows_with_depth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the test above would look like if nothing were freed; the tracker does see it."""
+    peaks = []
+    for depth in (2, 4):
+        job = prepare(tiny_llama(depth), token_batches(), recipe(4), schedule="basic")
+        with calibrating(job.target.root), LiveMemory() as memory:
+            for _ in calibrate(job.run, lambda quantized: 0):
+                pass
+        peaks.append(memory.peak_bytes)
+    assert peaks[1] > 1.4 * peaks[0]
+
+
+def test_values_are_dropped_at_their_last_use() -> None:
+    """Between subgraphs the cache holds the one hidden state that crosses the cut (and what all layers read), not its history."""
+    job = prepare(tiny_llama(4), token_batches(), recipe(4))
+    sizes = [record.activation_bytes for record in calibrate(job.run, lambda quantized: 0)]
+    hidden = 4 * 2 * 16 * 32 * 4
+    assert sizes[1] == sizes[2] == sizes[3]
+    assert hidden <= sizes[1] < 2 * hidden
+    assert len(job.run.cache) == 4
+
+
+def test_cached_values_may_live_on_the_device() -> None:
+    job = prepare(tiny_llama(1), token_batches(), recipe(4), cache_on_device=True)
+    assert isinstance(job.run.cache, ActivationCache)
+    assert job.run.cache._home == CPU
+    assert len(run(job).modules) == 7
+
+
+def test_tied_embeddings_stay_tied_and_whole() -> None:
+    model = tiny_llama(1, tie_word_embeddings=True)
+    embedding = model.get_input_embeddings().weight.clone()
+    compress_in_memory(model, token_batches(), recipe(4))
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+    assert torch.equal(model.lm_head.weight, embedding)

@@ -1,0 +1,194 @@
+"""What the engine's statistics are: those of plain hooks on the original model, whatever the schedule and the architecture.
+
+The weights lie on their grid already, so quantizing changes nothing and all schedules must see the same inputs. Seen to
+fail: with padding tokens left in, with observation at the end of a block instead of before the first reader, with the
+first of two passes working on the cached values themselves, and with every k/v of T5 observed for itself.
+"""
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from helpers import (
+    UNCHANGING,
+    VOCAB,
+    compress_in_memory,
+    gram_sum,
+    input_grams,
+    make_representable,
+    padded,
+    ragged_batches,
+    recipe,
+    seen_statistics,
+    tiny_llama,
+    token_batches,
+)
+from torch import Tensor, nn
+from transformers import AlbertConfig, AlbertModel, GPTJConfig, GPTJForCausalLM, MambaConfig, MambaForCausalLM, T5Config, T5ForConditionalGeneration
+
+from lightning_compress.memory.activations import ActivationCache
+
+SCHEDULES = ["staged", "block", "basic"]
+
+
+class InPlaceBlock(nn.Module):
+    """Changes its input in place, reads what it changes, changes through a view, and activates in place."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(width, width) for _ in range(3))
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x += 0.2 * self.a(x)
+        h = self.act(self.b(x))
+        h[:, 0] = 0
+        x += 0.2 * self.c(h)
+        return x
+
+
+class OpaqueBlock(InPlaceBlock):
+    """Reads values, so that it only runs as a whole."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if float(x.sum()) < 1e9 else x
+
+
+class Stack(nn.Module):
+    """Blocks between two linears; `x` is read again after a later write through a view of it."""
+
+    def __init__(self, block: type[nn.Module], width: int = 16) -> None:
+        super().__init__()
+        self.stem, self.middle, self.head = nn.Linear(8, width), nn.Linear(width, width), nn.Linear(width, 4)
+        self.layers = nn.ModuleList([block(width) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for layer in self.layers:
+            x = layer(x)
+        y = self.middle(x)
+        x[:, -1] = y[:, -1]
+        return self.head(x)
+
+
+def dense_batches() -> list[Tensor]:
+    return [torch.randn(3, 7, 8) for _ in range(3)]
+
+
+def gptj() -> nn.Module:
+    config = GPTJConfig(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=64, bos_token_id=1, eos_token_id=2)
+    return GPTJForCausalLM(config)
+
+
+def t5() -> nn.Module:
+    config = T5Config(vocab_size=VOCAB, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_decoder_layers=2, num_heads=2, decoder_start_token_id=0)
+    return T5ForConditionalGeneration(config)
+
+
+def t5_batches() -> list[dict[str, Tensor]]:
+    """Encoder inputs with padding, decoder inputs without."""
+    return [{**batch, "decoder_input_ids": batch["input_ids"][:, :6]} for batch in padded(token_batches(length=9))]
+
+
+def check(monkeypatch: pytest.MonkeyPatch, model: nn.Module, batches: list[Any], schedule: str, call: Any = None, **options: Any) -> Mapping[str, Any]:
+    """Run the engine and compare every Gram with the hooks' on the model as it was."""
+    model = make_representable(model.eval())
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    grams = input_grams(model, [batch.clone() if isinstance(batch, Tensor) else batch for batch in batches], call)
+    seen = seen_statistics(monkeypatch)
+    report = compress_in_memory(model, batches, recipe(**UNCHANGING, **options), schedule=schedule)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items()), "the weights were to stay"
+    assert len(seen) == len(report.modules) > 0
+    for name, statistics in seen.items():
+        torch.testing.assert_close(gram_sum(statistics), grams[name], rtol=1e-4, atol=1e-5 * float(grams[name].diagonal().mean()), msg=lambda m, n=name: f"{n}: {m}")
+    return seen
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("batches", [token_batches, ragged_batches, lambda: padded(token_batches(), left=True)], ids=["plain", "ragged", "left"])
+def test_llama(monkeypatch: pytest.MonkeyPatch, batches: Callable[[], list[Any]], schedule: str) -> None:
+    check(monkeypatch, tiny_llama(2), batches(), schedule)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_members_apart(monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
+    check(monkeypatch, gptj(), token_batches(), schedule)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_encoder_and_decoder(monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
+    """The mask of the encoder's tokens is not the decoder's; the encoder's output is counted once for all its readers."""
+    seen = check(monkeypatch, t5(), t5_batches(), schedule)
+    for name, statistics in seen.items():
+        (statistic,) = statistics.values()
+        from_encoder = name.startswith("encoder") or name.endswith(("EncDecAttention.k", "EncDecAttention.v"))
+        assert statistic.num_tokens == 4 * 2 * (9 if from_encoder else 6), name
+    k = "decoder.block.{}.layer.1.EncDecAttention.k"
+    torch.testing.assert_close(gram_sum(seen[k.format(0)]), gram_sum(seen[k.format(1)]), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("block", [InPlaceBlock, OpaqueBlock])
+@pytest.mark.filterwarnings("ignore:.*recorded as a single call")
+def test_operations_in_place(monkeypatch: pytest.MonkeyPatch, block: type[nn.Module], schedule: str) -> None:
+    model = Stack(block)
+    check(monkeypatch, model, dense_batches(), schedule, call=model)
+
+
+@pytest.mark.filterwarnings("ignore:.*recorded as a single call")
+def test_operations_in_place_with_values_that_wait_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU with the cache in host memory: loading copies, so writes have to be brought back. Broken once by not doing so."""
+    load = ActivationCache.load
+    monkeypatch.setattr(ActivationCache, "load", lambda self, batch, keys, copy=False: load(self, batch, keys, copy=True))
+    model = Stack(InPlaceBlock)
+    check(monkeypatch, model, dense_batches(), "staged", call=model)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.filterwarnings("ignore:.*recorded as a single call")
+def test_opaque_layers(monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
+    """Mamba loops over the sequence: its mixer runs as a whole and is observed from inside."""
+    torch.manual_seed(0)
+    model = MambaForCausalLM(MambaConfig(vocab_size=VOCAB, hidden_size=16, state_size=4, time_step_rank=4, num_hidden_layers=2, use_cache=False))
+    check(monkeypatch, model, token_batches(2), schedule, ignore=["lm_head", "re:.*dt_proj"])
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_shared_layers(monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
+    """ALBERT: basic sees all three calls before it solves; the others the first call, the result serving the later ones."""
+    torch.manual_seed(0)
+    config = AlbertConfig(vocab_size=VOCAB, embedding_size=8, hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=16)
+    model = make_representable(AlbertModel(config).eval())
+    batches = token_batches()
+    grams: list[Tensor] = []
+    handle = model.encoder.albert_layer_groups[0].albert_layers[0].ffn.register_forward_pre_hook(
+        lambda _, args: grams.append(args[0].detach().double().flatten(0, 1))
+    )
+    for batch in batches:
+        model(**batch)
+    handle.remove()
+    observed = grams if schedule == "basic" else grams[::3]
+    x = torch.cat(observed)
+    seen = seen_statistics(monkeypatch)
+    report = compress_in_memory(model, batches, recipe(**UNCHANGING), schedule=schedule)
+    name = "encoder.albert_layer_groups.0.albert_layers.0.ffn"
+    torch.testing.assert_close(gram_sum(seen[name]), x.T @ x, rtol=1e-4, atol=1e-4)
+    records = [record for record in report.modules if record.module == name]
+    assert [(record.num_calls, record.num_tokens) for record in records] == [(3, len(x))]
+
+
+def test_static_input_ranges_skip_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MinMax of the unpadded tokens alone: padding positions hold the largest embedding of all. Broken once by keeping them."""
+    model = tiny_llama(1)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[0] *= 50
+    scheme = {"weights": {"num_bits": 8, "strategy": "channel"}, "input_activations": {"num_bits": 8, "strategy": "tensor", "dynamic": False}}
+    ranges = []
+    for batches in (token_batches(), padded(token_batches())):
+        seen = seen_statistics(monkeypatch)
+        compress_in_memory(copy.deepcopy(model), batches, recipe(scheme=scheme, algorithm="rtn"))
+        ranges.append({name: [tensor.clone() for tensor, _ in next(iter(found.values())).reductions().values()] for name, found in seen.items()})
+    for name, expected in ranges[0].items():
+        torch.testing.assert_close(ranges[1][name], expected, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,194 @@
+"""Tiny models, batches and recipes for every folder's tests, and the engine without Lightning around it."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lightning_compress.calibration import loop
+from lightning_compress.calibration.batches import collect
+from lightning_compress.graph.stages import Group, Schedule
+from lightning_compress.plugin.job import Job, Settings, prepare_job, run_job
+from lightning_compress.recipe.load import RecipeLike, load_recipe
+from lightning_compress.recipe.resolve import ResolvedRecipe
+from lightning_compress.report.report import Report
+from lightning_compress.statistics import InputGram, Statistic
+
+CPU = torch.device("cpu")
+VOCAB = 64
+PAD = 0
+
+
+def tiny_llama(num_layers: int = 2, *, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any) -> LlamaForCausalLM:
+    """Weights large enough for a layer to matter, embeddings of low rank so that inputs are correlated."""
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.2,
+        "pad_token_id": PAD,
+    }
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(**{**sizes, **overrides}))
+    embedding = model.get_input_embeddings().weight
+    with torch.no_grad():
+        embedding.copy_(torch.randn(VOCAB, 6) @ torch.randn(6, embedding.shape[1]) + 0.3 * torch.randn_like(embedding))
+    return model.to(dtype).eval()
+
+
+def token_batches(num_batches: int = 4, rows: int = 2, length: int = 16, seed: int = 0, vocab: int = VOCAB) -> list[dict[str, Tensor]]:
+    """Batches without padding."""
+    generator = torch.Generator().manual_seed(seed)
+    return [{"input_ids": torch.randint(1, vocab, (rows, length), generator=generator)} for _ in range(num_batches)]
+
+
+def padded(batches: Iterable[Mapping[str, Tensor]], extra: int = 5, left: bool = False) -> list[dict[str, Tensor]]:
+    """The same tokens with `extra` positions of padding and a mask that marks them."""
+    result = []
+    for batch in batches:
+        ids = batch["input_ids"]
+        padding = ids.new_full((len(ids), extra), PAD)
+        mask = torch.cat([torch.ones_like(ids), torch.zeros_like(padding)], 1)
+        padded_ids = torch.cat([ids, padding], 1)
+        if left:
+            padded_ids, mask = padded_ids.roll(extra, 1), mask.roll(extra, 1)
+        result.append({"input_ids": padded_ids, "attention_mask": mask})
+    return result
+
+
+def ragged_batches(lengths: Sequence[Sequence[int]] = ((9, 4), (16, 11), (7, 7)), seed: int = 0) -> list[dict[str, Tensor]]:
+    """Batches of several lengths, padded on the right to the longest of their own rows."""
+    generator = torch.Generator().manual_seed(seed)
+    batches = []
+    for batch in lengths:
+        ids = torch.randint(1, VOCAB, (len(batch), max(batch)), generator=generator)
+        mask = (torch.arange(max(batch)) < torch.tensor(batch)[:, None]).long()
+        batches.append({"input_ids": ids * mask, "attention_mask": mask})
+    return batches
+
+
+def weights(num_bits: int = 4, *, symmetric: bool = True, strategy: str = "group", group_size: int = 16) -> dict[str, Any]:
+    """The weights' part of a scheme."""
+    group = {"group_size": group_size} if strategy == "group" else {}
+    return {"num_bits": num_bits, "type": "int", "symmetric": symmetric, "strategy": strategy, **group}
+
+
+def modifier(num_bits: int = 4, algorithm: str = "gptq", *, scheme: Any = None, targets: Any = None, ignore: Any = None, **options: Any) -> dict[str, Any]:
+    """One modifier as a mapping; options are those of `weights` and of the algorithm."""
+    of_weights = {key: options.pop(key) for key in ("symmetric", "strategy", "group_size") if key in options}
+    entry = {"algorithm": algorithm, "scheme": scheme or {"weights": weights(num_bits, **of_weights)}, **options}
+    if targets is not None:
+        entry["targets"] = targets
+    if ignore is not None:
+        entry["ignore"] = ignore
+    return entry
+
+
+def recipe(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    """A recipe of one `modifier`."""
+    return {"modifiers": [modifier(*args, **kwargs)]}
+
+
+def prepare(model: nn.Module, batches: Iterable[Any] | None, recipe: RecipeLike, output_dir: Path | None = None, **settings: Any) -> Job:
+    """A job on the CPU; `settings` are those of `plugin.job.Settings`."""
+    if "schedule" in settings:
+        settings["schedule"] = Schedule(settings["schedule"])
+    data = None if batches is None else collect(batches)
+    return prepare_job(model, data, Settings(load_recipe(recipe), output_dir, **settings), CPU)
+
+
+def run(job: Job) -> Report:
+    """Drive a job to its end."""
+    generator = run_job(job)
+    try:
+        while True:
+            next(generator)
+    except StopIteration as stop:
+        return stop.value
+
+
+def compress(model: nn.Module, batches: Iterable[Any] | None, recipe: RecipeLike, output_dir: Path | None, **settings: Any) -> Report:
+    """Compress `model` and write the checkpoint."""
+    return run(prepare(model, batches, recipe, output_dir, **settings))
+
+
+def compress_in_memory(model: nn.Module, batches: Iterable[Any] | None, recipe: RecipeLike, **settings: Any) -> Report:
+    """Compress `model` without writing anything."""
+    return compress(model, batches, recipe, None, **settings)
+
+
+def linears(model: nn.Module) -> dict[str, nn.Linear]:
+    """All linear layers by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+
+
+def input_grams(model: nn.Module, batches: Iterable[Any], call: Any = None) -> dict[str, Tensor]:
+    """Sum of x xᵀ, float64, of every linear's input, by plain forward hooks; padding positions are left out."""
+    grams: dict[str, Tensor] = {}
+    keep: list[Tensor | None] = []
+
+    def hook(name: str) -> Any:
+        def observe(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            x = args[0] if args else kwargs["input"]
+            flat = x.detach().double().reshape(-1, x.shape[-1])
+            if keep[-1] is not None and len(keep[-1]) == len(flat):
+                flat = flat[keep[-1]]
+            grams[name] = grams.get(name, 0) + flat.T @ flat
+
+        return observe
+
+    handles = [module.register_forward_pre_hook(hook(name), with_kwargs=True) for name, module in linears(model).items()]
+    for batch in batches:
+        mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+        keep.append(None if mask is None else mask.reshape(-1).bool())
+        with torch.no_grad():
+            call(batch) if call else model(**batch)
+    for handle in handles:
+        handle.remove()
+    return grams
+
+
+def seen_statistics(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[type[Statistic], Statistic]]:
+    """What each module is solved with, filled while the engine runs."""
+    seen: dict[str, dict[type[Statistic], Statistic]] = {}
+    solve = loop.solve_group
+
+    def solve_group(group: Group, root: nn.Module, resolved: ResolvedRecipe, statistics: Mapping[type[Statistic], Statistic]) -> Any:
+        seen.update(dict.fromkeys(group.members, dict(statistics)))
+        return solve(group, root, resolved, statistics)
+
+    monkeypatch.setattr(loop, "solve_group", solve_group)
+    return seen
+
+
+def gram_sum(statistics: Mapping[type[Statistic], Statistic]) -> Tensor:
+    """Sum of x xᵀ in float64 of an `InputGram`."""
+    gram = statistics[InputGram]
+    assert isinstance(gram, InputGram)
+    return gram.matrix().double() * gram.num_tokens
+
+
+def make_representable(model: nn.Module) -> nn.Module:
+    """Round all linear weights to 8-bit asymmetric grids that min-max scales find again, so that quantizing changes nothing.
+
+    Every row holds the smallest and the largest code, and scales are powers of two.
+    """
+    with torch.no_grad():
+        for linear in linears(model).values():
+            codes = (linear.weight / 2**-9).round().clamp(-128, 127)
+            codes[:, 0], codes[:, 1] = -128, 127
+            linear.weight.copy_(codes * 2**-9)
+    return model
+
+
+UNCHANGING = {"num_bits": 8, "symmetric": False, "strategy": "channel", "scale_search": False}
+"""Options of `recipe` under which `make_representable` models stay as they are."""

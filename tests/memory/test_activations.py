@@ -1,0 +1,101 @@
+"""The activation cache: what is stored comes back, in the caller's hands or not, and is gone after its last use."""
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from helpers import CPU
+from torch import Tensor, fx
+
+from lightning_compress.memory.activations import ActivationCache, nbytes, versions
+
+
+def nodes(count: int) -> list[fx.Node]:
+    graph = fx.Graph()
+    return [graph.placeholder(f"x{number}") for number in range(count)]
+
+
+def cache_of(*batches: dict[fx.Node, Any]) -> ActivationCache:
+    return ActivationCache(list(batches), home=CPU, device=CPU)
+
+
+def test_load_gives_what_is_asked_for_and_there() -> None:
+    a, b, c = nodes(3)
+    x, y = torch.randn(3), torch.randn(2)
+    cache = cache_of({a: x, b: y}, {a: y})
+    assert len(cache) == 2
+    assert set(cache.load(0, {a, c})) == {a}
+    assert cache.load(0, {a})[a] is x, "nothing is copied where home and device are one"
+    assert cache.load(1, {a, b})[a] is y
+
+
+def test_trees_and_plain_numbers() -> None:
+    a, b = nodes(2)
+    value = {"k": (torch.ones(2), [torch.zeros(3)]), "length": 7}
+    cache = cache_of({a: value, b: 5})
+    loaded = cache.load(0, {a, b}, copy=True)
+    assert loaded[b] == 5
+    assert loaded[a]["length"] == 7
+    assert torch.equal(loaded[a]["k"][1][0], torch.zeros(3))
+    assert cache.num_bytes == nbytes(value) == 5 * 4
+
+
+def test_copies_are_the_callers_own() -> None:
+    """Broken once by returning the cached tensors."""
+    (a,) = nodes(1)
+    cache = cache_of({a: torch.zeros(3)})
+    cache.load(0, {a}, copy=True)[a].add_(1)
+    assert torch.equal(cache.load(0, {a})[a], torch.zeros(3))
+    cache.load(0, {a})[a].add_(1)
+    assert torch.equal(cache.load(0, {a})[a], torch.ones(3))
+
+
+def test_store_and_retain_are_per_batch() -> None:
+    a, b = nodes(2)
+    cache = cache_of({a: torch.ones(2)}, {a: torch.ones(3)})
+    cache.store(0, {b: torch.zeros(4)})
+    cache.retain(0, {b})
+    assert set(cache.load(0, {a, b})) == {b}
+    assert set(cache.load(1, {a, b})) == {a}
+    assert cache.num_bytes == 4 * 4 + 3 * 4
+
+
+def test_values_are_freed_when_dropped() -> None:
+    a, b = nodes(2)
+    value = torch.randn(8)
+    seen = weakref.ref(value)
+    cache = cache_of({a: value})
+    cache.store(0, {b: torch.ones(1)})
+    del value
+    cache.retain(0, {b})
+    gc.collect()
+    assert seen() is None
+
+
+def test_versions_tell_in_place_writes() -> None:
+    x = torch.zeros(2, 3)
+    before = versions({"x": x, "n": 3})
+    assert versions({"x": x, "n": 4}) == before
+    x[:, 0] = 1
+    assert versions({"x": x, "n": 3}) != before
+    with torch.inference_mode():
+        made = torch.zeros(2)
+    assert versions(made) == versions(torch.zeros(2))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_home_on_the_host_is_pinned() -> None:
+    (a,) = nodes(1)
+    device = torch.device("cuda", torch.cuda.current_device())
+    cache = ActivationCache([{a: torch.ones(3)}], home=CPU, device=device)
+    loaded = cache.load(0, {a})[a]
+    assert isinstance(loaded, Tensor)
+    assert loaded.device == device
+    cache.store(0, {a: loaded + 1})
+    (kept,) = (value for value in cache._values[0].values())
+    assert isinstance(kept, Tensor)
+    assert kept.is_pinned()
+    assert torch.equal(cache.load(0, {a})[a], torch.full((3,), 2.0, device=device))

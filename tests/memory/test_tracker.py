@@ -1,0 +1,56 @@
+"""The live-storage tracker counts storages, not tensors, while they live."""
+
+import torch
+
+from lightning_compress.memory.tracker import LiveMemory, peak_bytes, reset_peak
+
+
+def test_storages_are_counted_while_they_live() -> None:
+    with LiveMemory() as memory:
+        x = torch.zeros(100)
+        y = x + 1
+        assert memory.live_bytes == 800
+        del x
+        assert memory.live_bytes == 400
+        assert memory.peak_bytes == 800
+        memory.reset_peak()
+        assert memory.peak_bytes == 400
+        del y
+    assert memory.live_bytes == 0
+
+
+def test_views_and_in_place_results_are_not_counted_again() -> None:
+    with LiveMemory() as memory:
+        x = torch.zeros(10, 10)
+        views = [x.view(100), x[0], x.t()]
+        x.add_(1)
+        assert memory.live_bytes == 400
+        del x
+        assert memory.live_bytes == 400, "a view keeps its storage alive"
+        del views
+    assert memory.live_bytes == 0
+
+
+def test_what_was_there_before_counts_if_asked_for() -> None:
+    old, ignored = torch.zeros(100), torch.zeros(50)
+    with LiveMemory() as memory:
+        memory.ignore(ignored)
+        assert memory.live_bytes == 0
+        memory.track(old)
+        memory.track(old)
+        memory.track(ignored)
+        assert memory.live_bytes == 400
+
+
+def test_a_temporary_inside_an_expression_counts_for_the_peak() -> None:
+    with LiveMemory() as memory:
+        x = torch.zeros(100)
+        x = (x + 1) * 2
+        assert (memory.live_bytes, memory.peak_bytes) == (400, 1200)
+
+
+def test_process_peak() -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    reset_peak(device)
+    assert peak_bytes(device) >= 0
+    assert peak_bytes(torch.device("cpu")) > 50e6, "importing torch alone takes more"

@@ -1,0 +1,209 @@
+"""Where calibration data comes from, how much of it is read, and what is refused."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_compress.calibration.batches import CalibrationSet
+from lightning_compress.errors import CalibrationDataError
+from lightning_compress.plugin.data import calibration_set
+
+from .conftest import BATCH_SIZE, LENGTH, TinyModule, compression, loader, samples
+
+
+@pytest.fixture
+def read(make_trainer: Any) -> Callable[..., CalibrationSet]:
+    """The calibration set that a run with these Trainer options and this data would use."""
+
+    def run(
+        calibration: Any = None, train: Any = None, max_samples: int | None = None, seed: int = 0, **options: Any
+    ) -> CalibrationSet:
+        found: list[CalibrationSet | None] = []
+
+        class Peek(pl.Callback):
+            def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+                before = torch.random.get_rng_state()
+                found.append(calibration_set(trainer, pl_module, calibration, max_samples, seed))
+                assert torch.equal(torch.random.get_rng_state(), before)
+                trainer.fit_loop.max_epochs = 0
+
+        make_trainer(Peek(), **options).fit(TinyModule(), loader() if train is None else train)
+        assert found[0] is not None
+        return found[0]
+
+    return run
+
+
+def tokens(data: CalibrationSet) -> list[list[int]]:
+    return [row.tolist() for batch in data.batches for row in batch["input_ids"]]
+
+
+def rows(number: int = 16, start: int = 0) -> list[list[int]]:
+    return [sample["input_ids"].tolist() for sample in samples(number, start)]
+
+
+# ---- sources
+
+
+def test_the_callbacks_own_loader_comes_first(read: Any) -> None:
+    assert tokens(read(calibration=loader(4, start=9))) == rows(4, start=9)
+    assert tokens(read()) == rows(16)
+
+
+def test_a_list_of_batches(read: Any) -> None:
+    assert tokens(read(calibration=list(loader(8)))) == rows(8)
+
+
+@pytest.mark.parametrize(
+    "collection",
+    [
+        lambda: [loader(4), loader(12, start=5)],
+        lambda: {"short": loader(4), "long": loader(12, start=5)},
+        lambda: [{"short": loader(4)}, [loader(12, start=5)]],
+        lambda: CombinedLoader({"short": loader(4), "long": loader(12, start=5)}, "max_size_cycle"),
+    ],
+    ids=["list", "dict", "nested", "combined"],
+)
+def test_several_loaders_are_read_one_after_the_other(read: Any, collection: Any) -> None:
+    """Lightning's own way of combining them repeats the short one."""
+    expected = rows(4) + rows(12, start=5)
+    assert tokens(read(train=collection())) == expected
+    assert tokens(read(calibration=collection())) == expected
+
+
+def test_shares_of_several_loaders(read: Any) -> None:
+    assert (
+        tokens(read(calibration=[loader(16), loader(16, start=5)], max_samples=16))
+        == rows(16)[:8] + rows(16, start=5)[:8]
+    )
+
+
+# ---- how much
+
+
+@pytest.mark.parametrize(
+    ("options", "number"),
+    [
+        ({"limit_train_batches": 2}, 8),
+        ({"limit_train_batches": 0.5}, 8),
+        ({"limit_train_batches": 1.0}, 16),
+        ({"max_samples": 8}, 8),
+        ({"max_samples": 5}, 8),
+        ({"max_samples": 100}, 16),
+        ({"max_samples": 12, "limit_train_batches": 2}, 8),
+        ({"fast_dev_run": 3}, 12),
+        ({"overfit_batches": 1}, 4),
+    ],
+)
+def test_limits(read: Any, options: dict[str, Any], number: int) -> None:
+    assert len(tokens(read(**options))) == number
+
+
+def test_512_samples_by_default(read: Any) -> None:
+    assert len(tokens(read(calibration=loader(520, batch_size=16)))) == 512
+
+
+def test_limit_train_batches_limits_the_tokens(make_trainer: Any) -> None:
+    callback = compression(when="only")
+    make_trainer(callback, limit_train_batches=2).fit(TinyModule(), loader())
+    assert callback.report is not None
+    assert {record.num_tokens for record in callback.report.modules} == {2 * BATCH_SIZE * LENGTH}
+
+
+# ---- randomness
+
+
+@pytest.mark.parametrize("from_train", [True, False])
+def test_shuffling_gives_one_set_for_one_seed(read: Any, from_train: bool) -> None:
+    def once(seed: int) -> list[list[int]]:
+        torch.manual_seed(torch.seed() % 1000)
+        shuffled = loader(shuffle=True)
+        return tokens(
+            read(seed=seed, max_samples=8, **({"train": shuffled} if from_train else {"calibration": shuffled}))
+        )
+
+    assert once(0) == once(0) != once(1)
+
+
+def test_generators_are_left_as_they_were(read: Any) -> None:
+    generator = torch.Generator().manual_seed(5)
+    before = generator.get_state()
+    read(calibration=[loader(shuffle=True), loader(shuffle=True, generator=generator)])
+    assert torch.equal(generator.get_state(), before)
+
+
+# ---- as training would see the batch
+
+
+def test_transfer_hooks_run(make_trainer: Any) -> None:
+    module, callback = TinyModule(), compression(when="only")
+
+    def crop(batch: dict[str, Tensor], dataloader_idx: int) -> dict[str, Tensor]:
+        assert module.trainer.training
+        return {key: value[:, :6] for key, value in batch.items()}
+
+    module.on_after_batch_transfer = crop  # type: ignore[method-assign]
+    make_trainer(callback).fit(module, loader())
+    assert callback.report is not None
+    assert {record.num_tokens for record in callback.report.modules} == {16 * 6}
+
+
+def test_precision_converts_inputs(read: Any) -> None:
+    batches = [{"inputs_embeds": torch.randn(2, 5, 32)}]
+    assert read(calibration=batches, precision="bf16-true").batches[0]["inputs_embeds"].dtype == torch.bfloat16
+
+
+# ---- refused
+
+
+class Stream(IterableDataset[dict[str, Tensor]]):
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        while True:
+            yield from samples(16)
+
+
+class FiniteStream(IterableDataset[dict[str, Tensor]]):
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        yield from samples(16)
+
+    def __len__(self) -> int:
+        return 16
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"limit_train_batches": 0.5, "max_samples": 8}], ids=["no limit", "a fraction of an unknown length"]
+)
+def test_streams_without_a_limit_are_refused(read: Any, options: dict[str, Any]) -> None:
+    for stream in (DataLoader(Stream(), batch_size=4), (batch for batch in loader())):
+        with pytest.raises(CalibrationDataError, match=r"stream.*max_samples=512.*limit_train_batches=<int>"):
+            read(calibration=stream, **options)
+
+
+@pytest.mark.parametrize("options", [{"max_samples": 8}, {"limit_train_batches": 2}])
+def test_streams_with_a_limit(read: Any, options: dict[str, Any]) -> None:
+    """Every DataLoader has a `__len__`, which raises for streams."""
+    assert tokens(read(calibration=DataLoader(Stream(), batch_size=4), **options)) == rows(16)[:8]
+    assert tokens(read(train=DataLoader(Stream(), batch_size=4), **options)) == rows(16)[:8]
+    assert tokens(read(calibration=(batch for batch in loader()), **options)) == rows(16)[:8]
+
+
+def test_streams_of_known_length(read: Any) -> None:
+    assert tokens(read(calibration=DataLoader(FiniteStream(), batch_size=4))) == rows(16)
+
+
+@pytest.mark.parametrize("empty", [[], DataLoader([])], ids=["list", "loader"])
+def test_empty_data_is_refused(read: Any, empty: Any) -> None:
+    with pytest.raises(CalibrationDataError, match="empty"):
+        read(calibration=empty)
+
+
+def test_batches_with_different_keys_are_refused(read: Any) -> None:
+    one, other = list(loader(8))
+    with pytest.raises(CalibrationDataError, match=r"Batch 1 .*\['input_ids', 'labels'\].*\['input_ids'\]"):
+        read(calibration=[one, {**other, "labels": other["input_ids"]}])

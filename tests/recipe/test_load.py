@@ -1,0 +1,127 @@
+"""Reading recipes: every way in gives the same object, and every mistake an error that names the nearest known thing."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from compressed_tensors.quantization import QuantizationScheme, QuantizationStrategy
+from helpers import modifier, recipe, weights
+from omegaconf import OmegaConf
+
+from lightning_compress.algorithms.gptq import Gptq
+from lightning_compress.algorithms.rtn import Rtn
+from lightning_compress.errors import RecipeError
+from lightning_compress.recipe.config import Modifier, Recipe
+from lightning_compress.recipe.load import load_recipe, shipped_recipes
+
+PLAIN = {"modifiers": [{"algorithm": "gptq", "scheme": {"weights": weights(3, group_size=128)}, "damping": 0.05, "ignore": ["lm_head"]}]}
+
+
+def test_shipped_recipes() -> None:
+    assert set(shipped_recipes()) >= {"w4a16_gptq", "w4a16_rtn", "w8a8_gptq", "w8a16_rtn", "w3a16_gptq"}
+    for name in shipped_recipes():
+        loaded = load_recipe(name)
+        assert loaded.modifiers and all(entry.scheme.weights is not None for entry in loaded.modifiers), name
+
+
+@pytest.mark.parametrize(
+    ("name", "algorithm", "num_bits", "inputs"),
+    [("w4a16_gptq", Gptq, 4, None), ("w4a16_rtn", Rtn, 4, None), ("w3a16_gptq", Gptq, 3, None), ("w8a16_rtn", Rtn, 8, None), ("w8a8_gptq", Gptq, 8, 8)],
+)
+def test_shipped_recipes_are_what_their_names_say(name: str, algorithm: type, num_bits: int, inputs: int | None) -> None:
+    (entry,) = load_recipe(name).modifiers
+    assert type(entry.algorithm) is algorithm
+    assert entry.scheme.weights is not None
+    assert entry.scheme.weights.num_bits == num_bits
+    assert (entry.scheme.input_activations and entry.scheme.input_activations.num_bits) == inputs
+
+
+def test_all_ways_in_agree(tmp_path: Path) -> None:
+    expected = load_recipe(PLAIN)
+    as_json, as_yaml = tmp_path / "mine.json", tmp_path / "mine.yaml"
+    as_json.write_text(json.dumps(PLAIN))
+    OmegaConf.save(OmegaConf.create(PLAIN), as_yaml)
+    for given in (as_json, str(as_json), as_yaml, OmegaConf.create(PLAIN), expected, expected.to_dict()):
+        assert load_recipe(given) == expected
+    (entry,) = expected.modifiers
+    assert entry.algorithm == Gptq(damping=0.05)
+    assert entry.scheme.weights is not None
+    assert (entry.scheme.weights.num_bits, entry.scheme.weights.group_size) == (3, 128)
+    assert entry.scheme.weights.strategy == QuantizationStrategy.GROUP
+    assert (entry.targets, entry.ignore) == (("Linear",), ("lm_head",))
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_to_dict_says_everything(name: str) -> None:
+    loaded = load_recipe(name)
+    assert load_recipe(json.loads(json.dumps(loaded.to_dict()))) == loaded
+
+
+def test_objects_are_taken_as_they_are() -> None:
+    scheme = QuantizationScheme.model_validate({"targets": [], "weights": weights(5)})
+    built = Recipe((Modifier(Rtn(), scheme, targets=("re:.*mlp",)),))
+    assert load_recipe(built) is built
+    assert load_recipe({"modifiers": [built.modifiers[0]]}) == built
+    assert load_recipe(recipe(5, "rtn", scheme=scheme, targets=["re:.*mlp"])) == built
+
+
+@pytest.mark.parametrize("preset", ["W4A16", "w8a8"])
+def test_presets_in_either_case(preset: str) -> None:
+    (entry,) = load_recipe(recipe(scheme=preset)).modifiers
+    assert entry.scheme.weights is not None
+
+
+def test_loading_does_not_change_its_argument() -> None:
+    given = recipe(4, targets=["Linear"])
+    before = json.dumps(given)
+    load_recipe(given)
+    assert json.dumps(given) == before
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("w4a16_gtpq", r"no recipe named 'w4a16_gtpq'. Did you mean 'w4a16_gptq'\? Known: .*w8a16_rtn"),
+        ("missing.yaml", "There is no recipe file missing.yaml"),
+        ({"modifier": []}, r"Unknown key 'modifier' in the recipe. Did you mean 'modifiers'\?"),
+        ({}, "A recipe needs `modifiers`"),
+        ({"modifiers": []}, "A recipe needs `modifiers`"),
+        ({"modifiers": "gptq"}, "A recipe needs `modifiers`"),
+        ({"modifiers": ["gptq"]}, "modifier 0 is a str"),
+        (3, "this is a int"),
+        ({"modifiers": [modifier(), modifier(algorithm="gtpq")]}, r"modifier 1 has the unknown algorithm 'gtpq'. Did you mean 'gptq'\? Known: gptq, rtn"),
+        ({"modifiers": [{"scheme": "W4A16"}]}, "unknown algorithm ''. Known: gptq, rtn"),
+        (recipe(ignored=["lm_head"]), r"Unknown key 'ignored' in modifier 0 \(gptq\). Did you mean 'ignore'\?"),
+        (recipe(blok_size=64), r"Unknown key 'blok_size' in modifier 0 \(gptq\). Did you mean 'block_size'\?"),
+        (recipe(algorithm="rtn", damping=0.1), r"Unknown key 'damping' in modifier 0 \(rtn\)"),
+        (recipe(damping="much"), r"modifier 0 \(gptq\) has a bad option.*much"),
+        (recipe(damping=2.0), "damping must be from 0 to 1"),
+        (recipe(block_size=0), "block_size must be at least 1"),
+        (recipe(scheme="W4A17"), r"unknown preset scheme 'W4A17'. Did you mean 'W4A16'\?"),
+        (recipe(scheme={"wieghts": weights()}), r"Unknown key 'wieghts' in the scheme of modifier 0. Did you mean 'weights'\?"),
+        (recipe(scheme={"weights": {**weights(), "groop_size": 3}}), "the scheme of modifier 0 is not valid: .*groop_size"),
+        (recipe(scheme={"weights": {**weights(), "strategy": "rows"}}), "the scheme of modifier 0 is not valid"),
+        (recipe(scheme=["W4A16"]), "modifier 0 needs a `scheme`"),
+        ({"modifiers": [{"algorithm": "gptq"}]}, "modifier 0 needs a `scheme`"),
+        (recipe(targets="Linear"), "`targets` of modifier 0 has to be a list .* not 'Linear'"),
+        (recipe(ignore=[3]), "`ignore` of modifier 0 has to be a list"),
+    ],
+)
+def test_mistakes(given: Any, message: str) -> None:
+    with pytest.raises(RecipeError, match=r"(?s)" + message):
+        load_recipe(given)
+
+
+def test_a_file_that_is_no_mapping(tmp_path: Path) -> None:
+    path = tmp_path / "list.yaml"
+    path.write_text("- gptq\n")
+    with pytest.raises(RecipeError, match="does not hold a mapping"):
+        load_recipe(path)
+
+
+def test_a_file_that_is_no_yaml(tmp_path: Path) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_text("modifiers: [{\n")
+    with pytest.raises(RecipeError, match="cannot be read"):
+        load_recipe(path)

@@ -1,0 +1,187 @@
+"""A recipe against a model: who gets what, who is left out and why, and every mismatch found before any work."""
+
+from typing import Any
+
+import pytest
+import torch
+from compressed_tensors.quantization import FP8_E4M3_DATA
+from helpers import VOCAB, linears, modifier, recipe, tiny_llama, weights
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM
+
+from lightning_compress.errors import NonFiniteError, UnsupportedModelError
+from lightning_compress.recipe.load import load_recipe
+from lightning_compress.recipe.resolve import ResolvedRecipe, matches, resolve
+
+INT8_TENSOR = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "tensor", "dynamic": False}
+INT8_TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+
+
+def resolved(given: Any, model: nn.Module) -> ResolvedRecipe:
+    return resolve(load_recipe(given), model)
+
+
+def test_every_matrix_is_assigned_or_excluded_with_its_reason() -> None:
+    model = tiny_llama(2)
+    found = resolved(recipe(4, ignore=["lm_head", "re:.*layers.0.mlp"]), model)
+    assert list(found.assignments) == [name for name in linears(model) if name != "lm_head" and "layers.0.mlp" not in name]
+    reasons = {entry.module: entry.reason for entry in found.excluded}
+    assert reasons["lm_head"] == "ignored by the recipe (lm_head)"
+    assert reasons["model.layers.0.mlp.up_proj"] == "ignored by the recipe (re:.*layers.0.mlp)"
+    assert reasons["model.embed_tokens"] == "no target of the recipe matches it"
+    matrices = {name for name, module in model.named_modules() if getattr(module, "weight", torch.empty(0)).ndim >= 2}
+    assert matrices == set(found.assignments) | set(reasons), "nothing may be silently skipped"
+
+
+def test_bare_matrices_are_listed() -> None:
+    class WithTable(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(3, 4))
+            self.scale = nn.Parameter(torch.randn(4))
+            self.linear = nn.Linear(4, 4)
+
+    (entry,) = resolved(recipe(4, strategy="channel"), WithTable()).excluded
+    assert (entry.module, entry.shape, entry.reason) == ("table", (3, 4), "not the weight of a Linear")
+
+
+def test_the_last_modifier_wins() -> None:
+    """Broken once by letting the first match win."""
+    found = resolved({"modifiers": [modifier(4), modifier(8, "rtn", targets=["re:.*down_proj"]), modifier(2, targets=["re:.*layers.1.*down"])]}, tiny_llama(2))
+    bits = {name.removeprefix("model.layers."): assignment.weights.num_bits for name, assignment in found.assignments.items()}
+    assert (bits["0.mlp.up_proj"], bits["0.mlp.down_proj"], bits["1.mlp.down_proj"]) == (4, 8, 2)
+
+
+def test_a_later_ignore_does_not_undo_an_earlier_modifier() -> None:
+    found = resolved({"modifiers": [modifier(4), modifier(8, targets=["re:.*_proj"], ignore=["re:.*down_proj"])]}, tiny_llama(1))
+    assert found.assignments["model.layers.0.mlp.down_proj"].weights.num_bits == 4
+    assert found.assignments["model.layers.0.mlp.up_proj"].weights.num_bits == 8
+
+
+def test_lm_head_means_the_output_embedding_whatever_its_name() -> None:
+    config = GPTNeoXConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, tie_word_embeddings=False
+    )
+    model = GPTNeoXForCausalLM(config)
+    assert "embed_out" in linears(model) or "lm_head" in linears(model)
+    output = next(name for name, module in linears(model).items() if module is model.get_output_embeddings())
+    assert output not in resolved(recipe(4), model).assignments
+    assert output in resolved(recipe(4, ignore=[]), model).assignments
+
+
+def test_matching() -> None:
+    class Narrow(nn.Linear):
+        pass
+
+    module = Narrow(2, 2)
+    assert matches("Linear", "a.b", module)
+    assert matches("Narrow", "a.b", module)
+    assert matches("a.b", "a.b", module)
+    assert matches("re:.*b$", "a.b", module)
+    assert not matches("b", "a.b", module)
+    assert not matches("re:b", "a.b", module), "expressions match from the start of the name, as in compressed-tensors"
+
+
+@pytest.mark.parametrize(
+    ("group_size", "nearest"),
+    [(24, "16 and 32"), (128, "32 and 32"), (5, "4 and 8")],
+)
+def test_group_size_that_does_not_divide(group_size: int, nearest: str) -> None:
+    with pytest.raises(UnsupportedModelError) as caught:
+        resolved(recipe(4, group_size=group_size), tiny_llama(1))
+    message = str(caught.value)
+    assert "model.layers.0.self_attn.q_proj has a weight of shape [32, 32]" in message
+    assert f"group_size {group_size} does not divide its 32 input channels" in message
+    assert f"nearest sizes that do are {nearest}" in message or f"nearest size that does is {nearest.split()[0]}" in message
+    assert "add 'model.layers.0.self_attn.q_proj' to `ignore`" in message
+
+
+def test_no_target_matches() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"No module matches the targets \['Conv2d'\]. Classes with weights in this model: Embedding, Linear, LlamaRMSNorm"):
+        resolved(recipe(4, targets=["Conv2d"]), tiny_llama(1))
+    with pytest.raises(UnsupportedModelError, match="No module matches the targets .*no_such"):
+        resolved({"modifiers": [modifier(4), modifier(8, targets=["re:.*no_such"])]}, tiny_llama(1))
+
+
+def test_everything_ignored() -> None:
+    with pytest.raises(UnsupportedModelError, match="Every module that the targets match is ignored"):
+        resolved(recipe(4, ignore=["Linear"]), tiny_llama(1))
+
+
+@pytest.mark.parametrize("target", ["Embedding", "model.embed_tokens"])
+def test_named_module_that_is_no_linear(target: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"model.embed_tokens is a Embedding; only torch.nn.Linear"):
+        resolved(recipe(4, targets=["Linear", target]), tiny_llama(1))
+
+
+def test_conv1d_of_gpt2() -> None:
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=1, n_head=2))
+    with pytest.raises(UnsupportedModelError, match="is a Conv1D; only torch.nn.Linear"):
+        resolved(recipe(4, targets=["Conv1D"]), model)
+    with pytest.raises(UnsupportedModelError, match="Every module that the targets match is ignored"):
+        resolved(recipe(4), model)
+
+
+def test_tied_lm_head() -> None:
+    model = tiny_llama(1, tie_word_embeddings=True)
+    assert "lm_head" not in resolved(recipe(4), model).assignments
+    with pytest.raises(UnsupportedModelError) as caught:
+        resolved(recipe(4, ignore=[]), model)
+    message = str(caught.value)
+    assert "lm_head (shape [64, 32]) shares its weight with model.embed_tokens.weight" in message
+    assert "Add 'lm_head' to `ignore`, or untie it first" in message
+
+
+def test_a_module_under_two_names_is_not_a_tie() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(4, 4)
+            self.second = self.first
+
+    assert list(resolved(recipe(4, strategy="channel"), Twice()).assignments) == ["first"]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite(value: float) -> None:
+    model = tiny_llama(2)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 5] = value
+    with pytest.raises(NonFiniteError, match=r"The weight of model.layers.1.mlp.up_proj \(shape \[64, 32\], torch.float32\) holds NaN or Inf. Nothing was written"):
+        resolved(recipe(4), model)
+    resolved(recipe(4, ignore=["re:.*layers.1.mlp.up_proj"]), model)
+
+
+def test_quantized_model() -> None:
+    model = tiny_llama(1)
+    model.config.quantization_config = {"quant_method": "compressed-tensors"}
+    with pytest.raises(UnsupportedModelError, match=r"quantized already .*original checkpoint"):
+        resolved(recipe(4), model)
+    model = tiny_llama(1)
+    layer = model.model.layers[0].mlp.up_proj
+    layer.weight = nn.Parameter(torch.zeros(64, 32, dtype=torch.int8), requires_grad=False)
+    with pytest.raises(UnsupportedModelError, match=r"model.layers.0.mlp.up_proj \(Linear\) is quantized already"):
+        resolved(recipe(4), model)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "message"),
+    [
+        ({"input_activations": INT8_TOKEN}, "no `weights`"),
+        ({"weights": weights(1)}, "with 1 bits are not supported; use int with 2 to 8 bits"),
+        ({"weights": {**weights(8, strategy="channel"), "type": "float"}}, "Weights of type float .*not supported"),
+        ({"weights": {"num_bits": 8, "type": "int", "strategy": "block", "block_structure": [16, 16]}}, "strategy .*block.* not supported; use static tensor, channel or group"),
+        ({"weights": weights(8), "output_activations": INT8_TENSOR}, "leave out `output_activations`"),
+        ({"weights": weights(8), "input_activations": {**INT8_TENSOR, "num_bits": 4}}, "use int8, either static per tensor or dynamic per token"),
+        ({"weights": weights(8), "input_activations": {**INT8_TENSOR, "dynamic": True}}, "use int8, either static per tensor or dynamic per token"),
+    ],
+)
+def test_schemes_that_are_not_supported(scheme: Any, message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        resolved(recipe(scheme=scheme), tiny_llama(1))
+
+
+def test_preset_that_is_not_supported() -> None:
+    assert FP8_E4M3_DATA.bits == 8
+    with pytest.raises(UnsupportedModelError, match="Weights of type float with 8 bits are not supported"):
+        resolved(recipe(scheme="FP8"), tiny_llama(1))
