@@ -3,7 +3,7 @@
     python benchmarks/_gptq_inputs.py FOLDER [--train-steps N]
 
 FOLDER/large     the speed case: Llama, 768 wide, 8 layers, intermediate 2048, 12 heads, vocabulary 4096, random weights
-FOLDER/trained   the perplexity case: the demo's model and data, trained for N steps
+FOLDER/trained   the perplexity case: the demo's model at twice its width (256), trained on its data for N steps
 FOLDER/tokens_S.pt   for seed S: {"calibration": [256, 256] drawn from the training split, "evaluation": the test split}
 """
 
@@ -44,9 +44,9 @@ def large_config(tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
 
 
 def train(tokenizer: PreTrainedTokenizerFast, num_steps: int) -> LlamaForCausalLM:
-    """The demo's model after so many steps of the demo's training."""
+    """The demo's model at twice its width, after so many steps of the demo's training."""
     L.seed_everything(0)
-    lm = LanguageModel(model_config(tokenizer))
+    lm = LanguageModel(model_config(tokenizer, width=256))
     trainer = L.Trainer(max_steps=num_steps, gradient_clip_val=1.0, logger=False, enable_checkpointing=False)
     trainer.fit(lm, DocsDataModule(tokenizer))
     return lm.model
@@ -59,7 +59,7 @@ def stacked(loader: DataLoader[dict[str, Tensor]]) -> Tensor:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--train-steps", type=int, default=2000)
+    parser.add_argument("--train-steps", type=int, default=1000)
     arguments = parser.parse_args()
     tokenizer = build_tokenizer()
     torch.manual_seed(0)

@@ -7,9 +7,9 @@ speed       Llama 768 wide, 8 layers, intermediate 2048, 12 heads, vocabulary 40
             from the loaded model to the solved model: tracing included; imports, loading and saving apart. Runs of both
             sides and of the bare matrix products (`_matrix_floor.py`) alternate, each in a fresh process; medians.
 memory      the same with 256 samples: peak resident memory of the whole process.
-perplexity  the demo's model, trained for --train-steps, 128 samples: held-out perplexity at 4 and 3 bits in groups of
-            128 and at 2 bits in groups of 64, mean over --seeds calibration draws; scales from the range (minmax),
-            searched (mse), or searched with weights from the inputs' energy (weighted).
+perplexity  the demo's model at 256 wide, trained for --train-steps, 128 samples: held-out perplexity at 4 and 3 bits in
+            groups of 128 and at 2 bits in groups of 64, mean over --seeds calibration draws; scales from the range
+            (minmax), searched (mse), or searched with weights from the inputs' energy (weighted).
 
 The peer gets an environment of its own under --work-dir, unless --peer-venv names one. This process imports nothing
 large: a child's peak resident memory starts from its parent's.
@@ -156,7 +156,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=("speed", "memory", "perplexity"))
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--seeds", type=int, default=3, choices=(1, 2, 3))
-    parser.add_argument("--train-steps", type=int, default=2000)
+    parser.add_argument("--train-steps", type=int, default=1000)
     parser.add_argument("--json", type=Path, default=Path("outputs/gptq_vs_llmcompressor.json"))
     arguments = parser.parse_args()
     peer = ensure_peer(arguments.peer_venv or arguments.work_dir / "peer")

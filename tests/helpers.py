@@ -42,7 +42,9 @@ def tiny_llama(num_layers: int = 2, *, dtype: torch.dtype = torch.float32, seed:
     embedding = model.get_input_embeddings().weight
     with torch.no_grad():
         embedding.copy_(torch.randn(VOCAB, 6) @ torch.randn(6, embedding.shape[1]) + 0.3 * torch.randn_like(embedding))
-    return model.to(dtype).eval()
+    for parameter in model.parameters():  # not buffers: a loader makes rotary frequencies in float32
+        parameter.data = parameter.data.to(dtype)
+    return model.eval()
 
 
 def token_batches(num_batches: int = 4, rows: int = 2, length: int = 16, seed: int = 0, vocab: int = VOCAB) -> list[dict[str, Tensor]]:

@@ -236,8 +236,8 @@ def row_products(weight: Tensor, gram: Tensor | None) -> Tensor:
         return weight.double().square().sum(1)
     weight = weight.float()
     total = torch.zeros(weight.shape[0], dtype=torch.float64, device=weight.device)
-    for start in range(0, weight.shape[1], 256):
-        end = min(start + 256, weight.shape[1])
+    for start in range(0, weight.shape[1], 128):
+        end = min(start + 128, weight.shape[1])
         block = weight[:, start:end]
         product = weight[:, :start] @ gram[:start, start:end] if start else torch.zeros_like(block)
         product = torch.addmm(product, block, gram[start:end, start:end], beta=2)

@@ -101,7 +101,8 @@ def load_compressed(module: nn.Module, directory: str | Path) -> nn.Module:
     config_file = directory / "config.json"
     if not config_file.is_file() or "quantization_config" not in (content := json.loads(config_file.read_text())):
         raise CompressionError(f"{directory} holds no compressed checkpoint (no config.json with a quantization_config).")
-    config = QuantizationConfig.model_validate(content["quantization_config"])
+    known = {key: value for key, value in content["quantization_config"].items() if key in QuantizationConfig.model_fields}
+    config = QuantizationConfig.model_validate(known)
     state = _read_state(directory)
     schemes = _schemes(module, config, state)
     for name, scheme in schemes.items():

@@ -10,7 +10,7 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.format import infer_module_format
 from compressed_tensors.config import CompressionFormat
-from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, QuantizationStatus
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, QuantizationStatus, QuantizationStrategy
 from torch import Tensor, nn
 
 from lightning_compress.calibration.solve import QuantizedModule, dequantize_weight
@@ -33,10 +33,10 @@ def pack(quantized: QuantizedModule) -> PackedModule:
     }
     if solved.zero_point is not None:
         state["weight_zero_point"] = solved.zero_point
-    if quantized.input_scale is not None:
-        state["input_scale"] = quantized.input_scale
+    if quantized.input_scale is not None:  # members of a group share it, but safetensors stores no tensor twice
+        state["input_scale"] = quantized.input_scale.clone()
     if quantized.input_zero_point is not None:
-        state["input_zero_point"] = quantized.input_zero_point
+        state["input_zero_point"] = quantized.input_zero_point.clone()
     compressor = BaseCompressor.get_value_from_registry(scheme_format(quantized.scheme))
     packed: Mapping[str, Tensor] = compressor.compress(state, quantized.scheme)
     return {key: tensor.to("cpu", copy=False).contiguous() for key, tensor in packed.items()}
@@ -89,7 +89,21 @@ def quantization_config(resolved: ResolvedRecipe, root: nn.Module, rename: Mappi
         ignore=_renamed(ignore, rename),
     )
     dumped: dict[str, object] = config.model_dump(mode="json")
+    if len(schemes) == 1 and _has_packed_zero_points(schemes[0][0]):
+        dumped["dequantize"] = True
     return dumped
+
+
+def _has_packed_zero_points(scheme: QuantizationScheme) -> bool:
+    """Whether transformers has to be told to dequantize while loading.
+
+    It lays modules out on the meta device first, where compressed-tensors (0.20) forgets that zero points are packed, so
+    that loading into the packed layout fails on their shapes. Other readers do not know the key `dequantize`.
+    """
+    assert scheme.weights is not None
+    return scheme_format(scheme) == CompressionFormat.pack_quantized.value and not (
+        scheme.weights.symmetric or scheme.weights.strategy == QuantizationStrategy.TENSOR
+    )
 
 
 def _renamed(names: Iterable[str], rename: Mapping[str, str]) -> list[str]:

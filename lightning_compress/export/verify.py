@@ -1,12 +1,14 @@
 """Read the checkpoint back and compare it with the model in memory: weights bit for bit, outputs on a batch."""
 
 import copy
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from compressed_tensors.compressors import decompress_module
 from compressed_tensors.quantization import QuantizationStatus
 from torch import Tensor, nn
@@ -16,6 +18,10 @@ from lightning_compress.calibration.target import find_target
 from lightning_compress.errors import CompressionError
 from lightning_compress.export.checkpoint import load_compressed
 from lightning_compress.graph.compat import pytree
+
+
+class ReadBackWarning(UserWarning):
+    """The checkpoint is right, but the library it is made for cannot read it."""
 
 
 @dataclass(frozen=True)
@@ -78,15 +84,21 @@ def verify(directory: Path, root: nn.Module, names: Iterable[str], batch: Any | 
 
 
 def _reload(directory: Path, root: nn.Module) -> tuple[nn.Module, str]:
+    name = type(root).__name__
+    reader = "lightning_compress.load_compressed"
     if isinstance(root, PreTrainedModel):
-        model = type(root).from_pretrained(directory, dtype=root.dtype, attn_implementation=root.config._attn_implementation)
-        return model.eval(), f"transformers {type(root).__name__}.from_pretrained"
+        try:
+            model = type(root).from_pretrained(directory, dtype=root.dtype, attn_implementation=root.config._attn_implementation)
+            return model.eval(), f"transformers {name}.from_pretrained"
+        except Exception as error:  # whatever it is: the finding is that this reader cannot read it
+            reader += f", for {name}.from_pretrained of transformers {transformers.__version__} cannot: {error}"
+            warnings.warn(f"The checkpoint {directory} was read back with {reader}", ReadBackWarning, stacklevel=2)
     empty = copy.deepcopy(root)
     for module in empty.modules():
         module._forward_pre_hooks.clear()
     for parameter in empty.parameters():
         parameter.zero_()
-    return load_compressed(empty, directory).eval(), "lightning_compress.load_compressed"
+    return load_compressed(empty, directory).eval(), reader
 
 
 def _align_unsaved_buffers(root: nn.Module, reloaded: nn.Module) -> tuple[str, ...]:
@@ -113,11 +125,11 @@ def _same_weight(mine: nn.Module, other: nn.Module) -> bool:
 def _output_difference(root: nn.Module, reloaded: nn.Module, batch: Any) -> float | None:
     """Largest difference of any floating-point output; None where the model has its own `calibration_step`."""
     if not isinstance(root, PreTrainedModel) and callable(getattr(root, "calibration_step", None)):
-        mine, other = root.calibration_step(batch), reloaded.calibration_step(batch)  # type: ignore[operator]
+        mine, other = (model.calibration_step(copy.deepcopy(batch)) for model in (root, reloaded))  # type: ignore[operator]
     elif isinstance(root, PreTrainedModel) and not isinstance(batch, Mapping | Tensor):
         return None
     else:
-        mine, other = find_target(root).step(batch), find_target(reloaded).step(batch)
+        mine, other = (find_target(model).step(copy.deepcopy(batch)) for model in (root, reloaded))
     largest = 0.0
     for left, right in zip(_outputs(mine), _outputs(other), strict=True):
         if torch.isfinite(left).all() and not torch.isfinite(right).all():

@@ -107,8 +107,8 @@ def synthesize(
         separate_decoder: labels belong to a decoder with a length of its own.
         fixed: (tensor, dimension) whose sizes stay and are constants.
 
-    Batches of tokens only get 3 (2) rows and a prime length; with pixels or features among them, the number of image
-    tokens fits the images, so lengths stay and each row is repeated as often.
+    If every tensor is of tokens, the batch gets 3 (2) rows and a prime length; with pixels or features among them, the
+    number of image tokens fits the images, so lengths stay and each row is repeated as often.
     """
     separate = separate_decoder or any(_last(path).startswith("decoder_") for path in paths)
     groups = [_group(path, separate) for path in paths]
@@ -124,15 +124,19 @@ def synthesize(
         )
         for index, (tensor, group) in enumerate(zip(tensors, groups, strict=True))
     )
-    only_tokens = all(d or (i, n) in fixed for i, dims in enumerate(dynamic) for n, d in enumerate(dims))
+    row_dims = [_row_dim(tensor, given_rows, lengths[group]) for tensor, group in zip(tensors, groups, strict=True)]
+    only_tokens = all(
+        tensor.ndim < 2 or any((dims[d] or (index, d) in fixed) and d != row_dims[index] for d in range(tensor.ndim))
+        for index, (tensor, dims) in enumerate(zip(tensors, dynamic, strict=True))
+    )
     taken: set[int] = set()
     made = []
     for rows in ROWS:
         new = _new_lengths(lengths, taken) if only_tokens else lengths
         factor = (rows, given_rows if only_tokens else 1)
         resized = [
-            _resized(tensor, dims, _row_dim(tensor, given_rows, lengths[group]), new[group], factor)
-            for tensor, dims, group in zip(tensors, dynamic, groups, strict=True)
+            _resized(tensor, dims, row_dim, new[group], factor)
+            for tensor, dims, row_dim, group in zip(tensors, dynamic, row_dims, groups, strict=True)
         ]
         made.append(Synthetic(tuple(resized), dynamic))
     return made[0], made[1]

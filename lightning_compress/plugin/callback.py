@@ -27,22 +27,24 @@ from lightning_compress.report.report import Report
 class CompressionCallback(Callback):
     """Quantize the model after training, or instead of it, and write a `compressed-tensors` checkpoint.
 
-    What runs on a calibration batch: the module's `calibration_step(batch)` if it has one, else the transformers model it
-    wraps, called with the batch's fields, else `forward(batch)`.
+    What runs on a calibration batch: the module's `calibration_step(batch)` if it has one, else the transformers model
+    it wraps, called with the batch's fields, else `forward(batch)`.
 
-    After the run the module holds the quantized weights (dequantized, in its own dtype), so `trainer.test` measures what was
-    exported, and `report` tells what happened. The optimizers are freed. A training that is interrupted or fails is not
-    followed by a compression.
+    After the run the module holds the quantized weights (dequantized, in its own dtype), so `trainer.test` measures
+    what was exported, and `report` tells what happened. The optimizers are freed. A training that is interrupted or
+    fails is not followed by a compression.
 
     Args:
         recipe: a shipped name (`w4a16_gptq`), a path, a mapping, or a `Recipe`.
         output_dir: folder of the checkpoint and the report; None changes the module in memory only.
         when: `after_train`, when all `on_train_end` hooks have run; or `only`: `fit` compresses and does not train.
-        calibration: a DataLoader, a collection of them, or any iterable of batches. Without it: `calibration_dataloader()`
-            of the module or datamodule, else the training data.
-        max_samples: calibration samples, rounded up to whole batches; by default 512. `Trainer(limit_train_batches=...)` holds too.
+        calibration: a DataLoader, a collection of them, or any iterable of batches. Without it:
+            `calibration_dataloader()` of the module or datamodule, else the training data.
+        max_samples: calibration samples, rounded up to whole batches; by default 512.
+            `Trainer(limit_train_batches=...)` holds too.
         schedule: `staged`, `block`, `basic` or `datafree`.
-        sequential_targets: class names, module names or `re:` patterns of what is onloaded at a time; by default the layers.
+        sequential_targets: class names, module names or `re:` patterns of what is onloaded at a time; by default the
+            layers.
         cache_on_device: keep activations on the device between steps.
         verify: read the checkpoint back and compare it with the module.
         tokenizer: saved with the checkpoint; a tokenizer or processor.
@@ -95,15 +97,15 @@ class CompressionCallback(Callback):
         """Called before the model is configured; refuses what cannot work whatever the model."""
         compat.check_lightning()
         compat.check_class_tree(trainer)
-        if sum(isinstance(callback, CompressionCallback) for callback in trainer.callbacks) > 1:
+        if sum(isinstance(callback, CompressionCallback) for callback in compat.callbacks(trainer)) > 1:
             raise UnsupportedModelError(
-                "This Trainer has several CompressionCallbacks, and the second would quantize quantized weights. Keep one; for several recipes "
-                "load the trained checkpoint anew for each, with when='only'."
+                "This Trainer has several CompressionCallbacks, and the second would quantize quantized weights. Keep "
+                "one; for several recipes load the trained checkpoint anew for each, with when='only'."
             )
         if stage == "fit" and trainer.world_size > 1:
             raise UnsupportedModelError(
-                f"Compression on {trainer.world_size} ranks is not supported yet; use Trainer(devices=1, num_nodes=1) for it, or load the trained "
-                "checkpoint in a second run with when='only'."
+                f"Compression on {trainer.world_size} ranks is not supported yet; use Trainer(devices=1, num_nodes=1) "
+                "for it, or load the trained checkpoint in a second run with when='only'."
             )
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -115,8 +117,9 @@ class CompressionCallback(Callback):
             self._data = calibration_set(trainer, module, self.calibration, self.max_samples, self.seed)
             if self._data is None:
                 raise CalibrationDataError(
-                    "This recipe needs calibration data and there is none: pass `calibration=` or `dataloaders=`, define "
-                    "`calibration_dataloader()` or `train_dataloader()`, or use a data-free recipe such as w4a16_rtn."
+                    "This recipe needs calibration data and there is none: pass `calibration=` or `dataloaders=`, "
+                    "define `calibration_dataloader()` or `train_dataloader()`, or use a data-free recipe such as "
+                    "w4a16_rtn."
                 )
         self._num_sanity_val_steps = trainer.num_sanity_val_steps
         if self.when == "only":
@@ -145,7 +148,8 @@ class CompressionCallback(Callback):
         """Called when `fit` ends by an exception, an interrupt or SIGTERM."""
         if self._is_pending:
             rank_zero_warn(
-                f"`fit` ended by {type(exception).__name__} before the compression stage: nothing was compressed or written."
+                f"`fit` ended by {type(exception).__name__} before the compression stage: nothing was compressed or "
+                "written."
             )
         self._restore(trainer)
 
@@ -159,11 +163,13 @@ class CompressionCallback(Callback):
         training_loop, pl_module = trainer.fit_loop, trainer.lightning_module
         compat.free_optimizers(trainer)
         with calibrating(pl_module):  # all of it: a `calibration_step` may run dropout that is not the model's
-            with trainer.profiler.profile("[lightning_compress]prepare"):
+            with compat.profile(trainer, "prepare"):
                 job = prepare_job(compressed_module(pl_module), self._data, self.settings, onload_device(trainer))
-            loop = CompressionLoop(trainer, job, max_subgraphs=_first_quantizing(job) if trainer.fast_dev_run else None)
+            is_trial = bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
+            loop = CompressionLoop(trainer, job, max_subgraphs=_first_quantizing(job) if is_trial else None)
             compat.set_logged_steps(loop, compat.logged_steps(training_loop))
-            with compat.compression_stage(trainer, loop, bystanders(trainer.callbacks, self)):
+            present = bystanders(compat.callbacks(trainer), self)
+            with compat.replaced(trainer, fit_loop=loop, callbacks=present, log_every_n_steps=1, should_stop=False):
                 loop.run()
         self.report = loop.report
         if self.report is not None:
@@ -215,12 +221,12 @@ def _first_quantizing(job: Job) -> int:
 
 
 def _replace_run(trainer: pl.Trainer, callback: CompressionCallback) -> None:
-    """Let the fit loop's run compress: afterwards (behind all `on_train_end` hooks, before any teardown), or instead."""
+    """Let the fit loop's run compress: afterwards (behind all `on_train_end`, before any teardown), or instead."""
     train = trainer.fit_loop.run
 
     def run() -> None:
         # a learning rate or batch size finder tries the loop out, with callbacks of its own
-        if callback not in trainer.callbacks:
+        if callback not in compat.callbacks(trainer):
             train()
             return
         if callback.when == "after_train":

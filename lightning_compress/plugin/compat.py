@@ -4,14 +4,14 @@ Written and tested against Lightning 2.6; `check_lightning` refuses other minors
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import lightning
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback, RichProgressBar, TQDMProgressBar
-from lightning.pytorch.loops import _FitLoop
+from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
 
@@ -26,7 +26,8 @@ def check_lightning() -> None:
     if (major, minor) != TESTED_MINOR:
         tested = ".".join(map(str, TESTED_MINOR))
         raise ImportError(
-            f"lightning_compress is tested with lightning {tested}.*, but {lightning.__version__} is installed: pip install 'lightning=={tested}.*'"
+            f"lightning_compress is tested with lightning {tested}.*, but {lightning.__version__} is installed: "
+            f"pip install 'lightning=={tested}.*'"
         )
 
 
@@ -34,8 +35,9 @@ def check_class_tree(obj: object) -> None:
     """Raise TypeError for a Trainer, module or datamodule of the separate `pytorch_lightning` package."""
     if any(base.__module__.partition(".")[0] == "pytorch_lightning" for base in type(obj).__mro__):
         raise TypeError(
-            f"{type(obj).__name__} comes from the `pytorch_lightning` package, a class tree of its own that lightning_compress does not work "
-            "with. Import Trainer, LightningModule and LightningDataModule from `lightning.pytorch`."
+            f"{type(obj).__name__} comes from the `pytorch_lightning` package, a class tree of its own that "
+            "lightning_compress does not work with. Import Trainer, LightningModule and LightningDataModule from "
+            "`lightning.pytorch`."
         )
 
 
@@ -96,15 +98,28 @@ def describe_progress(trainer: pl.Trainer, text: str) -> None:
         bar.progress.update(bar.train_progress_bar_id, description=text)
 
 
+def callbacks(trainer: pl.Trainer) -> list[Callback]:
+    """The trainer's callbacks."""
+    return list(trainer.callbacks)  # type: ignore[attr-defined]
+
+
+def profile(trainer: pl.Trainer, section: str) -> AbstractContextManager[None]:
+    """A section of this package in the trainer's profile."""
+    measured: AbstractContextManager[None] = trainer.profiler.profile(f"[lightning_compress]{section}")  # type: ignore[attr-defined]
+    return measured
+
+
 @contextmanager
-def compression_stage(trainer: pl.Trainer, loop: FitLoop, callbacks: list[Callback]) -> Iterator[None]:
-    """Run with another fit loop, only the given callbacks, and a metric logged at every step; all restored afterwards."""
-    saved = (trainer.fit_loop, trainer.callbacks, trainer.log_every_n_steps, trainer.should_stop)
-    trainer.fit_loop, trainer.callbacks, trainer.log_every_n_steps, trainer.should_stop = loop, callbacks, 1, False
+def replaced(trainer: pl.Trainer, **attributes: object) -> Iterator[None]:
+    """The trainer with other values of some attributes; the old ones are back afterwards."""
+    saved = {name: getattr(trainer, name) for name in attributes}
     try:
+        for name, value in attributes.items():
+            setattr(trainer, name, value)
         yield
     finally:
-        trainer.fit_loop, trainer.callbacks, trainer.log_every_n_steps, trainer.should_stop = saved
+        for name, value in saved.items():
+            setattr(trainer, name, value)
 
 
 def free_optimizers(trainer: pl.Trainer) -> None:

@@ -1,6 +1,6 @@
 """`Compressor(trainer).compress(model)`: compression as one call, like `Tuner(trainer).lr_find`."""
 
-from typing import Any, final
+from typing import Any, TypeGuard, final
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -52,19 +52,15 @@ class Compressor:
             compat.check_class_tree(given)
         callback = CompressionCallback(recipe, output_dir, when="only", calibration=dataloaders, **options)
         carried = model if _can_fit(model) else Adapter(model)
-        trainer = self._trainer
-        saved = trainer.callbacks
-        trainer.callbacks = [callback, *(other for other in saved if not isinstance(other, CompressionCallback))]
-        try:
-            trainer.fit(carried, datamodule=datamodule)
-        finally:
-            trainer.callbacks = saved
+        others = [other for other in compat.callbacks(self._trainer) if not isinstance(other, CompressionCallback)]
+        with compat.replaced(self._trainer, callbacks=[callback, *others]):
+            self._trainer.fit(carried, datamodule=datamodule)
         if callback.report is None:
             raise RuntimeError("The run was interrupted before it ended; nothing was written.")
         return callback.report
 
 
-def _can_fit(model: nn.Module) -> bool:
+def _can_fit(model: nn.Module) -> TypeGuard[pl.LightningModule]:
     return (
         isinstance(model, pl.LightningModule)
         and is_overridden("training_step", model)

@@ -36,8 +36,8 @@ def calibration_set(
         trainer: its `limit_train_batches` holds for calibration too.
         module: may have a `calibration_dataloader()`.
         calibration: a loader, a collection of loaders, or any iterable of batches.
-        max_samples: how many samples to read, rounded up to whole batches; None means 512 where the size is known, and is
-            refused for streams.
+        max_samples: how many samples to read, rounded up to whole batches; None means 512 where the size is known, and
+            is refused for streams.
         seed: for shuffling loaders and augmentations; the global random state is left as it was.
 
     Raises:
@@ -75,7 +75,7 @@ def _seed(seed: int) -> None:
 
 @contextmanager
 def _kept_generators(loader: Any) -> Iterator[None]:
-    """Generators that a loader or its samplers carry are as before afterwards, so that training draws what it would have."""
+    """Generators that a loader or its samplers carry are as before afterwards: training draws what it would have."""
     sampler = getattr(loader, "sampler", None)
     batch_sampler = getattr(loader, "batch_sampler", None)
     carriers = (loader, sampler, batch_sampler, getattr(batch_sampler, "sampler", None))

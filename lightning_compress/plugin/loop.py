@@ -1,8 +1,8 @@
 """The compression stage as a fit loop: one epoch, of which every step is one subgraph.
 
 It subclasses Lightning's fit loop because logging, progress bars and profilers ask for that type. Only bystander
-callbacks take part: others would react to weights and metrics that are not training (early stopping has raised, averaging
-has overwritten compressed weights, pruning has corrupted them).
+callbacks take part: others would react to weights and metrics that are not training (early stopping has raised,
+averaging has overwritten compressed weights, pruning has corrupted them).
 
 Alternative not taken: one epoch per subgraph. Progress bars then start anew for each, and show no time to go.
 """
@@ -41,22 +41,22 @@ class CompressionLoop(compat.FitLoop):
         super().__init__(trainer, min_epochs=0, max_epochs=1)
         self._job = job
         self._max_subgraphs = max_subgraphs
-        self.max_batches = min(len(job.run.subgraphs), max_subgraphs or len(job.run.subgraphs))
+        self.max_batches = len(job.run.subgraphs[:max_subgraphs])
         self.record: SubgraphRecord | None = None
         self.report: Report | None = None
 
     def run(self) -> None:
         trainer = self.trainer
-        names = [subgraph.name for subgraph in self._job.run.subgraphs]
+        names = [subgraph.name for subgraph in self._job.run.subgraphs[: self._max_subgraphs]]
         compat.call_callbacks(trainer, "on_train_start")
         compat.call_callbacks(trainer, "on_train_epoch_start")
         stop = False
         with closing(run_job(self._job, self._max_subgraphs)) as job:
-            for index, name in enumerate(names[: self.max_batches]):
+            for index, name in enumerate(names):
                 compat.describe_progress(trainer, f"Compressing {name}")
                 compat.begin_step(trainer)
                 compat.call_callbacks(trainer, "on_train_batch_start", None, index)
-                with trainer.profiler.profile("[lightning_compress]subgraph"):
+                with compat.profile(trainer, "subgraph"):
                     self.record = next(job)
                 compat.call_callbacks(trainer, "on_train_batch_end", None, None, index)
                 compat.end_step(trainer, self)
@@ -64,15 +64,12 @@ class CompressionLoop(compat.FitLoop):
                 if stop:
                     break
             compat.describe_progress(trainer, "Writing")
-            with trainer.profiler.profile("[lightning_compress]export"):
+            with compat.profile(trainer, "export"):
                 self.report = _finish(job, stop)
         compat.describe_progress(trainer, "Compressed")
         compat.call_callbacks(trainer, "on_train_epoch_end")
         compat.end_epoch(trainer)
         compat.call_callbacks(trainer, "on_train_end")
-
-    def _should_accumulate(self) -> bool:
-        return False  # every subgraph's metrics are logged, whatever accumulate_grad_batches says
 
 
 def _finish(job: Generator[SubgraphRecord, bool | None, Report], stop: bool) -> Report:

@@ -15,6 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 from lightning_compress.errors import UnsupportedModelError
+from lightning_compress.plugin import compat
 from lightning_compress.plugin.callback import CompressionCallback
 
 NAME = "sequential_onload"
@@ -25,8 +26,8 @@ _DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": tor
 class SequentialOnloadStrategy(DDPStrategy):
     """Host-resident weights for `CompressionCallback(when="only")` and `Compressor`; it does not train.
 
-    Launchers, rank arithmetic and checkpoint IO are DDP's. One process needs no process group, so none is made unless the
-    environment started processes itself.
+    Launchers, rank arithmetic and checkpoint IO are DDP's. One process needs no process group, so none is made unless
+    the environment started processes itself.
     """
 
     strategy_name = NAME
@@ -51,11 +52,11 @@ class SequentialOnloadStrategy(DDPStrategy):
         assert self.accelerator is not None
         assert self.model is not None
         if trainer.state.fn == TrainerFn.FITTING and not any(
-            _replaces_training(callback) for callback in trainer.callbacks
+            _replaces_training(callback) for callback in compat.callbacks(trainer)
         ):
             raise UnsupportedModelError(
-                f"Strategy {NAME!r} builds no optimizers, so it cannot train. Use it with CompressionCallback(when='only') or Compressor, and "
-                "train with another strategy."
+                f"Strategy {NAME!r} builds no optimizers, so it cannot train. Use it with "
+                "CompressionCallback(when='only') or Compressor, and train with another strategy."
             )
         self.accelerator.setup(trainer)
         _check_precision(self.precision_plugin.precision, self.model)
@@ -116,6 +117,6 @@ def _check_precision(precision: str, model: nn.Module) -> None:
     if wanted is not None and present - {wanted}:
         names = ", ".join(sorted(map(str, present)))
         raise UnsupportedModelError(
-            f"Trainer(precision={precision!r}) contradicts the weights, which are {names}. This strategy never casts weights: load the "
-            f"model in {wanted}, or leave `precision` out."
+            f"Trainer(precision={precision!r}) contradicts the weights, which are {names}. This strategy never casts "
+            f"weights: load the model in {wanted}, or leave `precision` out."
         )

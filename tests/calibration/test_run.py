@@ -129,11 +129,11 @@ def test_input_channels_that_are_always_zero() -> None:
     model = tiny_llama(1)
     with torch.no_grad():
         model.model.layers[0].input_layernorm.weight[[2, 7]] = 0
-    weights = model.model.layers[0].self_attn.q_proj.weight[:, [2, 7]].clone()
+    weights = model.model.layers[0].self_attn.q_proj.weight.detach()[:, [2, 7]].clone()
     report = compress_in_memory(model, token_batches(), recipe(4))
     (record,) = [record for record in report.modules if record.module.endswith("q_proj")]
     assert "2 of 32 input channels were always zero" in "; ".join(record.notes)
-    after = model.model.layers[0].self_attn.q_proj.weight[:, [2, 7]]
+    after = model.model.layers[0].self_attn.q_proj.weight.detach()[:, [2, 7]]
     assert torch.isfinite(after).all()
     assert float((after - weights).abs().max()) < 0.3 * float(weights.abs().max())
 
@@ -225,15 +225,14 @@ def test_memory_does_not_grow_with_depth(monkeypatch: pytest.MonkeyPatch, schedu
     peaks, left = {}, {}
     for depth in (2, 4, 8):
         job = prepare(tiny_llama(depth, hidden_size=64, intermediate_size=128), token_batches(4, rows=4), recipe(4), schedule=schedule)
+        at_home = list(job.target.root.state_dict().values())
         with calibrating(job.target.root), LiveMemory() as memory:
+            memory.ignore(*at_home)
             for record in calibrate(job.run, lambda quantized: 0):
                 assert record.index < record.num_subgraphs
         peaks[depth], left[depth] = memory.peak_bytes, memory.live_bytes
-    layer = sum(parameter.nbytes for parameter in job.target.root.model.layers[0].parameters())
-    assert peaks[8] == peaks[4] <= peaks[2] + 1024, peaks
-    assert left[8] == left[4], left
-    assert peaks[8] < 4 * layer, "one layer's weights, the Grams, one solve"
-    assert peaks[8] > layer
+    assert peaks[2] == peaks[4] == peaks[8], peaks
+    assert left[2] == left[4] == left[8], left
 
 
 def test_memory_of_basic_grows_with_depth(monkeypatch: pytest.MonkeyPatch) -> None:

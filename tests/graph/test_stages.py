@@ -9,7 +9,17 @@ from helpers import VOCAB, tiny_llama, token_batches
 from torch import Tensor, nn
 from transformers import AlbertConfig, AlbertModel, GPTJConfig, GPTJForCausalLM, T5Config, T5ForConditionalGeneration
 
-from lightning_compress.graph.stages import Group, Schedule, Step, Subgraph, computed_nodes, datafree_subgraphs, last_steps, segments, subgraphs
+from lightning_compress.graph.stages import (
+    Group,
+    Schedule,
+    Step,
+    Subgraph,
+    computed_nodes,
+    datafree_subgraphs,
+    last_steps,
+    segments,
+    subgraphs,
+)
 from lightning_compress.graph.targets import sequential_modules
 from lightning_compress.graph.trace import Leaf, Traced, trace
 
@@ -20,12 +30,18 @@ Layout = Callable[..., tuple[Subgraph, ...]]
 class Model:
     """A model traced once, to be laid out in several ways."""
 
-    def __init__(self, model: nn.Module, batch: Any, step: Callable[[Any], Any] | None = None, ignore: Sequence[str] = ()) -> None:
+    def __init__(
+        self, model: nn.Module, batch: Any, step: Callable[[Any], Any] | None = None, ignore: Sequence[str] = ()
+    ) -> None:
         self.names = tuple(n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in ignore)
         boundaries = sequential_modules(model, None, self.names)
-        self.traced: Traced = trace(model, step or (lambda b: model(**b)), batch, leaf_names=self.names, boundary_names=boundaries)
+        self.traced: Traced = trace(
+            model, step or (lambda b: model(**b)), batch, leaf_names=self.names, boundary_names=boundaries
+        )
 
-    def parts(self, schedule: Schedule, key: Callable[[str], object] = lambda name: 0, names: Sequence[str] | None = None) -> tuple[Subgraph, ...]:
+    def parts(
+        self, schedule: Schedule, key: Callable[[str], object] = lambda name: 0, names: Sequence[str] | None = None
+    ) -> tuple[Subgraph, ...]:
         return subgraphs(self.traced, frozenset(self.names if names is None else names), key, schedule)
 
 
@@ -48,15 +64,35 @@ def llama() -> Model:
 
 @pytest.fixture(scope="module")
 def t5() -> Model:
-    config = T5Config(vocab_size=VOCAB, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_decoder_layers=3, num_heads=2, decoder_start_token_id=0)
+    config = T5Config(
+        vocab_size=VOCAB,
+        d_model=16,
+        d_kv=8,
+        d_ff=16,
+        num_layers=1,
+        num_decoder_layers=3,
+        num_heads=2,
+        decoder_start_token_id=0,
+    )
     torch.manual_seed(0)
     ids = token_batches()[0]["input_ids"]
-    return Model(T5ForConditionalGeneration(config).eval(), {"input_ids": ids, "decoder_input_ids": ids[:, :7]}, ignore=["lm_head"])
+    return Model(
+        T5ForConditionalGeneration(config).eval(),
+        {"input_ids": ids, "decoder_input_ids": ids[:, :7]},
+        ignore=["lm_head"],
+    )
 
 
 @pytest.fixture(scope="module")
 def albert() -> Model:
-    config = AlbertConfig(vocab_size=VOCAB, embedding_size=8, hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=16)
+    config = AlbertConfig(
+        vocab_size=VOCAB,
+        embedding_size=8,
+        hidden_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        intermediate_size=16,
+    )
     torch.manual_seed(0)
     return Model(AlbertModel(config).eval(), token_batches()[0])
 
@@ -108,7 +144,9 @@ def test_staged_cuts_right_before_the_first_member(llama: Model) -> None:
 def test_block_runs_twice_and_keeps_once(llama: Model) -> None:
     first, *layers = llama.parts(BLOCK)
     assert [step.keep for step in first.steps] == [True], "the embedding quantizes nothing and runs once"
-    assert [[step.keep for step in part.steps] for part in layers] == [[False, True], [False]], "the last layer need not go on"
+    assert [[step.keep for step in part.steps] for part in layers] == [[False, True], [False]], (
+        "the last layer need not go on"
+    )
     observing, going_on = layers[0].steps
     assert observing.nodes == going_on.nodes
     assert (len(observing.solve), len(going_on.solve), going_on.observe) == (4, 0, ())
@@ -165,10 +203,16 @@ def test_sources_are_forgotten_after_their_last_group(llama: Model, t5: Model, a
 def test_members_apart() -> None:
     """GPT-J reads one norm with q/k/v and, many nodes later, with the MLP's first layer."""
     torch.manual_seed(0)
-    config = GPTJConfig(vocab_size=VOCAB, n_embd=32, n_layer=1, n_head=4, rotary_dim=4, n_positions=64, bos_token_id=1, eos_token_id=2)
+    config = GPTJConfig(
+        vocab_size=VOCAB, n_embd=32, n_layer=1, n_head=4, rotary_dim=4, n_positions=64, bos_token_id=1, eos_token_id=2
+    )
     model = Model(GPTJForCausalLM(config).eval(), token_batches()[0], ignore=["lm_head"])
     for schedule in (STAGED, BLOCK, BASIC):
-        assert [short(members) for members in groups(model.parts(schedule))] == ["q_proj+k_proj+v_proj+fc_in", "out_proj", "fc_out"]
+        assert [short(members) for members in groups(model.parts(schedule))] == [
+            "q_proj+k_proj+v_proj+fc_in",
+            "out_proj",
+            "fc_out",
+        ]
     graph = computed_nodes(model.traced.graph)
     calls = {node.target.name.rpartition(".")[2]: at for at, node in enumerate(graph) if isinstance(node.target, Leaf)}
     assert calls["q_proj"] < calls["out_proj"] < calls["fc_in"], "this model is no test of members apart any more"
@@ -178,7 +222,13 @@ def test_one_input_for_many_subgraphs(t5: Model) -> None:
     """The encoder's output: observed once, solved in each decoder block for the members that are there."""
     for schedule in (STAGED, BLOCK):
         parts = t5.parts(schedule)
-        cross = [(part.name, step, group) for part in parts for step in part.steps for group in step.solve if "EncDecAttention.k" in group.members[0]]
+        cross = [
+            (part.name, step, group)
+            for part in parts
+            for step in part.steps
+            for group in step.solve
+            if "EncDecAttention.k" in group.members[0]
+        ]
         assert [name for name, _, _ in cross] == [f"decoder.block.{number}" for number in range(3)]
         assert all(len(group.members) == 2 for _, _, group in cross)
         sources = {group.sources for _, _, group in cross}
@@ -231,7 +281,12 @@ def test_opaque_leaf() -> None:
     with pytest.warns(UserWarning, match="Mixer .* recorded as a single call"):
         model = Model(stack, torch.randn(3, 5, 4), stack)
     parts = model.parts(STAGED)
-    inner = [(short(group.members), group.sources[0].inner) for step in steps(parts) for group in step.solve if group.sources[0].inner]
+    inner = [
+        (short(group.members), group.sources[0].inner)
+        for step in steps(parts)
+        for group in step.solve
+        if group.sources[0].inner
+    ]
     assert inner == [("down", "layers.0.down"), ("up", "layers.0.up"), ("down", "layers.1.down"), ("up", "layers.1.up")]
     whole = [step for step in steps(parts) if any(source.inner for source in step.observe)]
     assert all(len(step.nodes) == 1 and not step.keep for step in whole)

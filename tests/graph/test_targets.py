@@ -46,7 +46,10 @@ def test_every_linear() -> None:
 
 
 def test_nothing_matches() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"No module matches sequential_targets \['Decoder'\]. Classes in this model: .*LlamaDecoderLayer"):
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"No module matches sequential_targets \['Decoder'\]. Classes in this model: .*LlamaDecoderLayer",
+    ):
         sequential_modules(tiny_llama(1), ["Decoder"], [])
 
 

@@ -1,8 +1,8 @@
 """What the rest of the package relies on in a traced graph. Each item was once found wrong by experiment.
 
-Seen to fail when broken: fast path (without the packed-sequence patch), sizes (without moving their nodes), other sizes
-(tracing the given batch as it is), restored attributes (without `attributes_restored`), hooks (wrapping `forward` instead
-of the call), shape rules (one synthetic batch instead of two).
+Seen to fail when broken: fast path (without the packed-sequence patch), packed sequences (with it always on), sizes
+(without moving their nodes), any batch (tracing the given one as it is), masks (comparing rows only), RoPE (attributes
+not restored), hooks (executor calls `forward`), shape rules (one synthetic batch, not two), guards (kept from leaves).
 """
 
 import functools
@@ -96,8 +96,8 @@ def test_each_value_finds_the_mask_of_its_own_sequence() -> None:
 
 def test_flattened_tokens_find_their_mask() -> None:
     """[B * L, C], as experts get it."""
-    graph = traced(causal_lm("mixtral"), token_batch(2, 9))
-    value = leaf_input(leaf_nodes(graph, "layers.0.mlp.gate")[0])
+    graph = traced(causal_lm("qwen2_moe"), token_batch(2, 9))
+    value = leaf_input(leaf_nodes(graph, "layers.0.mlp.shared_expert.gate_proj")[0])
     assert value.meta["val"].ndim == 2
     found = token_mask_for(graph, value)
     assert found is not None
@@ -204,9 +204,11 @@ def test_rope_that_reads_positions() -> None:
     """Dynamic RoPE calls `.item()`: its output's shape comes from a real run, and its rescaled buffer is put back."""
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     model = causal_lm("llama", rope_parameters=rope, max_position_embeddings=16, use_cache=False)
-    inv_freq = model.model.rotary_emb.inv_freq
+    rotary = model.model.rotary_emb
+    attributes, inv_freq = dict(rotary.__dict__), rotary.inv_freq
     graph = traced(model, token_batch(2, 32))
-    assert model.model.rotary_emb.inv_freq is inv_freq
+    assert rotary.__dict__ == attributes
+    assert rotary.inv_freq is inv_freq
     assert [(f.module, f.hidden) for f in graph.fallbacks] == [("model.rotary_emb", ())]
     assert_same(model, graph, token_batch(2, 32), token_batch(3, 9), token_batch(1, 40))
 
@@ -258,11 +260,32 @@ class AroundLooping(nn.Module):
 
 
 def test_leaf_that_loops_over_the_length() -> None:
-    """Sizes L + 1 and 2 L are found from two batches; 3, 2 and 11 stay numbers though synthetic batches have them."""
+    """Sizes L + 1 and 2 L are found from two batches; 3, 2 and 11 stay numbers, though synthetic sizes are such."""
     model = Toy(AroundLooping())
     graph = traced(model, toy_batch(2, 11))
     assert [(fallback.module, fallback.hidden) for fallback in graph.fallbacks] == [("middle.loop", ())]
     assert_same(model, graph, toy_batch(2, 11), toy_batch(4, 6), toy_batch(1, 1))
+
+
+def test_a_leaf_decides_for_itself() -> None:
+    """What a leaf does with a size is no condition of the graph: it is run for real on every batch."""
+
+    class LongOrShort(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2 if x.shape[1] > 20 else x * 3
+
+    model = Toy(LongOrShort())
+    graph = traced(model, toy_batch(2, 9))
+    assert violated_guards(graph, toy_batch(2, 30)) == []
+    assert_same(model, graph, toy_batch(2, 30), toy_batch(2, 9))
+
+    class Root(Toy):
+        def forward(self, x: Tensor, ids: Tensor) -> dict[str, Tensor]:
+            outputs = super().forward(x, ids)
+            return {"logits": outputs["logits"] * 2} if x.shape[1] > 20 else outputs
+
+    # the same condition between leaves is one, although a leaf has decided it before
+    assert violated_guards(traced(Root(LongOrShort()), toy_batch(2, 9)), toy_batch(2, 30))
 
 
 class Branching(nn.Module):

@@ -1,0 +1,97 @@
+"""The calibration set: what is taken as it is, what is left out, and what is refused with a message."""
+
+from collections import UserDict
+from typing import Any
+
+import pytest
+import torch
+from helpers import compress_in_memory, ragged_batches, recipe, tiny_llama, token_batches
+
+from lightning_compress.calibration.batches import collect
+from lightning_compress.errors import CalibrationDataError, UntraceableModelError
+
+IDS = torch.ones(2, 5, dtype=torch.long)
+
+
+def test_batches_are_kept_in_order_up_to_the_limit() -> None:
+    batches = token_batches(4)
+    assert [batch["input_ids"] is given["input_ids"] for batch, given in zip(collect(batches).batches, batches, strict=True)] == [True] * 4
+    assert len(collect(iter(batches), limit=3).batches) == 3
+
+
+def test_the_limit_is_not_overdrawn() -> None:
+    source = iter(token_batches(4))
+    collect(source, limit=2)
+    assert len(list(source)) == 2
+
+
+def test_other_mappings_and_trees() -> None:
+    (batch,) = collect([UserDict(input_ids=IDS)]).batches
+    assert type(batch) is dict
+    assert collect([(IDS, [IDS])]).batches == ((IDS, [IDS]),)
+
+
+def test_masks_that_mask_nothing_are_left_out() -> None:
+    ones, zeros = torch.ones_like(IDS), torch.zeros_like(IDS)
+    data = collect([{"input_ids": IDS, "attention_mask": ones}] * 2)
+    assert (data.batches[0].keys(), data.has_padding) == ({"input_ids"}, False)
+    data = collect([{"input_ids": IDS, "attention_mask": ones}, {"input_ids": IDS, "attention_mask": zeros}])
+    assert ([set(batch) for batch in data.batches], data.has_padding) == ([{"input_ids", "attention_mask"}] * 2, True)
+    data = collect([{"input_ids": IDS, "attention_mask": zeros, "decoder_attention_mask": ones}])
+    assert (set(data.batches[0]), data.has_padding) == ({"input_ids", "attention_mask"}, True)
+    square = torch.ones(2, 1, 5, 5)
+    assert set(collect([{"input_ids": IDS, "attention_mask": square}]).batches[0]) == {"input_ids", "attention_mask"}
+
+
+@pytest.mark.parametrize(
+    ("batches", "message"),
+    [
+        ([], "calibration dataloader is empty.*at least one batch"),
+        ([{"a": IDS, "b": IDS}, {"a": IDS}], r"Batch 1 .* keys \['a'\], but batch 0 has \['a', 'b'\].*collate"),
+        ([(IDS, IDS), (IDS,)], "Batch 1 .* another structure"),
+        ([{"a": IDS}, {"a": IDS.float()}], r"batch 1 has dtype torch.float32 and shape \[2, 5\], but in batch 0 torch.int64"),
+        ([{"a": IDS}, {"a": IDS[0]}], r"shape \[5\], but in batch 0"),
+        ([{"a": IDS, "n": 3}, {"a": IDS, "n": 4}], "field 4 of batch 1 is no tensor and differs from batch 0"),
+        ([{"a": IDS}, {"a": 3}], "is a tensor where batch 0 has none, or the other way round"),
+        ([{"a": torch.tensor([[1.0, float("nan")]])}], r"Field \['a'\] of calibration batch 0 holds NaN or Inf"),
+        ([{"a": IDS}, {"a": IDS[:0]}], r"Field \['a'\] of calibration batch 1 is empty \(shape \[0, 5\]\)"),
+    ],
+)
+def test_mistakes(batches: list[Any], message: str) -> None:
+    with pytest.raises(CalibrationDataError, match=message):
+        collect(batches)
+
+
+def test_no_data_at_all() -> None:
+    with pytest.raises(CalibrationDataError, match="This recipe needs calibration data"):
+        compress_in_memory(tiny_llama(1), None, recipe(4))
+
+
+def test_rows_without_a_single_token() -> None:
+    """A row of nothing but padding adds nothing and breaks nothing."""
+    batches = ragged_batches()
+    batches[1]["attention_mask"][1] = 0
+    report = compress_in_memory(tiny_llama(1), batches, recipe(4))
+    assert {record.num_tokens for record in report.modules} == {9 + 4 + 16 + 7 + 7}
+
+
+def test_single_rows_and_single_tokens() -> None:
+    lengths = [(1, 16), (4, 1), (1, 1), (3, 9)]
+    batches = [{"input_ids": torch.randint(1, 60, shape)} for shape in lengths]
+    report = compress_in_memory(tiny_llama(1), batches, recipe(4))
+    assert {record.num_tokens for record in report.modules} == {16 + 4 + 1 + 27}
+
+
+def test_model_that_cannot_be_traced() -> None:
+    """Not even as single layers: what reads values is the model itself."""
+
+    class Reading(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x) if x.sum().item() > 0 else self.linear(-x)
+
+    with pytest.raises(UntraceableModelError, match=r"Reading|sequential_targets|calibration_step"):
+        compress_in_memory(Reading(), [torch.randn(2, 3, 4)], recipe(4, strategy="channel"))
