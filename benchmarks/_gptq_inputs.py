@@ -48,7 +48,7 @@ def train(tokenizer: PreTrainedTokenizerFast, num_steps: int) -> LlamaForCausalL
     L.seed_everything(0)
     lm = LanguageModel(model_config(tokenizer, width=256))
     trainer = L.Trainer(max_steps=num_steps, gradient_clip_val=1.0, logger=False, enable_checkpointing=False)
-    trainer.fit(lm, DocsDataModule(tokenizer))
+    trainer.fit(lm, DocsDataModule(tokenizer, batch_size=4, max_length=LENGTH))
     return lm.model
 
 

@@ -78,7 +78,10 @@ def model_config(tokenizer: PreTrainedTokenizerFast, width: int = 128) -> LlamaC
 
 
 class DocsDataModule(L.LightningDataModule):
-    """Windows of the documentation: shuffled for training, held out for testing, and a sample for calibration."""
+    """Windows of the documentation: shuffled for training, held out for testing, and a sample for calibration.
+
+    Windows are as long in calibration and in testing as in training: the model has seen no later positions.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, batch_size: int = 8, max_length: int = 128) -> None:
         super().__init__()
@@ -97,10 +100,12 @@ class DocsDataModule(L.LightningDataModule):
         return DataLoader(self.windows, batch_size=self.batch_size, shuffle=True, drop_last=True)
 
     def test_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        return evaluation_dataloader(DocsConfig(split="test", num_samples=ALL_OF_IT), self.tokenizer)
+        config = DocsConfig(split="test", num_samples=ALL_OF_IT, max_length=self.max_length, batch_size=16)
+        return evaluation_dataloader(config, self.tokenizer)
 
     def calibration_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        return calibration_dataloader(DocsConfig(num_samples=128, max_length=256), self.tokenizer)
+        config = DocsConfig(num_samples=256, max_length=self.max_length, batch_size=16)
+        return calibration_dataloader(config, self.tokenizer)
 
 
 class Together(torch.optim.Optimizer):
@@ -130,7 +135,7 @@ class LanguageModel(L.LightningModule):
     In the same number of steps Muon gets much further than AdamW alone, which is what a minute of training needs.
     """
 
-    def __init__(self, config: LlamaConfig, learning_rate: float = 4e-3) -> None:
+    def __init__(self, config: LlamaConfig, learning_rate: float = 6e-3) -> None:
         super().__init__()
         self.model = LlamaForCausalLM(config)
         self.learning_rate = learning_rate

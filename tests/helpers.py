@@ -23,7 +23,9 @@ VOCAB = 64
 PAD = 0
 
 
-def tiny_llama(num_layers: int = 2, *, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any) -> LlamaForCausalLM:
+def tiny_llama(
+    num_layers: int = 2, *, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any
+) -> LlamaForCausalLM:
     """Weights large enough for a layer to matter, embeddings of low rank so that inputs are correlated."""
     sizes: dict[str, Any] = {
         "vocab_size": VOCAB,
@@ -47,7 +49,9 @@ def tiny_llama(num_layers: int = 2, *, dtype: torch.dtype = torch.float32, seed:
     return model.eval()
 
 
-def token_batches(num_batches: int = 4, rows: int = 2, length: int = 16, seed: int = 0, vocab: int = VOCAB) -> list[dict[str, Tensor]]:
+def token_batches(
+    num_batches: int = 4, rows: int = 2, length: int = 16, seed: int = 0, vocab: int = VOCAB
+) -> list[dict[str, Tensor]]:
     """Batches without padding."""
     generator = torch.Generator().manual_seed(seed)
     return [{"input_ids": torch.randint(1, vocab, (rows, length), generator=generator)} for _ in range(num_batches)]
@@ -67,7 +71,9 @@ def padded(batches: Iterable[Mapping[str, Tensor]], extra: int = 5, left: bool =
     return result
 
 
-def ragged_batches(lengths: Sequence[Sequence[int]] = ((9, 4), (16, 11), (7, 7)), seed: int = 0) -> list[dict[str, Tensor]]:
+def ragged_batches(
+    lengths: Sequence[Sequence[int]] = ((9, 4), (16, 11), (7, 7)), seed: int = 0
+) -> list[dict[str, Tensor]]:
     """Batches of several lengths, padded on the right to the longest of their own rows."""
     generator = torch.Generator().manual_seed(seed)
     batches = []
@@ -78,13 +84,23 @@ def ragged_batches(lengths: Sequence[Sequence[int]] = ((9, 4), (16, 11), (7, 7))
     return batches
 
 
-def weights(num_bits: int = 4, *, symmetric: bool = True, strategy: str = "group", group_size: int = 16) -> dict[str, Any]:
+def weights(
+    num_bits: int = 4, *, symmetric: bool = True, strategy: str = "group", group_size: int = 16
+) -> dict[str, Any]:
     """The weights' part of a scheme."""
     group = {"group_size": group_size} if strategy == "group" else {}
     return {"num_bits": num_bits, "type": "int", "symmetric": symmetric, "strategy": strategy, **group}
 
 
-def modifier(num_bits: int = 4, algorithm: str = "gptq", *, scheme: Any = None, targets: Any = None, ignore: Any = None, **options: Any) -> dict[str, Any]:
+def modifier(
+    num_bits: int = 4,
+    algorithm: str = "gptq",
+    *,
+    scheme: Any = None,
+    targets: Any = None,
+    ignore: Any = None,
+    **options: Any,
+) -> dict[str, Any]:
     """One modifier as a mapping; options are those of `weights` and of the algorithm."""
     of_weights = {key: options.pop(key) for key in ("symmetric", "strategy", "group_size") if key in options}
     entry = {"algorithm": algorithm, "scheme": scheme or {"weights": weights(num_bits, **of_weights)}, **options}
@@ -100,7 +116,9 @@ def recipe(*args: Any, **kwargs: Any) -> dict[str, Any]:
     return {"modifiers": [modifier(*args, **kwargs)]}
 
 
-def prepare(model: nn.Module, batches: Iterable[Any] | None, recipe: RecipeLike, output_dir: Path | None = None, **settings: Any) -> Job:
+def prepare(
+    model: nn.Module, batches: Iterable[Any] | None, recipe: RecipeLike, output_dir: Path | None = None, **settings: Any
+) -> Job:
     """A job on the CPU; `settings` are those of `plugin.job.Settings`."""
     if "schedule" in settings:
         settings["schedule"] = Schedule(settings["schedule"])
@@ -118,7 +136,9 @@ def run(job: Job) -> Report:
         return stop.value
 
 
-def compress(model: nn.Module, batches: Iterable[Any] | None, recipe: RecipeLike, output_dir: Path | None, **settings: Any) -> Report:
+def compress(
+    model: nn.Module, batches: Iterable[Any] | None, recipe: RecipeLike, output_dir: Path | None, **settings: Any
+) -> Report:
     """Compress `model` and write the checkpoint."""
     return run(prepare(model, batches, recipe, output_dir, **settings))
 
@@ -148,7 +168,9 @@ def input_grams(model: nn.Module, batches: Iterable[Any], call: Any = None) -> d
 
         return observe
 
-    handles = [module.register_forward_pre_hook(hook(name), with_kwargs=True) for name, module in linears(model).items()]
+    handles = [
+        module.register_forward_pre_hook(hook(name), with_kwargs=True) for name, module in linears(model).items()
+    ]
     for batch in batches:
         mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
         keep.append(None if mask is None else mask.reshape(-1).bool())
@@ -164,8 +186,10 @@ def seen_statistics(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[type[Stat
     seen: dict[str, dict[type[Statistic], Statistic]] = {}
     solve = loop.solve_group
 
-    def solve_group(group: Group, root: nn.Module, resolved: ResolvedRecipe, statistics: Mapping[type[Statistic], Statistic]) -> Any:
-        seen.update(dict.fromkeys(group.members, dict(statistics)))
+    def solve_group(
+        group: Group, root: nn.Module, resolved: ResolvedRecipe, statistics: Mapping[type[Statistic], Statistic]
+    ) -> Any:
+        seen.update({name: dict(statistics) for name in group.members})
         return solve(group, root, resolved, statistics)
 
     monkeypatch.setattr(loop, "solve_group", solve_group)
@@ -180,7 +204,8 @@ def gram_sum(statistics: Mapping[type[Statistic], Statistic]) -> Tensor:
 
 
 def make_representable(model: nn.Module) -> nn.Module:
-    """Round all linear weights to 8-bit asymmetric grids that min-max scales find again, so that quantizing changes nothing.
+    """Round all linear weights to 8-bit asymmetric grids that min-max scales find again, so that quantizing changes
+    nothing.
 
     Every row holds the smallest and the largest code, and scales are powers of two.
     """

@@ -1,7 +1,8 @@
 """The shape of the code base, read from its sources: who may import whom, and how long things may be.
 
-Each check was seen to fail: on an import of `export` in `memory`, of `lightning` in `calibration`, of a `torch._` module
-outside `graph/compat.py`, on an import inside a function, on two files that import each other, and on a long function.
+Each check was seen to fail: on an import of `export` in `memory`, of `lightning` in `calibration`, of a `torch._`
+module outside `graph/compat.py`, on an import inside a function, on two files that import each other, and on a long
+function.
 """
 
 import ast
@@ -15,8 +16,8 @@ PACKAGE = "lightning_compress"
 ROOT = Path(__file__).resolve().parents[1] / PACKAGE
 FILES = sorted(ROOT.rglob("*.py"))
 ORDER = (
-    "statistics", "algorithms", "recipe", "graph", "memory", "distributed", "calibration", "foresight", "export", "report",
-    "data", "plugin",
+    "statistics", "algorithms", "recipe", "graph", "memory", "distributed", "calibration", "foresight",
+    "export", "report", "data", "plugin",
 )  # fmt: skip
 """A folder imports from folders before it; `errors` is for all, and `__init__` shows what is public."""
 PRIVATE_IMPORTS = {"torch": "graph/compat.py", "transformers": "graph/compat.py", "lightning": "plugin/compat.py"}
@@ -100,7 +101,9 @@ def test_foreign_imports_stay_where_they_belong(path: Path) -> None:
 
 
 def test_no_import_cycles() -> None:
-    graph = {path: {other for _, name in imports(path) if (other := own_module(name)) not in (None, path)} for path in FILES}
+    graph = {
+        path: {other for _, name in imports(path) if (other := own_module(name)) not in (None, path)} for path in FILES
+    }
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the files
 
 

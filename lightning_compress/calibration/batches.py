@@ -44,7 +44,8 @@ def collect(batches: Iterable[Any], limit: int | None = None) -> CalibrationSet:
     collected = [pytree.tree_map_only(Tensor, Tensor.cpu, _as_plain(batch)) for batch in islice(iter(batches), limit)]
     if not collected:
         raise CalibrationDataError(
-            "The calibration dataloader is empty. Give it at least one batch, or use a recipe that needs no data (algorithm: rtn)."
+            "The calibration dataloader is empty. Give it at least one batch, or use a recipe that needs no data "
+            "(algorithm: rtn)."
         )
     for number, batch in enumerate(collected):
         _check_like_first(collected[0], batch, number)
@@ -70,17 +71,23 @@ def _check_like_first(first: Any, batch: Any, number: int) -> None:
     leaves, spec = pytree.tree_flatten(batch)
     first_leaves, first_spec = pytree.tree_flatten(first)
     if spec != first_spec:
-        raise CalibrationDataError(f"Batch {number} of the calibration data has another structure ({spec}) than batch 0 ({first_spec}).")
+        raise CalibrationDataError(
+            f"Batch {number} of the calibration data has another structure ({spec}) than batch 0 ({first_spec})."
+        )
     for mine, other in zip(leaves, first_leaves, strict=True):
         if isinstance(mine, Tensor) != isinstance(other, Tensor):
-            raise CalibrationDataError(f"A field of batch {number} is a tensor where batch 0 has none, or the other way round.")
+            raise CalibrationDataError(
+                f"A field of batch {number} is a tensor where batch 0 has none, or the other way round."
+            )
         if isinstance(mine, Tensor) and (mine.dtype, mine.ndim) != (other.dtype, other.ndim):
             raise CalibrationDataError(
-                f"A field of batch {number} has dtype {mine.dtype} and shape {list(mine.shape)}, but in batch 0 {other.dtype} and {list(other.shape)}."
+                f"A field of batch {number} has dtype {mine.dtype} and shape {list(mine.shape)}, but in batch 0 "
+                f"{other.dtype} and {list(other.shape)}."
             )
         if not isinstance(mine, Tensor) and mine != other:
             raise CalibrationDataError(
-                f"The field {mine!r} of batch {number} is no tensor and differs from batch 0 ({other!r}); the model is recorded once "
+                f"The field {mine!r} of batch {number} is no tensor and differs from batch 0 ({other!r}); the model "
+                "is recorded once "
                 "for all batches. Drop the field in the collate function, or turn it into a tensor."
             )
 
@@ -90,4 +97,6 @@ def _check_values(batch: Any, number: int) -> None:
         if isinstance(leaf, Tensor) and leaf.is_floating_point() and not torch.isfinite(leaf).all():
             raise CalibrationDataError(f"Field {pytree.keystr(path)} of calibration batch {number} holds NaN or Inf.")
         if isinstance(leaf, Tensor) and 0 in leaf.shape:
-            raise CalibrationDataError(f"Field {pytree.keystr(path)} of calibration batch {number} is empty (shape {list(leaf.shape)}).")
+            raise CalibrationDataError(
+                f"Field {pytree.keystr(path)} of calibration batch {number} is empty (shape {list(leaf.shape)})."
+            )

@@ -1,4 +1,5 @@
-"""The run: every subgraph in turn is brought onto the device, the calibration set flows through it, and it is quantized.
+"""The run: every subgraph in turn is brought onto the device, the calibration set flows through it, and it is
+quantized.
 
     for subgraph in subgraphs:                    # a slice of the traced graph
         with store.onload(subgraph):              # its weights are on the device in here only
@@ -146,7 +147,8 @@ def _merged(run: Calibration, group: Group, statistics: Statistics) -> dict[type
     gathered = [statistics[source] for source in group.sources if source in statistics]
     if not gathered and any(run.needs[source] for source in group.sources):
         raise SolveError(
-            f"{', '.join(group.members)}: not called on any batch of the calibration data, so there are no statistics to solve with. "
+            f"{', '.join(group.members)}: not called on any batch of the calibration data, so there are no "
+            "statistics to solve with. "
             "Give other or more samples, add it to `ignore`, or quantize it with the algorithm `rtn`."
         )
     if len(gathered) < 2:
@@ -159,7 +161,12 @@ def _merged(run: Calibration, group: Group, statistics: Statistics) -> dict[type
 
 
 def _record(
-    run: Calibration, subgraph: Subgraph, group: Group, quantized: QuantizedModule, gathered: Mapping[type[Statistic], Statistic], packed: int
+    run: Calibration,
+    subgraph: Subgraph,
+    group: Group,
+    quantized: QuantizedModule,
+    gathered: Mapping[type[Statistic], Statistic],
+    packed: int,
 ) -> ModuleRecord:
     weight: Tensor = run.root.get_submodule(quantized.module).get_parameter("weight")
     nodes = run.traced.graph.nodes if run.traced is not None else ()

@@ -67,7 +67,8 @@ def stretches(step: Step) -> list[tuple[tuple[fx.Node, ...], list[Source]]]:
 
 
 def tokens(x: Tensor, mask: Tensor | None) -> Tensor:
-    """The tokens [T, I] of `x` [..., I]; `mask` [B, L] tells, where it fits x's leading sizes, which are not padding."""
+    """The tokens [T, I] of `x` [..., I]; `mask` [B, L] tells, where it fits x's leading sizes, which are not
+    padding."""
     flat = x.reshape(-1, x.shape[-1])
     if mask is None or mask.numel() != flat.shape[0]:
         return flat

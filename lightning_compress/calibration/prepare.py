@@ -59,15 +59,25 @@ def prepare(
     if schedule is Schedule.DATAFREE:
         if needs_data(resolved):
             raise UnsupportedModelError(
-                "Schedule 'datafree' runs nothing, but the recipe has algorithms or static activation scales that need statistics. "
+                "Schedule 'datafree' runs nothing, but the recipe has algorithms or static activation scales that "
+                "need statistics. "
                 "Use schedule 'staged', or algorithm rtn with weight-only or dynamic schemes."
             )
         parts = datafree_subgraphs(_by_boundary(names, boundaries))
-        return Calibration(target.root, resolved, parts, None, {}, {}, ActivationCache([], home=device, device=device), store, device)
+        return Calibration(
+            target.root, resolved, parts, None, {}, {}, ActivationCache([], home=device, device=device), store, device
+        )
     if data is None:
-        raise CalibrationDataError("This recipe needs calibration data: give `dataloaders`, a datamodule, or `calibration`.")
+        raise CalibrationDataError(
+            "This recipe needs calibration data: give `dataloaders`, a datamodule, or `calibration`."
+        )
     traced = _trace(target, names, boundaries, data)
-    parts = subgraphs(traced, frozenset(names), lambda name: group_key(resolved.assignments[name], target.root.get_submodule(name)), schedule)
+    parts = subgraphs(
+        traced,
+        frozenset(names),
+        lambda name: group_key(resolved.assignments[name], target.root.get_submodule(name)),
+        schedule,
+    )
     _check_all_called(parts, names, target)
     cache = ActivationCache(_inputs(traced, data), home=cache_device, device=device)
     needs = _needs(parts, resolved)
@@ -90,13 +100,17 @@ def calibrating(root: nn.Module) -> Iterator[None]:
 
 
 def _trace(target: Target, names: Sequence[str], boundaries: Sequence[str], data: CalibrationSet) -> Traced:
-    largest = max(data.batches, key=lambda batch: sum(leaf.numel() for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)))
+    largest = max(
+        data.batches,
+        key=lambda batch: sum(leaf.numel() for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)),
+    )
     traced = trace(target.root, target.step, largest, leaf_names=names, boundary_names=boundaries)
     for number, batch in enumerate(data.batches):
         violated = violated_guards(traced, batch)
         if violated:
             raise CalibrationDataError(
-                f"Batch {number} of the calibration data would take another path through the model than the one recorded "
+                f"Batch {number} of the calibration data would take another path through the model than the one "
+                "recorded "
                 f"({'; '.join(violated[:3])}). Bring the batches to one length, or leave this one out."
             )
     return traced
@@ -113,21 +127,28 @@ def _needs(parts: Sequence[Subgraph], resolved: ResolvedRecipe) -> dict[Source, 
         for step in part.steps:
             for group in step.solve:
                 for source in group.sources:
-                    needs.setdefault(source, {}).update(dict.fromkeys(needed_statistics(resolved.assignments[group.members[0]])))
+                    needs.setdefault(source, {}).update(
+                        dict.fromkeys(needed_statistics(resolved.assignments[group.members[0]]))
+                    )
     return {source: tuple(kinds) for source, kinds in needs.items()}
 
 
 def _masks(traced: Traced, needs: Mapping[Source, Any]) -> dict[Source, fx.Node]:
-    found = {source: token_mask_for(traced, leaf_input(source.node) if source.inner else source.node) for source in needs}
+    found = {
+        source: token_mask_for(traced, leaf_input(source.node) if source.inner else source.node) for source in needs
+    }
     return {source: mask for source, mask in found.items() if mask is not None}
 
 
 def _check_all_called(parts: Sequence[Subgraph], names: Sequence[str], target: Target) -> None:
     missing = sorted(set(names) - {name for part in parts for name in part.solved})
     if missing:
-        shapes = ", ".join(f"{name} {list(target.root.get_submodule(name).get_parameter('weight').shape)}" for name in missing[:5])
+        shapes = ", ".join(
+            f"{name} {list(target.root.get_submodule(name).get_parameter('weight').shape)}" for name in missing[:5]
+        )
         raise UnsupportedModelError(
-            f"{len(missing)} modules that the recipe targets are never called by {target.step_name}: {shapes}. Add them to `ignore`, or "
+            f"{len(missing)} modules that the recipe targets are never called by {target.step_name}: {shapes}. Add "
+            "them to `ignore`, or "
             "give the LightningModule a `calibration_step(self, batch)` that runs them."
         )
 

@@ -35,7 +35,8 @@ class ModuleRecord:
 
 @dataclass(frozen=True)
 class SubgraphRecord:
-    """What one subgraph took. Times are wall seconds; `peak_bytes` is of the device (see `memory.tracker.peak_bytes`)."""
+    """What one subgraph took. Times are wall seconds; `peak_bytes` is of the device (see
+    `memory.tracker.peak_bytes`)."""
 
     name: str
     index: int

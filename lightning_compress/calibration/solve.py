@@ -61,7 +61,9 @@ class InputQuantizer:
     scale: Tensor | None
     zero_point: Tensor | None
 
-    def __call__(self, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+    def __call__(
+        self, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]
+    ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
         if args:
             return (self._quantized(module, args[0]), *args[1:]), kwargs
         return args, {**kwargs, "input": self._quantized(module, kwargs["input"])}
@@ -78,6 +80,14 @@ class InputQuantizer:
         return quantized
 
 
+def quantize_inputs(module: nn.Module, quantizer: InputQuantizer) -> None:
+    """Quantize what `module` reads from now on, instead of how an earlier run did."""
+    for number, hook in list(module._forward_pre_hooks.items()):
+        if isinstance(hook, InputQuantizer):
+            del module._forward_pre_hooks[number], module._forward_pre_hooks_with_kwargs[number]
+    module.register_forward_pre_hook(quantizer, with_kwargs=True)
+
+
 def group_key(assignment: Assignment, module: nn.Module) -> tuple[object, ...]:
     """What modules must share, beside their input, to be solved as one."""
     weight = module.get_parameter("weight")
@@ -90,7 +100,8 @@ def describe_scheme(scheme: QuantizationScheme) -> str:
     assert weights is not None
     kind = f"{weights.strategy}{'' if weights.group_size in (None, -1) else f' {weights.group_size}'}"
     activations = "" if inputs is None else f", {'dynamic' if inputs.dynamic else 'static'} {inputs.strategy}"
-    return f"W{weights.num_bits}A{inputs.num_bits if inputs else 16} {kind}{'' if weights.symmetric else ' asymmetric'}{activations}"
+    bits = f"W{weights.num_bits}A{inputs.num_bits if inputs else 16}"
+    return f"{bits} {kind}{'' if weights.symmetric else ' asymmetric'}{activations}"
 
 
 def needed_statistics(assignment: Assignment) -> tuple[type[Statistic], ...]:
@@ -101,7 +112,9 @@ def needed_statistics(assignment: Assignment) -> tuple[type[Statistic], ...]:
 
 
 @torch.no_grad()
-def solve_group(group: Group, root: nn.Module, resolved: ResolvedRecipe, statistics: GroupStatistics) -> list[QuantizedModule]:
+def solve_group(
+    group: Group, root: nn.Module, resolved: ResolvedRecipe, statistics: GroupStatistics
+) -> list[QuantizedModule]:
     """Quantize all members of a group from one stack of their rows.
 
     Raises:
@@ -130,11 +143,12 @@ def apply(quantized: QuantizedModule, root: nn.Module, store: HostWeights) -> No
     store.write(module.get_parameter("weight"), quantized.dequantized())
     inputs = quantized.scheme.input_activations
     if inputs is not None:
-        hook = InputQuantizer(inputs, quantized.input_scale, quantized.input_zero_point)
-        module.register_forward_pre_hook(hook, with_kwargs=True)
+        quantize_inputs(module, InputQuantizer(inputs, quantized.input_scale, quantized.input_zero_point))
 
 
-def _static_input(scheme: QuantizationScheme, statistics: GroupStatistics, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+def _static_input(
+    scheme: QuantizationScheme, statistics: GroupStatistics, dtype: torch.dtype
+) -> tuple[Tensor | None, Tensor | None]:
     inputs = scheme.input_activations
     if inputs is None or inputs.dynamic:
         return None, None
@@ -146,9 +160,12 @@ def _static_input(scheme: QuantizationScheme, statistics: GroupStatistics, dtype
 
 
 def _check_finite(group: Group, statistics: GroupStatistics) -> None:
-    tensors: Sequence[Tensor] = [tensor for statistic in statistics.values() for tensor, _ in statistic.reductions().values()]
+    tensors: Sequence[Tensor] = [
+        tensor for statistic in statistics.values() for tensor, _ in statistic.reductions().values()
+    ]
     if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
         raise NonFiniteError(
-            f"The input of {', '.join(group.members)} holds NaN or Inf on the calibration data. Nothing was written. Run the model in "
+            f"The input of {', '.join(group.members)} holds NaN or Inf on the calibration data. Nothing was written. "
+            "Run the model in "
             "a wider dtype (bfloat16 or float32), or look for the first module that produces it."
         )

@@ -1,7 +1,7 @@
 """What is compressed and how it is called: a LightningModule, or a transformers model, alone or wrapped.
 
-What runs on a batch is, in this order: the module's `calibration_step(batch)` if it has one; else the transformers model
-called with the batch's fields; else `forward(batch)`.
+What runs on a batch is, in this order: the module's `calibration_step(batch)` if it has one; else the transformers
+model called with the batch's fields; else `forward(batch)`.
 """
 
 import inspect
@@ -50,7 +50,8 @@ def find_target(module: nn.Module) -> Target:
     if len(wrapped) > 1:
         names = ", ".join(type(model).__name__ for model in wrapped)
         raise UnsupportedModelError(
-            f"{type(module).__name__} holds several transformers models ({names}), so what to run on a batch is not clear. "
+            f"{type(module).__name__} holds several transformers models ({names}), so what to run on a batch is not "
+            "clear. "
             "Give it a method `calibration_step(self, batch)` that runs them."
         )
     if wrapped:
@@ -82,7 +83,8 @@ def _call_with_fields(model: PreTrainedModel) -> Callable[[Any], object]:
         if isinstance(batch, Tensor):
             return model(batch)
         raise UnsupportedModelError(
-            f"A batch of type {type(batch).__name__} cannot be passed to {type(model).__name__} by name. Yield mappings such as "
+            f"A batch of type {type(batch).__name__} cannot be passed to {type(model).__name__} by name. Yield "
+            "mappings such as "
             "{'input_ids': ...}, or give the LightningModule a `calibration_step(self, batch)`."
         )
 

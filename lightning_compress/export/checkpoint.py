@@ -92,7 +92,8 @@ def load_compressed(module: nn.Module, directory: str | Path) -> nn.Module:
     """Load a compressed checkpoint into a module of the architecture it was made from; returns the module.
 
     Weights are dequantized into the module's parameters, in their dtype; quantized inputs are quantized by forward
-    pre-hooks. For checkpoints of transformers models `from_pretrained` does the same without the original class at hand.
+    pre-hooks. For checkpoints of transformers models `from_pretrained` does the same without the original class at
+    hand.
 
     Raises:
         CompressionError: the folder holds no compressed checkpoint, or its tensors do not fit the module.
@@ -100,23 +101,38 @@ def load_compressed(module: nn.Module, directory: str | Path) -> nn.Module:
     directory = Path(directory)
     config_file = directory / "config.json"
     if not config_file.is_file() or "quantization_config" not in (content := json.loads(config_file.read_text())):
-        raise CompressionError(f"{directory} holds no compressed checkpoint (no config.json with a quantization_config).")
-    known = {key: value for key, value in content["quantization_config"].items() if key in QuantizationConfig.model_fields}
+        raise CompressionError(
+            f"{directory} holds no compressed checkpoint (no config.json with a quantization_config)."
+        )
+    known = {
+        key: value for key, value in content["quantization_config"].items() if key in QuantizationConfig.model_fields
+    }
     config = QuantizationConfig.model_validate(known)
     state = _read_state(directory)
     schemes = _schemes(module, config, state)
     for name, scheme in schemes.items():
-        local = {key.rpartition(".")[2]: state.pop(key) for key in list(state) if key.rpartition(".")[0] == name and not key.endswith(".bias")}
+        local = {
+            key.rpartition(".")[2]: state.pop(key)
+            for key in list(state)
+            if key.rpartition(".")[0] == name and not key.endswith(".bias")
+        }
         target = module.get_submodule(name)
         state[f"{name}.weight"] = unpack(local, scheme).to(target.get_parameter("weight").dtype)
         if scheme.input_activations is not None:
             hook = InputQuantizer(scheme.input_activations, local.get("input_scale"), local.get("input_zero_point"))
             target.register_forward_pre_hook(hook, with_kwargs=True)
     missing, unexpected = module.load_state_dict(state, strict=False)
-    ties = {key for key, tensor in module.state_dict(keep_vars=True).items() for other, loaded in module.state_dict(keep_vars=True).items() if other in state and loaded is tensor and key != other}
+    ties = {
+        key
+        for key, tensor in module.state_dict(keep_vars=True).items()
+        for other, loaded in module.state_dict(keep_vars=True).items()
+        if other in state and loaded is tensor and key != other
+    }
     missing = [key for key in missing if key not in ties]
     if missing or unexpected:
-        raise CompressionError(f"{directory} does not fit {type(module).__name__}: missing {missing[:5]}, unexpected {unexpected[:5]}.")
+        raise CompressionError(
+            f"{directory} does not fit {type(module).__name__}: missing {missing[:5]}, unexpected {unexpected[:5]}."
+        )
     return module
 
 
@@ -127,7 +143,9 @@ def _read_state(directory: Path) -> dict[str, Tensor]:
     return state
 
 
-def _schemes(module: nn.Module, config: QuantizationConfig, state: Mapping[str, Tensor]) -> dict[str, QuantizationScheme]:
+def _schemes(
+    module: nn.Module, config: QuantizationConfig, state: Mapping[str, Tensor]
+) -> dict[str, QuantizationScheme]:
     """The scheme of each module that the checkpoint holds quantized, by the library's own matching rules."""
     by_target = {target: scheme for scheme in config.config_groups.values() for target in scheme.targets}
     quantized = {key.rpartition(".")[0] for key in state if key.endswith(".weight_scale")}

@@ -4,14 +4,21 @@ The compressors take a weight and quantize it themselves, so they are given code
 recover exactly the codes that were solved. A weight in bfloat16 would not do: its rounding moves some codes.
 """
 
+import inspect
 from collections.abc import Iterable, Mapping
 
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.format import infer_module_format
 from compressed_tensors.config import CompressionFormat
-from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, QuantizationStatus, QuantizationStrategy
+from compressed_tensors.quantization import (
+    QuantizationConfig,
+    QuantizationScheme,
+    QuantizationStatus,
+    QuantizationStrategy,
+)
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from lightning_compress.calibration.solve import QuantizedModule, dequantize_weight
 from lightning_compress.recipe.resolve import ResolvedRecipe
@@ -25,7 +32,8 @@ def scheme_format(scheme: QuantizationScheme) -> str:
 
 
 def pack(quantized: QuantizedModule) -> PackedModule:
-    """The checkpoint tensors of one module under their local names (`weight_packed`, `weight_scale`, ...), in host memory."""
+    """The checkpoint tensors of one module under their local names (`weight_packed`, `weight_scale`, ...), in host
+    memory."""
     solved = quantized.solved
     state: PackedModule = {
         "weight": dequantize_weight(solved.codes, solved.scale.float(), solved.zero_point, quantized.weights),
@@ -57,8 +65,8 @@ def nbytes(packed: PackedModule) -> int:
 def quantization_config(resolved: ResolvedRecipe, root: nn.Module, rename: Mapping[str, str]) -> dict[str, object]:
     """The `quantization_config` of config.json.
 
-    With one scheme the target is the class `Linear`, less an `ignore` list. With several, every group names its modules:
-    readers that fuse q/k/v into one layer resolve names, but would let the class name win over them.
+    With one scheme the target is the class `Linear`, less an `ignore` list. With several, every group names its
+    modules: readers that fuse q/k/v into one layer resolve names, but would let the class name win over them.
 
     Args:
         resolved: which module got which scheme.
@@ -77,7 +85,10 @@ def quantization_config(resolved: ResolvedRecipe, root: nn.Module, rename: Mappi
     ignore = [name for name in linears if name not in resolved.assignments]
     groups = {
         f"group_{number}": scheme.model_copy(
-            update={"targets": ["Linear"] if len(schemes) == 1 else _renamed(members, rename), "format": scheme_format(scheme)}
+            update={
+                "targets": ["Linear"] if len(schemes) == 1 else _renamed(members, rename),
+                "format": scheme_format(scheme),
+            }
         )
         for number, (scheme, members) in enumerate(schemes)
     }
@@ -89,21 +100,36 @@ def quantization_config(resolved: ResolvedRecipe, root: nn.Module, rename: Mappi
         ignore=_renamed(ignore, rename),
     )
     dumped: dict[str, object] = config.model_dump(mode="json")
-    if len(schemes) == 1 and _has_packed_zero_points(schemes[0][0]):
+    scheme = schemes[0][0]
+    if (
+        len(schemes) == 1
+        and scheme.input_activations is None
+        and (_packs_zero_points(scheme) or _initializes_parents(root, resolved))
+    ):
         dumped["dequantize"] = True
     return dumped
 
 
-def _has_packed_zero_points(scheme: QuantizationScheme) -> bool:
-    """Whether transformers has to be told to dequantize while loading.
+def _packs_zero_points(scheme: QuantizationScheme) -> bool:
+    """transformers lays modules out on the meta device, where compressed-tensors (0.20) forgets that zero points are
+    packed.
 
-    It lays modules out on the meta device first, where compressed-tensors (0.20) forgets that zero points are packed, so
-    that loading into the packed layout fails on their shapes. Other readers do not know the key `dequantize`.
+    Loading then fails on their shapes, unless the file says `dequantize`, a key of transformers' that others do not
+    read.
     """
     assert scheme.weights is not None
     return scheme_format(scheme) == CompressionFormat.pack_quantized.value and not (
         scheme.weights.symmetric or scheme.weights.strategy == QuantizationStrategy.TENSOR
     )
+
+
+def _initializes_parents(root: nn.Module, resolved: ResolvedRecipe) -> bool:
+    """Whether the model's `_init_weights` reaches for `weight` in children (T5, Mamba): with packed ones it fails on
+    loading."""
+    parents = {type(root.get_submodule(name.rpartition(".")[0])).__name__ for name in resolved.assignments}
+    models = {type(module) for module in root.modules() if isinstance(module, PreTrainedModel)}
+    sources = "".join(inspect.getsource(model._init_weights) for model in models)
+    return any(parent in sources for parent in parents - {model.__name__ for model in models})
 
 
 def _renamed(names: Iterable[str], rename: Mapping[str, str]) -> list[str]:

@@ -32,10 +32,10 @@ class Verification:
         loaded_with: what read it.
         num_modules: quantized modules whose weights were compared.
         different_modules: those whose weights are not bit for bit those in memory.
-        different_buffers: buffers that no checkpoint stores (rotary frequencies) and that differ in memory, e.g. because
-            the model was cast to bfloat16 as a whole while a loader computes them in float32.
-        max_abs_difference: of the outputs (logits) on one batch, those buffers being equal; None where the module cannot
-            be called on it.
+        different_buffers: buffers that no checkpoint stores (rotary frequencies) and that differ in memory, e.g.
+            because the model was cast to bfloat16 as a whole while a loader computes them in float32.
+        max_abs_difference: of the outputs (logits) on one batch, those buffers being equal; None where the module
+            cannot be called on it.
         max_abs_difference_as_loaded: the same with the buffers as the loader made them.
         batch: which batch that was.
     """
@@ -77,9 +77,17 @@ def verify(directory: Path, root: nn.Module, names: Iterable[str], batch: Any | 
         module = reloaded.get_submodule(name)
         if getattr(module, "quantization_status", None) == QuantizationStatus.COMPRESSED:
             decompress_module(module)
-    different = tuple(name for name in names if not _same_weight(root.get_submodule(name), reloaded.get_submodule(name)))
+    different = tuple(
+        name for name in names if not _same_weight(root.get_submodule(name), reloaded.get_submodule(name))
+    )
     return Verification(
-        loaded_with, len(names), different, buffers, difference, as_loaded, batch_name if difference is not None else "none"
+        loaded_with,
+        len(names),
+        different,
+        buffers,
+        difference,
+        as_loaded,
+        batch_name if difference is not None else "none",
     )
 
 
@@ -88,7 +96,9 @@ def _reload(directory: Path, root: nn.Module) -> tuple[nn.Module, str]:
     reader = "lightning_compress.load_compressed"
     if isinstance(root, PreTrainedModel):
         try:
-            model = type(root).from_pretrained(directory, dtype=root.dtype, attn_implementation=root.config._attn_implementation)
+            model = type(root).from_pretrained(
+                directory, dtype=root.dtype, attn_implementation=root.config._attn_implementation
+            )
             return model.eval(), f"transformers {name}.from_pretrained"
         except Exception as error:  # whatever it is: the finding is that this reader cannot read it
             reader += f", for {name}.from_pretrained of transformers {transformers.__version__} cannot: {error}"
@@ -133,15 +143,22 @@ def _output_difference(root: nn.Module, reloaded: nn.Module, batch: Any) -> floa
     largest = 0.0
     for left, right in zip(_outputs(mine), _outputs(other), strict=True):
         if torch.isfinite(left).all() and not torch.isfinite(right).all():
-            raise CompressionError("The model read back from the checkpoint gives NaN or Inf where the one in memory does not.")
+            raise CompressionError(
+                "The model read back from the checkpoint gives NaN or Inf where the one in memory does not."
+            )
         largest = max(largest, float((left.float() - right.float()).abs().nan_to_num().max()))
     return largest
 
 
 def _outputs(value: object) -> list[Tensor]:
-    """Logits where there are any (past key values and hidden states follow from the same weights), else every output."""
+    """Logits where there are any (past key values and hidden states follow from the same weights), else every
+    output."""
     logits = getattr(value, "logits", None)
     if isinstance(logits, Tensor):
         return [logits]
     value = dict(value) if isinstance(value, Mapping) else value
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel()]
+    return [
+        leaf
+        for leaf in pytree.tree_leaves(value)
+        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel()
+    ]

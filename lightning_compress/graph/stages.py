@@ -135,7 +135,9 @@ def segments(traced: Traced) -> tuple[Segment, ...]:
 
 
 def _reads_weights(nodes: Iterable[fx.Node]) -> bool:
-    return any(isinstance(node.target, Leaf) or any(arg.op == "get_attr" for arg in node.all_input_nodes) for node in nodes)
+    return any(
+        isinstance(node.target, Leaf) or any(arg.op == "get_attr" for arg in node.all_input_nodes) for node in nodes
+    )
 
 
 def _first_leaf(nodes: Sequence[fx.Node]) -> str:
@@ -255,8 +257,14 @@ def _trimmed(steps: list[list[Step]]) -> list[list[Step]]:
 
 
 def _with_reuse(steps: list[list[Step]]) -> list[list[Step]]:
-    """Observe a source once while its value cannot change (computed in an earlier subgraph), forget it after its last group."""
-    last_use = {source: (part, at) for part, found in enumerate(steps) for at, step in enumerate(found) for source in _sources(step.solve)}
+    """Observe a source once while its value cannot change (computed in an earlier subgraph), forget it after its last
+    group."""
+    last_use = {
+        source: (part, at)
+        for part, found in enumerate(steps)
+        for at, step in enumerate(found)
+        for source in _sources(step.solve)
+    }
     observed: set[Source] = set()
     result: list[list[Step]] = []
     for part, found in enumerate(steps):
@@ -280,7 +288,9 @@ def _placed(names: Sequence[str], steps: list[list[Step]], constants: Collection
         solved = [member for step in found for group in step.solve for member in group.members]
         attributes = [str(arg.target) for node in nodes for arg in node.all_input_nodes if arg.op == "get_attr"]
         tensors = [name for name in attributes if name not in constants]
-        result.append(Subgraph(name, tuple(found), tuple(dict.fromkeys(leaves + solved)), tuple(dict.fromkeys(tensors))))
+        result.append(
+            Subgraph(name, tuple(found), tuple(dict.fromkeys(leaves + solved)), tuple(dict.fromkeys(tensors)))
+        )
     return tuple(result)
 
 

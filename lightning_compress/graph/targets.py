@@ -8,7 +8,9 @@ from lightning_compress.errors import UnsupportedModelError
 from lightning_compress.recipe.resolve import matches
 
 
-def sequential_modules(root: nn.Module, patterns: Sequence[str] | None, quantizable: Collection[str]) -> tuple[str, ...]:
+def sequential_modules(
+    root: nn.Module, patterns: Sequence[str] | None, quantizable: Collection[str]
+) -> tuple[str, ...]:
     """Names of the sequential targets of `root`, outermost only, in the model's order.
 
     Args:
@@ -22,10 +24,14 @@ def sequential_modules(root: nn.Module, patterns: Sequence[str] | None, quantiza
         UnsupportedModelError: a pattern was given and matches no module.
     """
     if patterns is not None:
-        found = [name for name, module in root.named_modules() if name and any(matches(p, name, module) for p in patterns)]
+        found = [
+            name for name, module in root.named_modules() if name and any(matches(p, name, module) for p in patterns)
+        ]
         if not found:
             classes = sorted({type(module).__name__ for module in root.modules()})
-            raise UnsupportedModelError(f"No module matches sequential_targets {list(patterns)}. Classes in this model: {', '.join(classes)}.")
+            raise UnsupportedModelError(
+                f"No module matches sequential_targets {list(patterns)}. Classes in this model: {', '.join(classes)}."
+            )
         return _outermost(found)
     declared = {name for module in root.modules() for name in getattr(module, "_no_split_modules", None) or ()}
     layers = [name for name, module in root.named_modules() if type(module).__name__ in declared]

@@ -23,7 +23,9 @@ def versions(value: object) -> tuple[int, ...]:
 
     Tensors made in inference mode do not count; nothing but inference mode can write to them.
     """
-    return tuple(0 if leaf.is_inference() else leaf._version for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
+    return tuple(
+        0 if leaf.is_inference() else leaf._version for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)
+    )
 
 
 @final

@@ -1,7 +1,8 @@
 """Weights in host memory, of which one subgraph at a time has a copy on the device.
 
-The module's parameters and buffers stay in host memory as their home. For the time of a subgraph their `.data` points to
-a copy on the device; what is solved is written to both. When home and device are the same (CPU runs) nothing is copied.
+The module's parameters and buffers stay in host memory as their home. For the time of a subgraph their `.data` points
+to a copy on the device; what is solved is written to both. When home and device are the same (CPU runs) nothing is
+copied.
 
 Alternative not taken: moving modules with `.to(device)` and back. It transfers the weights both ways, breaks ties
 between parameters, and touches modules that the subgraph does not run.
@@ -31,7 +32,8 @@ class HostWeights:
 
     @contextmanager
     def onload(self, modules: Iterable[str], tensors: Iterable[str] = ()) -> Iterator[None]:
-        """Parameters and buffers of `modules` (with their children), and `tensors`, are on the device inside the context.
+        """Parameters and buffers of `modules` (with their children), and `tensors`, are on the device inside the
+        context.
 
         Ties survive: a tensor that several modules share is copied once. The device copies are freed on leaving, also
         when the body raises.

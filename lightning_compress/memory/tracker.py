@@ -61,7 +61,8 @@ class LiveMemory(TorchDispatchMode):
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Peak memory so far: allocated on a CUDA device since the last reset, else this process' resident high-water mark."""
+    """Peak memory so far: allocated on a CUDA device since the last reset, else this process' resident high-water
+    mark."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024

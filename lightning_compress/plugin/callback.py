@@ -225,10 +225,6 @@ def _replace_run(trainer: pl.Trainer, callback: CompressionCallback) -> None:
     train = trainer.fit_loop.run
 
     def run() -> None:
-        # a learning rate or batch size finder tries the loop out, with callbacks of its own
-        if callback not in compat.callbacks(trainer):
-            train()
-            return
         if callback.when == "after_train":
             train()
             if trainer.received_sigterm:

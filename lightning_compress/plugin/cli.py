@@ -103,7 +103,9 @@ def run_evaluate(config: DictConfig) -> float:
     """
     model, tokenizer = load_model(config.model)
     cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
-    return perplexity(model.to("cuda" if cuda else "cpu"), evaluation_dataloader(load_data_config(config.data), tokenizer))
+    return perplexity(
+        model.to("cuda" if cuda else "cpu"), evaluation_dataloader(load_data_config(config.data), tokenizer)
+    )
 
 
 def load_model(config: DictConfig) -> tuple[nn.Module, PreTrainedTokenizerBase]:
@@ -114,13 +116,19 @@ def load_model(config: DictConfig) -> tuple[nn.Module, PreTrainedTokenizerBase]:
     """
     auto_class = getattr(transformers, config.auto_class, None)
     if auto_class is None:
-        raise CompressionError(f"transformers has no class {config.auto_class!r}; use e.g. model.auto_class=AutoModelForCausalLM.")
+        raise CompressionError(
+            f"transformers has no class {config.auto_class!r}; use e.g. model.auto_class=AutoModelForCausalLM."
+        )
     if not Path(config.path).exists() and (Path(config.path).is_absolute() or config.path.startswith(".")):
         raise CompressionError(f"model.path={config.path}: there is no such folder.")
     extra = {} if config.attn_implementation is None else {"attn_implementation": config.attn_implementation}
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(config.tokenizer, trust_remote_code=config.trust_remote_code)
-        model = auto_class.from_pretrained(config.path, dtype=config.dtype, trust_remote_code=config.trust_remote_code, **extra)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            config.tokenizer, trust_remote_code=config.trust_remote_code
+        )
+        model = auto_class.from_pretrained(
+            config.path, dtype=config.dtype, trust_remote_code=config.trust_remote_code, **extra
+        )
     except (OSError, ValueError) as error:
         raise CompressionError(f"model.path={config.path} cannot be loaded: {error}") from error
     return model.eval(), tokenizer

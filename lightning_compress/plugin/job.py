@@ -1,4 +1,5 @@
-"""One compression from a model to a verified checkpoint, as a generator that a Trainer's loop (or anything else) drives."""
+"""One compression from a model to a verified checkpoint, as a generator that a Trainer's loop (or anything else)
+drives."""
 
 import time
 from collections.abc import Generator, Mapping
@@ -122,8 +123,13 @@ def run_job(job: Job, max_subgraphs: int | None = None) -> Generator[SubgraphRec
                 if stop or len(records) == max_subgraphs:
                     break
         except Exception as error:
-            changed = ", ".join(part.name for part in job.run.subgraphs if not packed.keys().isdisjoint(part.solved)) or "none"
-            error.add_note(f"Subgraphs of the model in memory that hold quantized weights already: {changed}. Nothing was written.")
+            changed = (
+                ", ".join(part.name for part in job.run.subgraphs if not packed.keys().isdisjoint(part.solved))
+                or "none"
+            )
+            error.add_note(
+                f"Subgraphs of the model in memory that hold quantized weights already: {changed}. Nothing was written."
+            )
             raise
         partial = len(records) < len(job.run.subgraphs)
         output_dir = None if partial else job.settings.output_dir

@@ -29,7 +29,8 @@ class Modifier:
     Attributes:
         algorithm: the solver with its options, e.g. `Gptq(damping=0.05)`.
         scheme: how weights (and input activations) are represented; `targets` inside it are not used.
-        targets: class names (`Linear`), module names, or regular expressions (`re:.*q_proj`) of the modules to quantize.
+        targets: class names (`Linear`), module names, or regular expressions (`re:.*q_proj`) of the modules to
+            quantize.
         ignore: the same kinds of pattern, for modules left as they are. `lm_head` stands for the model's output
             embedding whatever its name is in this architecture.
     """

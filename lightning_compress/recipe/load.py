@@ -56,7 +56,9 @@ def load_recipe(recipe: RecipeLike) -> Recipe:
     _check_keys(recipe, ("modifiers",), "the recipe")
     modifiers = recipe.get("modifiers")
     if not isinstance(modifiers, Sequence) or isinstance(modifiers, str) or not modifiers:
-        raise RecipeError("A recipe needs `modifiers`, a list with at least one entry such as {algorithm: gptq, scheme: W4A16}.")
+        raise RecipeError(
+            "A recipe needs `modifiers`, a list with at least one entry such as {algorithm: gptq, scheme: W4A16}."
+        )
     return Recipe(tuple(_modifier(entry, position) for position, entry in enumerate(modifiers)))
 
 
@@ -67,7 +69,9 @@ def _read(recipe: str | Path) -> Mapping[str, object]:
         if not path.is_file():
             raise RecipeError(f"There is no recipe named {str(recipe)!r}.{_nearest(str(recipe), shipped_recipes())}")
     if not path.is_file():
-        raise RecipeError(f"There is no recipe file {path}. Give an existing .yaml/.json, or one of {', '.join(shipped_recipes())}.")
+        raise RecipeError(
+            f"There is no recipe file {path}. Give an existing .yaml/.json, or one of {', '.join(shipped_recipes())}."
+        )
     try:
         loaded = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
     except (YAMLError, OSError, OmegaConfBaseException) as error:
@@ -82,7 +86,9 @@ def _modifier(entry: object, position: int) -> Modifier:
         return entry
     where = f"modifier {position}"
     if not isinstance(entry, Mapping):
-        raise RecipeError(f"{where} is a {type(entry).__name__}; it has to be a mapping such as {{algorithm: gptq, scheme: W4A16}}.")
+        raise RecipeError(
+            f"{where} is a {type(entry).__name__}; it has to be a mapping such as {{algorithm: gptq, scheme: W4A16}}."
+        )
     name = str(entry.get("algorithm", ""))
     if name not in ALGORITHMS:
         raise RecipeError(f"{where} has the unknown algorithm {name!r}.{_nearest(name, ALGORITHMS)}")
@@ -111,11 +117,18 @@ def _scheme(scheme: object, where: str) -> QuantizationScheme:
         return scheme
     if isinstance(scheme, str):
         if scheme.upper() not in PRESET_SCHEMES:
-            raise RecipeError(f"{where} has the unknown preset scheme {scheme!r}.{_nearest(scheme.upper(), PRESET_SCHEMES)}")
+            raise RecipeError(
+                f"{where} has the unknown preset scheme {scheme!r}.{_nearest(scheme.upper(), PRESET_SCHEMES)}"
+            )
         return preset_name_to_scheme(scheme, targets=[])
     if not isinstance(scheme, Mapping):
-        raise RecipeError(f"{where} needs a `scheme`: a preset such as W4A16, or fields such as {{weights: {{num_bits: 4, group_size: 128}}}}.")
-    _check_keys(scheme, tuple(name for name in QuantizationScheme.model_fields if name != "targets"), f"the scheme of {where}")
+        raise RecipeError(
+            f"{where} needs a `scheme`: a preset such as W4A16, or fields such as "
+            f"{{weights: {{num_bits: 4, group_size: 128}}}}."
+        )
+    _check_keys(
+        scheme, tuple(name for name in QuantizationScheme.model_fields if name != "targets"), f"the scheme of {where}"
+    )
     try:
         return QuantizationScheme.model_validate({**scheme, "targets": []})
     except (ValidationError, NotImplementedError) as error:
@@ -124,7 +137,9 @@ def _scheme(scheme: object, where: str) -> QuantizationScheme:
 
 def _patterns(value: object, where: str, key: str) -> tuple[str, ...]:
     if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(item, str) for item in value):
-        raise RecipeError(f"`{key}` of {where} has to be a list of class names, module names or 're:' patterns, not {value!r}.")
+        raise RecipeError(
+            f"`{key}` of {where} has to be a list of class names, module names or 're:' patterns, not {value!r}."
+        )
     return tuple(value)
 
 

@@ -119,7 +119,12 @@ def _ignoring_pattern(modifier: Modifier, name: str, module: nn.Module, is_outpu
 def _bare_matrices(root: nn.Module) -> list[Excluded]:
     """Parameters of two and more dimensions that are no module's `weight` (stacked experts, position tables)."""
     return [
-        Excluded(f"{name}.{key}" if name else key, type(module).__name__, tuple(parameter.shape), "not the weight of a Linear")
+        Excluded(
+            f"{name}.{key}" if name else key,
+            type(module).__name__,
+            tuple(parameter.shape),
+            "not the weight of a Linear",
+        )
         for name, module in root.named_modules()
         for key, parameter in module.named_parameters(recurse=False)
         if key != "weight" and parameter.ndim >= 2
@@ -130,21 +135,25 @@ def _check_not_quantized(root: nn.Module) -> None:
     config = getattr(root, "config", None)
     if getattr(config, "quantization_config", None) is not None or getattr(root, "hf_quantizer", None) is not None:
         raise UnsupportedModelError(
-            "The model is quantized already (its config has a quantization_config). Compress the original checkpoint instead."
+            "The model is quantized already (its config has a quantization_config). Compress the original checkpoint "
+            "instead."
         )
     for name, module in root.named_modules():
         weight = getattr(module, "weight", None)
         packed = isinstance(weight, torch.Tensor) and not (weight.is_floating_point() or weight.is_complex())
         if hasattr(module, "quantization_scheme") or hasattr(module, "weight_packed") or packed:
             raise UnsupportedModelError(
-                f"{name} ({type(module).__name__}) is quantized already. Compress the original, unquantized model instead."
+                f"{name} ({type(module).__name__}) is quantized already. Compress the original, unquantized model "
+                "instead."
             )
 
 
 def _check_scheme(scheme: QuantizationScheme) -> None:
     weights, inputs = scheme.weights, scheme.input_activations
     if weights is None:
-        raise UnsupportedModelError("The scheme has no `weights` and would change nothing; use one such as W4A16 or W8A8.")
+        raise UnsupportedModelError(
+            "The scheme has no `weights` and would change nothing; use one such as W4A16 or W8A8."
+        )
     if weights.type != QuantizationType.INT or not 2 <= weights.num_bits <= 8:
         raise UnsupportedModelError(
             f"Weights of type {weights.type} with {weights.num_bits} bits are not supported; use int with 2 to 8 bits."
@@ -161,7 +170,8 @@ def _check_scheme(scheme: QuantizationScheme) -> None:
     per_token = inputs.strategy == QuantizationStrategy.TOKEN and inputs.dynamic is True
     if inputs.type != QuantizationType.INT or inputs.num_bits != 8 or not (static or per_token):
         raise UnsupportedModelError(
-            f"Input activations of type {inputs.type}, {inputs.num_bits} bits, strategy {inputs.strategy!r}, dynamic={inputs.dynamic} "
+            f"Input activations of type {inputs.type}, {inputs.num_bits} bits, strategy {inputs.strategy!r}, "
+            f"dynamic={inputs.dynamic} "
             "are not supported; use int8, either static per tensor or dynamic per token."
         )
 
@@ -173,9 +183,14 @@ def _check_shape(name: str, module: nn.Linear, scheme: QuantizationScheme) -> No
         return
     below = next((size for size in range(min(group, columns), 0, -1) if columns % size == 0), 1)
     above = next((size for size in range(group, columns + 1) if columns % size == 0), columns)
-    nearest = f"The nearest sizes that do are {below} and {above}" if below != above else f"The nearest size that does is {below}"
+    nearest = (
+        f"The nearest sizes that do are {below} and {above}"
+        if below != above
+        else f"The nearest size that does is {below}"
+    )
     raise UnsupportedModelError(
-        f"{name} has a weight of shape {list(module.weight.shape)}, and group_size {group} does not divide its {columns} input "
+        f"{name} has a weight of shape {list(module.weight.shape)}, and group_size {group} does not divide its "
+        f"{columns} input "
         f"channels. {nearest}. Change group_size, or add {name!r} to `ignore`."
     )
 
@@ -188,15 +203,22 @@ def _check_not_named(modifier: Modifier, name: str, module: nn.Module) -> None:
         )
 
 
-def _check_matched(recipe: Recipe, matched: Sequence[bool], assignments: Mapping[str, Assignment], root: nn.Module) -> None:
-    present = sorted({type(module).__name__ for module in root.modules() if getattr(module, "weight", None) is not None})
+def _check_matched(
+    recipe: Recipe, matched: Sequence[bool], assignments: Mapping[str, Assignment], root: nn.Module
+) -> None:
+    present = sorted(
+        {type(module).__name__ for module in root.modules() if getattr(module, "weight", None) is not None}
+    )
     for modifier, found in zip(recipe.modifiers, matched, strict=True):
         if not found:
             raise UnsupportedModelError(
-                f"No module matches the targets {list(modifier.targets)}. Classes with weights in this model: {', '.join(present)}."
+                f"No module matches the targets {list(modifier.targets)}. Classes with weights in this model: "
+                f"{', '.join(present)}."
             )
     if not assignments:
-        raise UnsupportedModelError("Every module that the targets match is ignored, so nothing would be compressed; shorten `ignore`.")
+        raise UnsupportedModelError(
+            "Every module that the targets match is ignored, so nothing would be compressed; shorten `ignore`."
+        )
 
 
 def _check_ties(assignments: Mapping[str, Assignment], root: nn.Module) -> None:
@@ -209,8 +231,10 @@ def _check_ties(assignments: Mapping[str, Assignment], root: nn.Module) -> None:
         tied = [other for other in owners.get(id(weight), []) if modules[other.rpartition(".")[0]] is not modules[name]]
         if tied:
             raise UnsupportedModelError(
-                f"{name} (shape {list(weight.shape)}) shares its weight with {', '.join(tied)}, so it cannot be quantized alone. "
-                f"Add {name!r} to `ignore`, or untie it first: clone the weight and set config.tie_word_embeddings=False."
+                f"{name} (shape {list(weight.shape)}) shares its weight with {', '.join(tied)}, so it cannot be "
+                "quantized alone. "
+                f"Add {name!r} to `ignore`, or untie it first: clone the weight and set "
+                "config.tie_word_embeddings=False."
             )
 
 
@@ -220,6 +244,7 @@ def _check_finite(assignments: Mapping[str, Assignment], root: nn.Module) -> Non
         weight = modules[name].weight
         if not torch.isfinite(weight).all():
             raise NonFiniteError(
-                f"The weight of {name} (shape {list(weight.shape)}, {weight.dtype}) holds NaN or Inf. Nothing was written. "
+                f"The weight of {name} (shape {list(weight.shape)}, {weight.dtype}) holds NaN or Inf. Nothing was "
+                "written. "
                 "Repair the checkpoint, or add the module to `ignore`."
             )

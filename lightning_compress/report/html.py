@@ -10,7 +10,8 @@ _STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:70rem;margin:2rem auto;padding:0 1rem;color:#222}
 h1{font-size:1.5rem}h2{font-size:1.1rem;margin-top:2rem}table{border-collapse:collapse;width:100%;font-size:13px}
 th,td{padding:.25rem .6rem;border-bottom:1px solid #ddd;text-align:left;vertical-align:top}
-td.n,th.n{text-align:right;font-variant-numeric:tabular-nums}dl{display:grid;grid-template-columns:max-content auto;gap:.2rem 1.2rem}
+td.n,th.n{text-align:right;font-variant-numeric:tabular-nums}dl{display:grid;grid-template-columns:max-content
+auto;gap:.2rem 1.2rem}
 dt{color:#666}dd{margin:0}.bad{color:#b00020;font-weight:600}.good{color:#176b2c;font-weight:600}svg{max-width:100%;height:auto}
 """
 
@@ -43,7 +44,8 @@ def render_html(report: Mapping[str, Any]) -> str:
         whole = [(fallback["module"], fallback["reason"]) for fallback in report["fallbacks"]]
         sections += ["<h2>Run as a whole</h2>", _table(("module", "reason"), whole)]
     title = f"lightning_compress: {_text(report['model'])}"
-    return f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title><style>{_STYLE}</style>{''.join(sections)}</html>\n"
+    head = f"<meta charset=utf-8><title>{title}</title><style>{_STYLE}</style>"
+    return f"<!doctype html><html lang=en>{head}{''.join(sections)}</html>\n"
 
 
 def error_figure(errors: Sequence[tuple[str, float]]) -> str:
@@ -77,17 +79,27 @@ def _facts(report: Mapping[str, Any]) -> str:
     facts: list[tuple[str, str]] = [
         ("recipe", "<br>".join(_text(f"{m['algorithm']}: {m['scheme']}") for m in report["recipe"]["modifiers"])),
         ("size of the weights", f"{report['bytes_before'] / 1e6:.2f} MB &rarr; {report['bytes_after'] / 1e6:.2f} MB"),
-        ("ran", _text(f"{report['schedule']} on {report['device']}, {report['num_batches']} batches, padding: {'yes' if report['has_padding'] else 'no'}")),
+        (
+            "ran",
+            _text(
+                f"{report['schedule']} on {report['device']}, {report['num_batches']} batches, padding: "
+                f"{'yes' if report['has_padding'] else 'no'}"
+            ),
+        ),
         ("time", f"{report['total_s']:.1f} s, of which {report['trace_s']:.1f} s before the first subgraph"),
         *((_text(name.replace("_", " ")), f"{value:.4g}") for name, value in report["extra"].items()),
     ]
     if verification is not None:
         verdict = "<span class=good>identical</span>" if report["verified"] else "<span class=bad>different</span>"
         outputs = verification["max_abs_difference"]
-        detail = "" if outputs is None else f"; outputs on {_text(verification['batch'])} differ by at most {outputs:.3g}"
+        detail = (
+            "" if outputs is None else f"; outputs on {_text(verification['batch'])} differ by at most {outputs:.3g}"
+        )
         facts.append(("read back", f"{verdict} with {_text(verification['loaded_with'])}{detail}"))
     if report["is_partial"]:
-        facts.append(("state", "<span class=bad>partial: not every subgraph was quantized, no checkpoint was written</span>"))
+        facts.append(
+            ("state", "<span class=bad>partial: not every subgraph was quantized, no checkpoint was written</span>")
+        )
     if report["output_dir"]:
         facts.append(("checkpoint", _text(report["output_dir"])))
     return "<dl>" + "".join(f"<dt>{name}</dt><dd>{value}</dd>" for name, value in facts) + "</dl>"
@@ -114,7 +126,10 @@ def _subgraph_row(part: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], numeric: Sequence[int] = ()) -> str:
     def row(cells: Sequence[str], tag: str) -> str:
-        inner = (f"<{tag}{' class=n' if number in numeric else ''}>{_text(cell)}</{tag}>" for number, cell in enumerate(cells))
+        inner = (
+            f"<{tag}{' class=n' if number in numeric else ''}>{_text(cell)}</{tag}>"
+            for number, cell in enumerate(cells)
+        )
         return f"<tr>{''.join(inner)}</tr>"
 
     return f"<table>{row(headings, 'th')}{''.join(row(cells, 'td') for cells in rows)}</table>"

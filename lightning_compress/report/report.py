@@ -82,21 +82,33 @@ class Report:
         """A few lines: size, error, verification, what was left out and why."""
         errors = [record.error for record in self.modules]
         lines = [
-            f"{len(errors)} modules quantized in {self.total_s:.1f} s ({self.schedule} on {self.device}, {self.num_batches} batches); "
+            f"{len(errors)} modules quantized in {self.total_s:.1f} s ({self.schedule} on {self.device}, "
+            f"{self.num_batches} batches); "
             f"{self.bytes_before / 1e6:.1f} MB -> {self.bytes_after / 1e6:.1f} MB"
         ]
         if errors:
             worst = max(self.modules, key=lambda record: record.error)
-            lines.append(f"relative output error: mean {sum(errors) / len(errors):.2e}, largest {worst.error:.2e} ({worst.module})")
+            lines.append(
+                f"relative output error: mean {sum(errors) / len(errors):.2e}, largest {worst.error:.2e} "
+                f"({worst.module})"
+            )
         if self.excluded:
-            lines.append(f"left as they are: {', '.join(f'{entry.module} ({entry.reason})' for entry in self.excluded[:5])}" + _more(len(self.excluded) - 5))
+            lines.append(
+                f"left as they are: {', '.join(f'{entry.module} ({entry.reason})' for entry in self.excluded[:5])}"
+                + _more(len(self.excluded) - 5)
+            )
         lines += [f"run as a whole: {fallback.module} ({fallback.reason})" for fallback in self.fallbacks]
         if self.verification is not None:
-            verdict = "identical" if self.verification.passed else f"DIFFERENT: {', '.join(self.verification.different_modules[:5]) or 'outputs'}"
+            verdict = (
+                "identical"
+                if self.verification.passed
+                else f"DIFFERENT: {', '.join(self.verification.different_modules[:5]) or 'outputs'}"
+            )
             lines.append(f"read back with {self.verification.loaded_with}: {verdict}")
             if self.verification.different_buffers:
                 lines.append(
-                    f"note: {', '.join(self.verification.different_buffers[:3])} differ after loading (a checkpoint does not store them), which "
+                    f"note: {', '.join(self.verification.different_buffers[:3])} differ after loading (a checkpoint "
+                    "does not store them), which "
                     f"changes outputs by up to {self.verification.max_abs_difference_as_loaded or 0.0:.2g}"
                 )
         if self.is_partial:

@@ -15,7 +15,9 @@ IDS = torch.ones(2, 5, dtype=torch.long)
 
 def test_batches_are_kept_in_order_up_to_the_limit() -> None:
     batches = token_batches(4)
-    assert [batch["input_ids"] is given["input_ids"] for batch, given in zip(collect(batches).batches, batches, strict=True)] == [True] * 4
+    assert [
+        batch["input_ids"] is given["input_ids"] for batch, given in zip(collect(batches).batches, batches, strict=True)
+    ] == [True] * 4
     assert len(collect(iter(batches), limit=3).batches) == 3
 
 
@@ -49,7 +51,10 @@ def test_masks_that_mask_nothing_are_left_out() -> None:
         ([], "calibration dataloader is empty.*at least one batch"),
         ([{"a": IDS, "b": IDS}, {"a": IDS}], r"Batch 1 .* keys \['a'\], but batch 0 has \['a', 'b'\].*collate"),
         ([(IDS, IDS), (IDS,)], "Batch 1 .* another structure"),
-        ([{"a": IDS}, {"a": IDS.float()}], r"batch 1 has dtype torch.float32 and shape \[2, 5\], but in batch 0 torch.int64"),
+        (
+            [{"a": IDS}, {"a": IDS.float()}],
+            r"batch 1 has dtype torch.float32 and shape \[2, 5\], but in batch 0 torch.int64",
+        ),
         ([{"a": IDS}, {"a": IDS[0]}], r"shape \[5\], but in batch 0"),
         ([{"a": IDS, "n": 3}, {"a": IDS, "n": 4}], "field 4 of batch 1 is no tensor and differs from batch 0"),
         ([{"a": IDS}, {"a": 3}], "is a tensor where batch 0 has none, or the other way round"),

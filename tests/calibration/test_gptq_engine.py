@@ -4,7 +4,16 @@ import copy
 
 import pytest
 import torch
-from helpers import compress_in_memory, input_grams, linears, make_representable, padded, recipe, tiny_llama, token_batches
+from helpers import (
+    compress_in_memory,
+    input_grams,
+    linears,
+    make_representable,
+    padded,
+    recipe,
+    tiny_llama,
+    token_batches,
+)
 from torch import Tensor, nn
 
 from lightning_compress.calibration import loop
@@ -12,7 +21,12 @@ from lightning_compress.calibration import loop
 GROUP_SIZE = 16
 
 
-MEMBERS = (["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], ["self_attn.o_proj"], ["mlp.gate_proj", "mlp.up_proj"], ["mlp.down_proj"])
+MEMBERS = (
+    ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+    ["self_attn.o_proj"],
+    ["mlp.gate_proj", "mlp.up_proj"],
+    ["mlp.down_proj"],
+)
 TIE = 1e-3  # distance from a rounding border, in steps of the grid, that float32 may decide either way
 
 
@@ -50,11 +64,15 @@ def test_codes_are_those_of_the_paper(monkeypatch: pytest.MonkeyPatch, num_bits:
     reference = copy.deepcopy(model).double()
     got: dict[str, tuple[Tensor, Tensor]] = {}
     apply = loop.apply
-    monkeypatch.setattr(loop, "apply", lambda q, *rest: (got.update({q.module: (q.solved.codes, q.dequantized())}), apply(q, *rest)))
+    monkeypatch.setattr(
+        loop, "apply", lambda q, *rest: (got.update({q.module: (q.solved.codes, q.dequantized())}), apply(q, *rest))
+    )
     compress_in_memory(model, batches, recipe(num_bits, group_size=GROUP_SIZE, scale_search=False))
     num_rows = num_tied = 0
     for prefix, members in ((f"model.layers.{layer}.", members) for layer in (0, 1) for members in MEMBERS):
-        gram = input_grams(reference, batches)[prefix + members[0]] / sum(batch["input_ids"].numel() for batch in batches)
+        gram = input_grams(reference, batches)[prefix + members[0]] / sum(
+            batch["input_ids"].numel() for batch in batches
+        )
         order = gram.diagonal().argsort(descending=True, stable=True)
         for name in members:
             linear = reference.get_submodule(prefix + name)
@@ -75,18 +93,23 @@ def test_codes_are_those_of_the_paper(monkeypatch: pytest.MonkeyPatch, num_bits:
 def output_error(original: nn.Module, quantized: nn.Module, batches: list[dict[str, Tensor]]) -> float:
     with torch.no_grad():
         outputs = [(original(**batch).logits, quantized(**batch).logits) for batch in batches]
-    return sum(float((mine - other).square().sum()) for mine, other in outputs) / sum(float(mine.square().sum()) for mine, _ in outputs)
+    return sum(float((mine - other).square().sum()) for mine, other in outputs) / sum(
+        float(mine.square().sum()) for mine, _ in outputs
+    )
 
 
 @pytest.mark.parametrize("schedule", ["staged", "block", "basic"])
 def test_error_propagation_lowers_the_output_error(schedule: str) -> None:
-    """Same scales, held-out tokens, three seeds together. Seen to fail: without propagation, and with its sign flipped."""
+    """Same scales, held-out tokens, three seeds together. Seen to fail: without propagation, and with its sign
+    flipped."""
     gptq = rtn = 0.0
     for seed in range(3):
         original = tiny_llama(2, seed=seed)
         held_out = token_batches(4, seed=100 + seed)
         propagated, rounded = copy.deepcopy(original), copy.deepcopy(original)
-        compress_in_memory(propagated, token_batches(8, rows=4, seed=seed), recipe(3, scale_search=False), schedule=schedule)
+        compress_in_memory(
+            propagated, token_batches(8, rows=4, seed=seed), recipe(3, scale_search=False), schedule=schedule
+        )
         compress_in_memory(rounded, None, recipe(3, "rtn"))
         gptq += output_error(original, propagated, held_out)
         rtn += output_error(original, rounded, held_out)
@@ -94,7 +117,8 @@ def test_error_propagation_lowers_the_output_error(schedule: str) -> None:
 
 
 def test_padding_does_not_change_the_result() -> None:
-    """Codes differ only where sums in another order cross a rounding border. Seen to fail with padding in the statistics."""
+    """Codes differ only where sums in another order cross a rounding border. Seen to fail with padding in the
+    statistics."""
     model, batches = tiny_llama(2), token_batches(6)
     weights = []
     for given in (batches, padded(batches), padded(batches, left=True)):
@@ -102,7 +126,11 @@ def test_padding_does_not_change_the_result() -> None:
         report = compress_in_memory(quantized, given, recipe(4))
         assert report.has_padding == ("attention_mask" in given[0])
         assert {record.num_tokens for record in report.modules} == {6 * 2 * 16}
-        weights.append(torch.cat([linear.weight.detach().flatten() for name, linear in linears(quantized).items() if name != "lm_head"]))
+        weights.append(
+            torch.cat(
+                [linear.weight.detach().flatten() for name, linear in linears(quantized).items() if name != "lm_head"]
+            )
+        )
     for other in weights[1:]:
         assert float((~torch.isclose(other, weights[0], rtol=1e-3)).float().mean()) < 0.005
 
@@ -126,12 +154,15 @@ def test_the_same_run_twice_gives_the_same_bits() -> None:
 def test_weights_on_the_grid_stay_as_they_are() -> None:
     """GPTQ has no error to propagate then, and says so."""
     model = make_representable(tiny_llama(1))
-    report = compress_in_memory(model, token_batches(), recipe(8, symmetric=False, strategy="channel", scale_search=False))
+    report = compress_in_memory(
+        model, token_batches(), recipe(8, symmetric=False, strategy="channel", scale_search=False)
+    )
     assert max(record.error for record in report.modules) < 1e-12
 
 
 def test_the_reported_error_is_the_output_error() -> None:
-    """Of the first group: its inputs are those of the original model. tr(dW C dWᵀ) / tr(W C Wᵀ), computed here from outputs."""
+    """Of the first group: its inputs are those of the original model. tr(dW C dWᵀ) / tr(W C Wᵀ), computed here from
+    outputs."""
     original, batches = tiny_llama(1), token_batches()
     model = copy.deepcopy(original)
     report = compress_in_memory(model, batches, recipe(3))

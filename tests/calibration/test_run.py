@@ -6,7 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import CPU, compress, compress_in_memory, linears, modifier, prepare, recipe, run, tiny_llama, token_batches
+from helpers import (
+    CPU,
+    compress,
+    compress_in_memory,
+    linears,
+    modifier,
+    prepare,
+    recipe,
+    run,
+    tiny_llama,
+    token_batches,
+)
 from torch import Tensor, nn
 
 from lightning_compress.calibration.loop import calibrate
@@ -24,10 +35,15 @@ def state_of(model: nn.Module) -> dict[str, Any]:
     """Everything about a model that a run has to leave as it was, apart from weights and gradients."""
     return {
         "training": {name: module.training for name, module in model.named_modules()},
-        "hooks": {name: (list(m._forward_hooks.values()), list(m._forward_pre_hooks.values())) for name, m in model.named_modules()},
+        "hooks": {
+            name: (list(m._forward_hooks.values()), list(m._forward_pre_hooks.values()))
+            for name, m in model.named_modules()
+        },
         "own": {name: sorted(module.__dict__) for name, module in model.named_modules()},
         "forwards": {name: module.__dict__.get("forward") for name, module in model.named_modules()},
-        "parameters": {name: (id(p), p.dtype, p.device, p.requires_grad, p.data_ptr()) for name, p in model.named_parameters()},
+        "parameters": {
+            name: (id(p), p.dtype, p.device, p.requires_grad, p.data_ptr()) for name, p in model.named_parameters()
+        },
         "buffers": {name: (b.data_ptr(), b.dtype) for name, b in model.named_buffers()},
         "config": model.config.to_dict() if hasattr(model, "config") else None,
         "grad_mode": torch.is_grad_enabled(),
@@ -55,7 +71,9 @@ def test_everything_but_the_weights_is_as_before(schedule: str) -> None:
     assert state_of(model) == before
     changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, weights[name])}
     assert changed == {f"{record.module}.weight" for record in report.modules}
-    assert all(parameter.grad is None for parameter in model.parameters()), "gradients of the old weights mean nothing any more"
+    assert all(parameter.grad is None for parameter in model.parameters()), (
+        "gradients of the old weights mean nothing any more"
+    )
 
 
 def test_preparing_changes_nothing() -> None:
@@ -75,7 +93,8 @@ def broken_llama() -> nn.Module:
 
 
 def test_activations_that_are_not_finite(tmp_path: Path) -> None:
-    """The modules are named, the subgraphs that changed too (the one in the making included), and nothing is written."""
+    """The modules are named, the subgraphs that changed too (the one in the making included), and nothing is
+    written."""
     model = broken_llama()
     before, weights = state_of(model), copy.deepcopy(model.state_dict())
     with pytest.raises(NonFiniteError) as caught:
@@ -84,10 +103,15 @@ def test_activations_that_are_not_finite(tmp_path: Path) -> None:
     assert "The input of model.layers.1.mlp.gate_proj, model.layers.1.mlp.up_proj holds NaN or Inf" in message
     assert "Nothing was written" in message
     assert caught.value.__notes__ == [
-        "Subgraphs of the model in memory that hold quantized weights already: model.layers.0, model.layers.1. Nothing was written."
+        "Subgraphs of the model in memory that hold quantized weights already: model.layers.0, model.layers.1. "
+        "Nothing was written."
     ]
     assert state_of(model) == before
-    changed = {name.rsplit(".", 3)[0].rpartition(".self_attn")[0] or name for name, t in model.state_dict().items() if not torch.equal(t, weights[name])}
+    changed = {
+        name.rsplit(".", 3)[0].rpartition(".self_attn")[0] or name
+        for name, t in model.state_dict().items()
+        if not torch.equal(t, weights[name])
+    }
     assert all(LAYER.format(0) in name or LAYER.format(1) in name for name in changed)
     assert list(tmp_path.iterdir()) == []
 
@@ -142,7 +166,9 @@ def test_all_inputs_zero() -> None:
     model = tiny_llama(1)
     with torch.no_grad():
         model.model.layers[0].input_layernorm.weight[:] = 0
-    with pytest.raises(SolveError, match=r"q_proj, .*stacked weight \[64, 32\].*zero in every calibration token.*ignore"):
+    with pytest.raises(
+        SolveError, match=r"q_proj, .*stacked weight \[64, 32\].*zero in every calibration token.*ignore"
+    ):
         compress_in_memory(model, token_batches(), recipe(4))
 
 
@@ -171,7 +197,11 @@ class Holder(nn.Module):
 def test_modules_that_are_never_called() -> None:
     """Known from the graph before the work; inside a layer that runs as a whole, only when it has run."""
     batches = [torch.randn(2, 3, 8)]
-    with pytest.raises(UnsupportedModelError, match=r"1 modules .* never called by Holder.forward\(batch\): spare \[8, 8\]. Add them to `ignore`.*calibration_step"):
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"1 modules .* never called by Holder.forward\(batch\): spare \[8, 8\]. Add them to "
+        r"`ignore`.*calibration_step",
+    ):
         compress_in_memory(Holder(), batches, recipe(4, strategy="channel"))
     with pytest.raises(SolveError, match=r"layers.0.never: not called on any batch .*ignore"):
         compress_in_memory(Holder(), batches, recipe(4, strategy="channel", ignore=["spare"]))
@@ -184,7 +214,10 @@ def test_several_schemes_on_one_input() -> None:
     modifiers = [modifier(4), modifier(8, targets=["re:.*v_proj"]), modifier(3, "rtn", targets=["re:.*k_proj"])]
     model = tiny_llama(1)
     report = compress_in_memory(model, token_batches(), {"modifiers": modifiers})
-    schemes = {record.module.rpartition(".")[2]: (record.algorithm, record.scheme.split()[0], record.solved_with) for record in report.modules}
+    schemes = {
+        record.module.rpartition(".")[2]: (record.algorithm, record.scheme.split()[0], record.solved_with)
+        for record in report.modules
+    }
     assert schemes["q_proj"] == ("Gptq", "W4A16", ())
     assert schemes["v_proj"] == ("Gptq", "W8A16", ())
     assert schemes["k_proj"] == ("Rtn", "W3A16", ())
@@ -203,7 +236,10 @@ def test_data_free_recipes_run_nothing() -> None:
 
 def test_quantized_inputs_act_in_memory() -> None:
     """W8A8: later layers, and the user's own `trainer.test`, see what the checkpoint's runtime will compute."""
-    scheme = {"weights": {"num_bits": 8, "strategy": "channel"}, "input_activations": {"num_bits": 8, "strategy": "token", "dynamic": True}}
+    scheme = {
+        "weights": {"num_bits": 8, "strategy": "channel"},
+        "input_activations": {"num_bits": 8, "strategy": "token", "dynamic": True},
+    }
     both, weights_only = tiny_llama(1), tiny_llama(1)
     compress_in_memory(both, None, recipe(scheme=scheme, algorithm="rtn"))
     compress_in_memory(weights_only, None, recipe(8, "rtn", strategy="channel"))
@@ -215,7 +251,8 @@ def test_quantized_inputs_act_in_memory() -> None:
 
 @pytest.mark.parametrize("schedule", ["staged", "block"])
 def test_memory_does_not_grow_with_depth(monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
-    """Live bytes of what a device would hold (onloaded weights, activations, statistics, the cache), counted storage by storage.
+    """Live bytes of what a device would hold (onloaded weights, activations, statistics, the cache), counted storage
+    by storage.
 
     Onloading copies, as to a device. Seen to fail: with weights that stay onloaded, with values that stay in the cache
     after their last use, and with statistics that are never forgotten.
@@ -224,7 +261,12 @@ def test_memory_does_not_grow_with_depth(monkeypatch: pytest.MonkeyPatch, schedu
     monkeypatch.setattr(HostWeights, "_copy", lambda _, tensor: tensor.clone())
     peaks, left = {}, {}
     for depth in (2, 4, 8):
-        job = prepare(tiny_llama(depth, hidden_size=64, intermediate_size=128), token_batches(4, rows=4), recipe(4), schedule=schedule)
+        job = prepare(
+            tiny_llama(depth, hidden_size=64, intermediate_size=128),
+            token_batches(4, rows=4),
+            recipe(4),
+            schedule=schedule,
+        )
         at_home = list(job.target.root.state_dict().values())
         with calibrating(job.target.root), LiveMemory() as memory:
             memory.ignore(*at_home)
@@ -248,7 +290,8 @@ def test_memory_of_basic_grows_with_depth(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_values_are_dropped_at_their_last_use() -> None:
-    """Between subgraphs the cache holds the one hidden state that crosses the cut (and what all layers read), not its history."""
+    """Between subgraphs the cache holds the one hidden state that crosses the cut (and what all layers read), not its
+    history."""
     job = prepare(tiny_llama(4), token_batches(), recipe(4))
     sizes = [record.activation_bytes for record in calibrate(job.run, lambda quantized: 0)]
     hidden = 4 * 2 * 16 * 32 * 4

@@ -1,4 +1,5 @@
-"""What the engine's statistics are: those of plain hooks on the original model, whatever the schedule and the architecture.
+"""What the engine's statistics are: those of plain hooks on the original model, whatever the schedule and the
+architecture.
 
 The weights lie on their grid already, so quantizing changes nothing and all schedules must see the same inputs. Seen to
 fail: with padding tokens left in, with observation at the end of a block instead of before the first reader, with the
@@ -26,7 +27,16 @@ from helpers import (
     token_batches,
 )
 from torch import Tensor, nn
-from transformers import AlbertConfig, AlbertModel, GPTJConfig, GPTJForCausalLM, MambaConfig, MambaForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import (
+    AlbertConfig,
+    AlbertModel,
+    GPTJConfig,
+    GPTJForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from lightning_compress.memory.activations import ActivationCache
 
@@ -78,12 +88,23 @@ def dense_batches() -> list[Tensor]:
 
 
 def gptj() -> nn.Module:
-    config = GPTJConfig(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=64, bos_token_id=1, eos_token_id=2)
+    config = GPTJConfig(
+        vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=64, bos_token_id=1, eos_token_id=2
+    )
     return GPTJForCausalLM(config)
 
 
 def t5() -> nn.Module:
-    config = T5Config(vocab_size=VOCAB, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_decoder_layers=2, num_heads=2, decoder_start_token_id=0)
+    config = T5Config(
+        vocab_size=VOCAB,
+        d_model=16,
+        d_kv=8,
+        d_ff=16,
+        num_layers=1,
+        num_decoder_layers=2,
+        num_heads=2,
+        decoder_start_token_id=0,
+    )
     return T5ForConditionalGeneration(config)
 
 
@@ -92,22 +113,41 @@ def t5_batches() -> list[dict[str, Tensor]]:
     return [{**batch, "decoder_input_ids": batch["input_ids"][:, :6]} for batch in padded(token_batches(length=9))]
 
 
-def check(monkeypatch: pytest.MonkeyPatch, model: nn.Module, batches: list[Any], schedule: str, call: Any = None, **options: Any) -> Mapping[str, Any]:
+def check(
+    monkeypatch: pytest.MonkeyPatch,
+    model: nn.Module,
+    batches: list[Any],
+    schedule: str,
+    call: Any = None,
+    **options: Any,
+) -> Mapping[str, Any]:
     """Run the engine and compare every Gram with the hooks' on the model as it was."""
     model = make_representable(model.eval())
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     grams = input_grams(model, [batch.clone() if isinstance(batch, Tensor) else batch for batch in batches], call)
     seen = seen_statistics(monkeypatch)
     report = compress_in_memory(model, batches, recipe(**UNCHANGING, **options), schedule=schedule)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items()), "the weights were to stay"
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items()), (
+        "the weights were to stay"
+    )
     assert len(seen) == len(report.modules) > 0
     for name, statistics in seen.items():
-        torch.testing.assert_close(gram_sum(statistics), grams[name], rtol=1e-4, atol=1e-5 * float(grams[name].diagonal().mean()), msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            gram_sum(statistics),
+            grams[name],
+            rtol=1e-4,
+            atol=1e-5 * float(grams[name].diagonal().mean()),
+            msg=lambda m, n=name: f"{n}: {m}",
+        )
     return seen
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("batches", [token_batches, ragged_batches, lambda: padded(token_batches(), left=True)], ids=["plain", "ragged", "left"])
+@pytest.mark.parametrize(
+    "batches",
+    [token_batches, ragged_batches, lambda: padded(token_batches(), left=True)],
+    ids=["plain", "ragged", "left"],
+)
 def test_llama(monkeypatch: pytest.MonkeyPatch, batches: Callable[[], list[Any]], schedule: str) -> None:
     check(monkeypatch, tiny_llama(2), batches(), schedule)
 
@@ -119,7 +159,8 @@ def test_members_apart(monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_encoder_and_decoder(monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
-    """The mask of the encoder's tokens is not the decoder's; the encoder's output is counted once for all its readers."""
+    """The mask of the encoder's tokens is not the decoder's; the encoder's output is counted once for all its
+    readers."""
     seen = check(monkeypatch, t5(), t5_batches(), schedule)
     for name, statistics in seen.items():
         (statistic,) = statistics.values()
@@ -139,9 +180,12 @@ def test_operations_in_place(monkeypatch: pytest.MonkeyPatch, block: type[nn.Mod
 
 @pytest.mark.filterwarnings("ignore:.*recorded as a single call")
 def test_operations_in_place_with_values_that_wait_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU with the cache in host memory: loading copies, so writes have to be brought back. Broken once by not doing so."""
+    """As on a GPU with the cache in host memory: loading copies, so writes have to be brought back. Broken once by not
+    doing so."""
     load = ActivationCache.load
-    monkeypatch.setattr(ActivationCache, "load", lambda self, batch, keys, copy=False: load(self, batch, keys, copy=True))
+    monkeypatch.setattr(
+        ActivationCache, "load", lambda self, batch, keys, copy=False: load(self, batch, keys, copy=True)
+    )
     model = Stack(InPlaceBlock)
     check(monkeypatch, model, dense_batches(), "staged", call=model)
 
@@ -151,20 +195,34 @@ def test_operations_in_place_with_values_that_wait_elsewhere(monkeypatch: pytest
 def test_opaque_layers(monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
     """Mamba loops over the sequence: its mixer runs as a whole and is observed from inside."""
     torch.manual_seed(0)
-    model = MambaForCausalLM(MambaConfig(vocab_size=VOCAB, hidden_size=16, state_size=4, time_step_rank=4, num_hidden_layers=2, use_cache=False))
+    model = MambaForCausalLM(
+        MambaConfig(
+            vocab_size=VOCAB, hidden_size=16, state_size=4, time_step_rank=4, num_hidden_layers=2, use_cache=False
+        )
+    )
     check(monkeypatch, model, token_batches(2), schedule, ignore=["lm_head", "re:.*dt_proj"])
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_shared_layers(monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
-    """ALBERT: basic sees all three calls before it solves; the others the first call, the result serving the later ones."""
+    """ALBERT: basic sees all three calls before it solves; the others the first call, the result serving the later
+    ones."""
     torch.manual_seed(0)
-    config = AlbertConfig(vocab_size=VOCAB, embedding_size=8, hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=16)
+    config = AlbertConfig(
+        vocab_size=VOCAB,
+        embedding_size=8,
+        hidden_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        intermediate_size=16,
+    )
     model = make_representable(AlbertModel(config).eval())
     batches = token_batches()
     grams: list[Tensor] = []
-    handle = model.encoder.albert_layer_groups[0].albert_layers[0].ffn.register_forward_pre_hook(
-        lambda _, args: grams.append(args[0].detach().double().flatten(0, 1))
+    handle = (
+        model.encoder.albert_layer_groups[0]
+        .albert_layers[0]
+        .ffn.register_forward_pre_hook(lambda _, args: grams.append(args[0].detach().double().flatten(0, 1)))
     )
     for batch in batches:
         model(**batch)
@@ -180,15 +238,24 @@ def test_shared_layers(monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
 
 
 def test_static_input_ranges_skip_padding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MinMax of the unpadded tokens alone: padding positions hold the largest embedding of all. Broken once by keeping them."""
+    """MinMax of the unpadded tokens alone: padding positions hold the largest embedding of all. Broken once by keeping
+    them."""
     model = tiny_llama(1)
     with torch.no_grad():
         model.get_input_embeddings().weight[0] *= 50
-    scheme = {"weights": {"num_bits": 8, "strategy": "channel"}, "input_activations": {"num_bits": 8, "strategy": "tensor", "dynamic": False}}
+    scheme = {
+        "weights": {"num_bits": 8, "strategy": "channel"},
+        "input_activations": {"num_bits": 8, "strategy": "tensor", "dynamic": False},
+    }
     ranges = []
     for batches in (token_batches(), padded(token_batches())):
         seen = seen_statistics(monkeypatch)
         compress_in_memory(copy.deepcopy(model), batches, recipe(scheme=scheme, algorithm="rtn"))
-        ranges.append({name: [tensor.clone() for tensor, _ in next(iter(found.values())).reductions().values()] for name, found in seen.items()})
+        ranges.append(
+            {
+                name: [tensor.clone() for tensor, _ in next(iter(found.values())).reductions().values()]
+                for name, found in seen.items()
+            }
+        )
     for name, expected in ranges[0].items():
         torch.testing.assert_close(ranges[1][name], expected, rtol=1e-4, atol=1e-5)

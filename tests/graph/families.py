@@ -32,7 +32,8 @@ GPT2_STYLE: dict[str, Any] = {
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
 MOE: dict[str, Any] = {
-    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 24, "norm_topk_prob": True, "router_aux_loss_coef": 0.0,
 }  # fmt: skip
 MLA: dict[str, Any] = {
@@ -40,7 +41,8 @@ MLA: dict[str, Any] = {
     "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4, "n_shared_experts": 1,
 }  # fmt: skip
 MAMBA2: dict[str, Any] = {
-    "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_d_conv": 4, "mamba_expand": 2,
+    "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_d_conv": 4,
+    "mamba_expand": 2,
     "mamba_chunk_size": 16, "mamba_d_ssm": 64,
 }  # fmt: skip
 
@@ -62,7 +64,8 @@ CAUSAL_LM: dict[str, Mapping[str, Any]] = {
     "doge": BASE,
     "dots1": {**BASE, **MOE, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1},
     "ernie4_5": BASE,
-    "ernie4_5_moe": {**BASE, **MOE, "moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1, "moe_layer_start_index": 1},
+    "ernie4_5_moe": {**BASE, **MOE, "moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1,
+        "moe_layer_start_index": 1},
     "exaone4": {**BASE, "sliding_window": 8},
     "falcon": {**BASE, "new_decoder_architecture": False},
     "falcon_h1": {**BASE, **MAMBA2},
@@ -73,22 +76,26 @@ CAUSAL_LM: dict[str, Mapping[str, Any]] = {
     "gemma3_text": {**BASE, "head_dim": 8, "sliding_window": 8},
     "glm": {**BASE, "head_dim": 8},
     "glm4": {**BASE, "head_dim": 8},
-    "glm4_moe": {**BASE, **MOE, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1, "head_dim": 8},
+    "glm4_moe": {**BASE, **MOE, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+        "n_shared_experts": 1, "head_dim": 8},
     "gpt2": GPT2_STYLE,
     "gpt_bigcode": GPT2_STYLE,
-    "gpt_neo": {**BASE, "num_layers": 2, "attention_types": [[["global", "local"], 1]], "num_heads": 4, "window_size": 8},
+    "gpt_neo": {**BASE, "num_layers": 2, "attention_types": [[["global", "local"], 1]], "num_heads": 4,
+        "window_size": 8},
     "gpt_neox": BASE,
     "gpt_neox_japanese": {**BASE, "intermediate_multiple_size": 2},
     "gpt_oss": {**BASE, **MOE, "head_dim": 8, "sliding_window": 8},
     "gptj": {**GPT2_STYLE, "rotary_dim": 4},
     "granite": BASE,
     "granitemoe": {**BASE, **MOE},
-    "granitemoehybrid": {**BASE, **MOE, **MAMBA2, "layer_types": ["mamba", "attention"], "shared_intermediate_size": 24},
+    "granitemoehybrid": {**BASE, **MOE, **MAMBA2, "layer_types": ["mamba", "attention"],
+        "shared_intermediate_size": 24},
     "granitemoeshared": {**BASE, **MOE, "shared_intermediate_size": 24},
     "helium": {**BASE, "head_dim": 8},
     "hunyuan_v1_dense": {**BASE, "head_dim": 8},
     "hunyuan_v1_moe": {**BASE, **MOE, "head_dim": 8, "moe_topk": 2},
-    "jamba": {**BASE, **MOE, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
+    "jamba": {**BASE, **MOE, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2,
+        "expert_layer_offset": 1,
               "mamba_d_state": 8, "mamba_dt_rank": 4, "use_mamba_kernels": False},
     "jetmoe": {**BASE, **MOE, "kv_channels": 8},
     "lfm2": {**BASE, "layer_types": ["conv", "full_attention"]},
@@ -116,7 +123,8 @@ CAUSAL_LM: dict[str, Mapping[str, Any]] = {
     "qwen2_moe": {**BASE, **MOE},
     "qwen3": {**BASE, "head_dim": 8},
     "qwen3_moe": {**BASE, **MOE, "head_dim": 8},
-    "qwen3_next": {**BASE, **MOE, "head_dim": 8, "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4,
+    "qwen3_next": {**BASE, **MOE, "head_dim": 8, "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_value_heads": 4,
                    "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
     "recurrent_gemma": {**BASE, "lru_width": 32, "attention_window_size": 8, "head_dim": 8,
                         "block_types": ["recurrent", "attention"]},
@@ -132,7 +140,8 @@ CAUSAL_LM: dict[str, Mapping[str, Any]] = {
     "xlstm": {**BASE, "num_heads": 4, "embedding_dim": 32, "num_blocks": 2, "qk_dim_factor": 0.5, "v_dim_factor": 1.0,
               "chunkwise_kernel": "chunkwise--native_autograd", "sequence_kernel": "native_sequence__native",
               "step_kernel": "native", "chunk_size": 16},
-    "zamba2": {**BASE, "layers_block_type": ["mamba", "hybrid"], "mamba_d_state": 8, "n_mamba_heads": 8, "mamba_headdim": 8,
+    "zamba2": {**BASE, "layers_block_type": ["mamba", "hybrid"], "mamba_d_state": 8, "n_mamba_heads": 8,
+        "mamba_headdim": 8,
                "mamba_ngroups": 1, "chunk_size": 16, "num_mem_blocks": 1, "use_mem_rope": True},
 }  # fmt: skip
 """Model type -> configuration arguments."""
@@ -200,3 +209,26 @@ def executed(graph: Traced, model: nn.Module, batch: Any) -> dict[str, Tensor]:
 def leaf_nodes(graph: Traced, name: str = "") -> list[fx.Node]:
     """Calls of the modules whose names end with `name`."""
     return [n for n in graph.graph.nodes if isinstance(n.target, Leaf) and n.target.name.endswith(name)]
+
+
+def assert_same(model: nn.Module, graph: Any, *batches: dict[str, Tensor], output: str = "logits") -> None:
+    for batch in batches:
+        with torch.no_grad():
+            expected = model(**batch)[output]
+        torch.testing.assert_close(executed(graph, model, batch)[output], expected, rtol=1e-6, atol=1e-6)
+
+
+class Toy(nn.Module):
+    """Something between two linears."""
+
+    def __init__(self, middle: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.middle, self.last = nn.Linear(8, 8), middle, nn.Linear(8, 5)
+
+    def forward(self, x: Tensor, ids: Tensor) -> dict[str, Tensor]:
+        return {"logits": self.last(self.middle(self.first(x)))}
+
+
+def toy_batch(rows: int, length: int) -> dict[str, Tensor]:
+    return {"x": torch.randn(rows, length, 8), "ids": torch.zeros(rows, length, dtype=torch.long)}

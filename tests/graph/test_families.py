@@ -1,4 +1,4 @@
-"""The traced graph computes what the model computes, for every family, with padding, for other sizes than the traced ones.
+"""The traced graph computes what the model computes: for every family, with padding, for sizes other than the traced.
 
 Equality is exact: leaves are the model's own modules and the operations between them are recorded before anything is
 decomposed. The only exception is named at its place. Seen to fail when the executor changes one constant.

@@ -1,7 +1,5 @@
 """Weights at home and on the device. Copies are made real on a CPU by saying that every tensor is away from it."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from helpers import CPU
@@ -11,7 +9,7 @@ from lightning_compress.memory.store import HostWeights
 
 
 @pytest.fixture
-def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
+def copies(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """Every tensor that is onloaded, in order; onloading copies."""
     made: list[Tensor] = []
 
@@ -21,7 +19,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
 
     monkeypatch.setattr(HostWeights, "_is_away", lambda *_: True)
     monkeypatch.setattr(HostWeights, "_copy", copy)
-    yield made
+    return made
 
 
 class Tied(nn.Module):
@@ -39,7 +37,14 @@ def test_only_what_is_named_is_onloaded_and_comes_home(copies: list[Tensor]) -> 
     home = {name: tensor.data_ptr() for name, tensor in model.state_dict(keep_vars=True).items()}
     with HostWeights(model, CPU).onload(["norm"], ["table"]):
         away = {name for name, tensor in model.state_dict(keep_vars=True).items() if tensor.data_ptr() != home[name]}
-        assert away == {"norm.weight", "norm.bias", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked", "table"}
+        assert away == {
+            "norm.weight",
+            "norm.bias",
+            "norm.running_mean",
+            "norm.running_var",
+            "norm.num_batches_tracked",
+            "table",
+        }
     assert {name: tensor.data_ptr() for name, tensor in model.state_dict(keep_vars=True).items()} == home
 
 

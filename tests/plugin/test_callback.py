@@ -1,25 +1,23 @@
 """`CompressionCallback`: what happens to the training around it, and when it refuses."""
 
-import os
-import signal
+import random
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, LearningRateFinder
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 
-from lightning_compress import CompressionCallback, CompressionError
+from lightning_compress import CompressionCallback, CompressionError, Compressor
 from lightning_compress.errors import CalibrationDataError, OutputDirectoryError, UnsupportedModelError
 
 from .conftest import (
     GPTQ,
     RTN,
     WEIGHTS,
-    Bystander,
     TinyModule,
     compression,
     exported,
@@ -65,10 +63,6 @@ class Noisy(torch.utils.data.Dataset[Any]):
         return 16
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        import random
-
-        import numpy as np
-
         noise = int(torch.randint(0, 20, ())) + np.random.randint(0, 20) + random.randint(0, 20)
         return {"input_ids": (samples(1, index)[0]["input_ids"] + noise) % 64}
 
@@ -84,10 +78,6 @@ class Noisy(torch.utils.data.Dataset[Any]):
 )
 def test_training_is_the_same_with_and_without(make_trainer: Any, data: Any) -> None:
     """Fails when `calibration_set` reads without `isolate_rng`, or without `_kept_generators`."""
-    import random
-
-    import numpy as np
-
     outcomes = []
     for callbacks in ([], [compression()]):
         np.random.seed(1)
@@ -137,8 +127,6 @@ def test_averaged_weights_are_what_is_compressed(make_trainer: Any) -> None:
 
 def _rounded(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Round-to-nearest of given weights by another way in."""
-    from lightning_compress import Compressor
-
     module = TinyModule()
     module.load_state_dict(weights)
     trainer = pl.Trainer(
@@ -257,127 +245,8 @@ def test_validation_and_sanity_check_are_as_before_after_train(make_trainer: Any
     assert counts[0] == counts[1] == [0, 0, 1]
 
 
-# ---- interrupted
-
-
-def _raise(kind: type[BaseException]) -> Any:
-    def step(batch: Any, batch_idx: int) -> None:
-        raise kind("stop")
-
-    return step
-
-
-@pytest.mark.parametrize(
-    ("kind", "surfaces_as"), [(RuntimeError, RuntimeError), (KeyboardInterrupt, SystemExit)], ids=["error", "interrupt"]
-)
-def test_failed_training_is_not_compressed(make_trainer: Any, output_dir: Path, kind: Any, surfaces_as: Any) -> None:
-    module, callback = TinyModule(), compression(output_dir=output_dir)
-    module.training_step = _raise(kind)  # type: ignore[method-assign]
-    trainer = make_trainer(callback)
-    state, handler = trainer_state(trainer), signal.getsignal(signal.SIGINT)
-    before = weights_of(module)
-    try:
-        with (
-            pytest.warns(UserWarning, match=f"{kind.__name__} before the compression stage: nothing was compressed"),
-            pytest.raises(surfaces_as),
-        ):
-            trainer.fit(module, loader())
-    finally:
-        signal.signal(signal.SIGINT, handler)  # Lightning ignores it from a KeyboardInterrupt on
-    assert trainer_state(trainer) == state
-    assert callback.report is None
-    assert not output_dir.exists()
-    assert same(before, weights_of(module))
-
-
-class TermAtTrainEnd(Callback):
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
-class TermInTraining(Callback):
-    def on_train_batch_end(self, *args: Any) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
-@pytest.mark.parametrize("terminator", [TermInTraining, TermAtTrainEnd])
-def test_sigterm_in_training_is_not_compressed(make_trainer: Any, output_dir: Path, terminator: type[Callback]) -> None:
-    module, callback = TinyModule(), compression(output_dir=output_dir)
-    trainer = make_trainer(callback, terminator())
-    state = trainer_state(trainer)
-    with (
-        pytest.warns(UserWarning, match="SIGTERMException before the compression stage"),
-        pytest.raises(SIGTERMException),
-    ):
-        trainer.fit(module, loader())
-    assert trainer_state(trainer) == state
-    assert callback.report is None
-    assert not output_dir.exists()
-
-
-def test_sigterm_in_compression_stops_behind_the_subgraph(make_trainer: Any, output_dir: Path) -> None:
-    module, callback = TinyModule(), compression(output_dir=output_dir, when="only")
-    trainer = make_trainer(callback, Bystander(lambda: os.kill(os.getpid(), signal.SIGTERM)))
-    state = trainer_state(trainer)
-    with pytest.raises(SIGTERMException):
-        trainer.fit(module, loader())
-    assert callback.report is not None
-    assert callback.report.is_partial
-    assert len(callback.report.subgraphs) == 1
-    assert trainer_state(trainer) == state
-    assert not output_dir.exists()
-
-
-def test_timer_ends_compression_early(make_trainer: Any, output_dir: Path) -> None:
-    module, callback = TinyModule(), compression(output_dir=output_dir, when="only")
-    make_trainer(callback, Bystander(duration={"microseconds": 1})).fit(module, loader())
-    assert callback.report is not None
-    assert "PARTIAL" in callback.report.summary()
-    assert not output_dir.exists()
-
-
-def test_errors_inside_compression_name_what_was_changed(make_trainer: Any, output_dir: Path) -> None:
-    """The second layer fails behind its attention; everything but the weights is as before."""
-    module, callback = TinyModule(), compression(output_dir=output_dir, when="only")
-    module.model.model.layers[1].mlp.up_proj.register_forward_pre_hook(_fails_on_real_data)
-    modes = {name: part.training for name, part in module.named_modules()}
-    trainer = make_trainer(callback)
-    state = trainer_state(trainer)
-    with pytest.raises(ZeroDivisionError) as caught:
-        trainer.fit(module, loader())
-    assert any(
-        "hold quantized weights already: model.layers.0, model.layers.1. Nothing was written" in note
-        for note in caught.value.__notes__
-    )
-    assert trainer_state(trainer) == state
-    assert {name: part.training for name, part in module.named_modules()} == modes
-    assert callback.report is None
-    assert not output_dir.exists()
-
-
-def _fails_on_real_data(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-    if type(args[0]) is torch.Tensor:
-        raise ZeroDivisionError("a hook of the user's")
-
-
-def test_errors_in_hooks_leave_the_process_as_it_was(make_trainer: Any) -> None:
-    """Fails when the loop does not close its job: gradients stay switched off."""
-
-    def fail() -> None:
-        raise ZeroDivisionError
-
-    module, trainer = TinyModule(), make_trainer(compression(when="only"), Bystander(fail))
-    with pytest.raises(ZeroDivisionError) as caught:
-        trainer.fit(module, loader())
-    assert torch.is_grad_enabled()
-    assert module.training
-    assert module.model.training
-    del caught
-    assert torch.is_grad_enabled()
-
-
 def test_learning_rate_finder_does_not_compress(make_trainer: Any) -> None:
-    """It runs the fit loop by itself, before training; fails without the guard in `_replace_run`."""
+    """It runs the fit loop by itself in `on_fit_start`; Lightning puts it before other callbacks, so before ours."""
     module, callback = TinyModule(), compression()
     reports: list[Any] = []
     module.on_train_start = lambda: reports.append(callback.report)  # type: ignore[method-assign]

@@ -1,4 +1,5 @@
-"""Reading recipes: every way in gives the same object, and every mistake an error that names the nearest known thing."""
+"""Reading recipes: every way in gives the same object, and every mistake an error that names the nearest known
+thing."""
 
 import json
 from pathlib import Path
@@ -15,21 +16,34 @@ from lightning_compress.errors import RecipeError
 from lightning_compress.recipe.config import Modifier, Recipe
 from lightning_compress.recipe.load import load_recipe, shipped_recipes
 
-PLAIN = {"modifiers": [{"algorithm": "gptq", "scheme": {"weights": weights(3, group_size=128)}, "damping": 0.05, "ignore": ["lm_head"]}]}
+PLAIN = {
+    "modifiers": [
+        {"algorithm": "gptq", "scheme": {"weights": weights(3, group_size=128)}, "damping": 0.05, "ignore": ["lm_head"]}
+    ]
+}
 
 
 def test_shipped_recipes() -> None:
     assert set(shipped_recipes()) >= {"w4a16_gptq", "w4a16_rtn", "w8a8_gptq", "w8a16_rtn", "w3a16_gptq"}
     for name in shipped_recipes():
         loaded = load_recipe(name)
-        assert loaded.modifiers and all(entry.scheme.weights is not None for entry in loaded.modifiers), name
+        assert loaded.modifiers, name
+        assert all(entry.scheme.weights is not None for entry in loaded.modifiers), name
 
 
 @pytest.mark.parametrize(
     ("name", "algorithm", "num_bits", "inputs"),
-    [("w4a16_gptq", Gptq, 4, None), ("w4a16_rtn", Rtn, 4, None), ("w3a16_gptq", Gptq, 3, None), ("w8a16_rtn", Rtn, 8, None), ("w8a8_gptq", Gptq, 8, 8)],
+    [
+        ("w4a16_gptq", Gptq, 4, None),
+        ("w4a16_rtn", Rtn, 4, None),
+        ("w3a16_gptq", Gptq, 3, None),
+        ("w8a16_rtn", Rtn, 8, None),
+        ("w8a8_gptq", Gptq, 8, 8),
+    ],
 )
-def test_shipped_recipes_are_what_their_names_say(name: str, algorithm: type, num_bits: int, inputs: int | None) -> None:
+def test_shipped_recipes_are_what_their_names_say(
+    name: str, algorithm: type, num_bits: int, inputs: int | None
+) -> None:
     (entry,) = load_recipe(name).modifiers
     assert type(entry.algorithm) is algorithm
     assert entry.scheme.weights is not None
@@ -90,7 +104,10 @@ def test_loading_does_not_change_its_argument() -> None:
         ({"modifiers": "gptq"}, "A recipe needs `modifiers`"),
         ({"modifiers": ["gptq"]}, "modifier 0 is a str"),
         (3, "this is a int"),
-        ({"modifiers": [modifier(), modifier(algorithm="gtpq")]}, r"modifier 1 has the unknown algorithm 'gtpq'. Did you mean 'gptq'\? Known: gptq, rtn"),
+        (
+            {"modifiers": [modifier(), modifier(algorithm="gtpq")]},
+            r"modifier 1 has the unknown algorithm 'gtpq'. Did you mean 'gptq'\? Known: gptq, rtn",
+        ),
         ({"modifiers": [{"scheme": "W4A16"}]}, "unknown algorithm ''. Known: gptq, rtn"),
         (recipe(ignored=["lm_head"]), r"Unknown key 'ignored' in modifier 0 \(gptq\). Did you mean 'ignore'\?"),
         (recipe(blok_size=64), r"Unknown key 'blok_size' in modifier 0 \(gptq\). Did you mean 'block_size'\?"),
@@ -99,8 +116,14 @@ def test_loading_does_not_change_its_argument() -> None:
         (recipe(damping=2.0), "damping must be from 0 to 1"),
         (recipe(block_size=0), "block_size must be at least 1"),
         (recipe(scheme="W4A17"), r"unknown preset scheme 'W4A17'. Did you mean 'W4A16'\?"),
-        (recipe(scheme={"wieghts": weights()}), r"Unknown key 'wieghts' in the scheme of modifier 0. Did you mean 'weights'\?"),
-        (recipe(scheme={"weights": {**weights(), "groop_size": 3}}), "the scheme of modifier 0 is not valid: .*groop_size"),
+        (
+            recipe(scheme={"wieghts": weights()}),
+            r"Unknown key 'wieghts' in the scheme of modifier 0. Did you mean 'weights'\?",
+        ),
+        (
+            recipe(scheme={"weights": {**weights(), "groop_size": 3}}),
+            "the scheme of modifier 0 is not valid: .*groop_size",
+        ),
         (recipe(scheme={"weights": {**weights(), "strategy": "rows"}}), "the scheme of modifier 0 is not valid"),
         (recipe(scheme=["W4A16"]), "modifier 0 needs a `scheme`"),
         ({"modifiers": [{"algorithm": "gptq"}]}, "modifier 0 needs a `scheme`"),

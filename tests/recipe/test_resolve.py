@@ -24,7 +24,9 @@ def resolved(given: Any, model: nn.Module) -> ResolvedRecipe:
 def test_every_matrix_is_assigned_or_excluded_with_its_reason() -> None:
     model = tiny_llama(2)
     found = resolved(recipe(4, ignore=["lm_head", "re:.*layers.0.mlp"]), model)
-    assert list(found.assignments) == [name for name in linears(model) if name != "lm_head" and "layers.0.mlp" not in name]
+    assert list(found.assignments) == [
+        name for name in linears(model) if name != "lm_head" and "layers.0.mlp" not in name
+    ]
     reasons = {entry.module: entry.reason for entry in found.excluded}
     assert reasons["lm_head"] == "ignored by the recipe (lm_head)"
     assert reasons["model.layers.0.mlp.up_proj"] == "ignored by the recipe (re:.*layers.0.mlp)"
@@ -47,20 +49,39 @@ def test_bare_matrices_are_listed() -> None:
 
 def test_the_last_modifier_wins() -> None:
     """Broken once by letting the first match win."""
-    found = resolved({"modifiers": [modifier(4), modifier(8, "rtn", targets=["re:.*down_proj"]), modifier(2, targets=["re:.*layers.1.*down"])]}, tiny_llama(2))
-    bits = {name.removeprefix("model.layers."): assignment.weights.num_bits for name, assignment in found.assignments.items()}
+    found = resolved(
+        {
+            "modifiers": [
+                modifier(4),
+                modifier(8, "rtn", targets=["re:.*down_proj"]),
+                modifier(2, targets=["re:.*layers.1.*down"]),
+            ]
+        },
+        tiny_llama(2),
+    )
+    bits = {
+        name.removeprefix("model.layers."): assignment.weights.num_bits
+        for name, assignment in found.assignments.items()
+    }
     assert (bits["0.mlp.up_proj"], bits["0.mlp.down_proj"], bits["1.mlp.down_proj"]) == (4, 8, 2)
 
 
 def test_a_later_ignore_does_not_undo_an_earlier_modifier() -> None:
-    found = resolved({"modifiers": [modifier(4), modifier(8, targets=["re:.*_proj"], ignore=["re:.*down_proj"])]}, tiny_llama(1))
+    found = resolved(
+        {"modifiers": [modifier(4), modifier(8, targets=["re:.*_proj"], ignore=["re:.*down_proj"])]}, tiny_llama(1)
+    )
     assert found.assignments["model.layers.0.mlp.down_proj"].weights.num_bits == 4
     assert found.assignments["model.layers.0.mlp.up_proj"].weights.num_bits == 8
 
 
 def test_lm_head_means_the_output_embedding_whatever_its_name() -> None:
     config = GPTNeoXConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, tie_word_embeddings=False
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        tie_word_embeddings=False,
     )
     model = GPTNeoXForCausalLM(config)
     assert "embed_out" in linears(model) or "lm_head" in linears(model)
@@ -92,14 +113,21 @@ def test_group_size_that_does_not_divide(group_size: int, nearest: str) -> None:
     message = str(caught.value)
     assert "model.layers.0.self_attn.q_proj has a weight of shape [32, 32]" in message
     assert f"group_size {group_size} does not divide its 32 input channels" in message
-    assert f"nearest sizes that do are {nearest}" in message or f"nearest size that does is {nearest.split()[0]}" in message
+    assert (
+        f"nearest sizes that do are {nearest}" in message
+        or f"nearest size that does is {nearest.split()[0]}" in message
+    )
     assert "add 'model.layers.0.self_attn.q_proj' to `ignore`" in message
 
 
 def test_no_target_matches() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"No module matches the targets \['Conv2d'\]. Classes with weights in this model: Embedding, Linear, LlamaRMSNorm"):
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"No module matches the targets \['Conv2d'\]. Classes with weights in this model: Embedding, Linear, "
+        r"LlamaRMSNorm",
+    ):
         resolved(recipe(4, targets=["Conv2d"]), tiny_llama(1))
-    with pytest.raises(UnsupportedModelError, match="No module matches the targets .*no_such"):
+    with pytest.raises(UnsupportedModelError, match=r"No module matches the targets .*no_such"):
         resolved({"modifiers": [modifier(4), modifier(8, targets=["re:.*no_such"])]}, tiny_llama(1))
 
 
@@ -116,7 +144,7 @@ def test_named_module_that_is_no_linear(target: str) -> None:
 
 def test_conv1d_of_gpt2() -> None:
     model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=1, n_head=2))
-    with pytest.raises(UnsupportedModelError, match="is a Conv1D; only torch.nn.Linear"):
+    with pytest.raises(UnsupportedModelError, match=r"is a Conv1D; only torch\.nn\.Linear"):
         resolved(recipe(4, targets=["Conv1D"]), model)
     with pytest.raises(UnsupportedModelError, match="Every module that the targets match is ignored"):
         resolved(recipe(4), model)
@@ -147,7 +175,11 @@ def test_weights_that_are_not_finite(value: float) -> None:
     model = tiny_llama(2)
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[3, 5] = value
-    with pytest.raises(NonFiniteError, match=r"The weight of model.layers.1.mlp.up_proj \(shape \[64, 32\], torch.float32\) holds NaN or Inf. Nothing was written"):
+    with pytest.raises(
+        NonFiniteError,
+        match=r"The weight of model.layers.1.mlp.up_proj \(shape \[64, 32\], torch.float32\) holds NaN or Inf. "
+        r"Nothing was written",
+    ):
         resolved(recipe(4), model)
     resolved(recipe(4, ignore=["re:.*layers.1.mlp.up_proj"]), model)
 
@@ -170,10 +202,19 @@ def test_quantized_model() -> None:
         ({"input_activations": INT8_TOKEN}, "no `weights`"),
         ({"weights": weights(1)}, "with 1 bits are not supported; use int with 2 to 8 bits"),
         ({"weights": {**weights(8, strategy="channel"), "type": "float"}}, "Weights of type float .*not supported"),
-        ({"weights": {"num_bits": 8, "type": "int", "strategy": "block", "block_structure": [16, 16]}}, "strategy .*block.* not supported; use static tensor, channel or group"),
+        (
+            {"weights": {"num_bits": 8, "type": "int", "strategy": "block", "block_structure": [16, 16]}},
+            "strategy .*block.* not supported; use static tensor, channel or group",
+        ),
         ({"weights": weights(8), "output_activations": INT8_TENSOR}, "leave out `output_activations`"),
-        ({"weights": weights(8), "input_activations": {**INT8_TENSOR, "num_bits": 4}}, "use int8, either static per tensor or dynamic per token"),
-        ({"weights": weights(8), "input_activations": {**INT8_TENSOR, "dynamic": True}}, "use int8, either static per tensor or dynamic per token"),
+        (
+            {"weights": weights(8), "input_activations": {**INT8_TENSOR, "num_bits": 4}},
+            "use int8, either static per tensor or dynamic per token",
+        ),
+        (
+            {"weights": weights(8), "input_activations": {**INT8_TENSOR, "dynamic": True}},
+            "use int8, either static per tensor or dynamic per token",
+        ),
     ],
 )
 def test_schemes_that_are_not_supported(scheme: Any, message: str) -> None:

@@ -1,0 +1,257 @@
+"""The folder: whole or not at all, ours or not touched; and reading it into modules that are not transformers'."""
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from helpers import compress, compress_in_memory, linears, prepare, recipe, run, tiny_llama, token_batches
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from lightning_compress.errors import CompressionError, OutputDirectoryError
+from lightning_compress.export.checkpoint import MARKER, check_output_dir, load_compressed
+
+W8A8_STATIC = {
+    "weights": {"num_bits": 8, "strategy": "channel"},
+    "input_activations": {"num_bits": 8, "strategy": "tensor", "dynamic": False},
+}
+W8A8_DYNAMIC = {
+    "weights": {"num_bits": 8, "strategy": "channel"},
+    "input_activations": {"num_bits": 8, "strategy": "token", "dynamic": True},
+}
+
+
+class Net(nn.Module):
+    """Not transformers': an embedding, blocks with buffers and biases, and a head tied to the embedding."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, width)
+        self.blocks = nn.ModuleList(
+            [nn.Sequential(nn.Linear(width, 64), nn.GELU(), nn.Linear(64, width)) for _ in range(2)]
+        )
+        self.norm = nn.BatchNorm1d(width)
+        self.head = nn.Linear(width, 20, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.tensor(0.5))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = x + self.scale * block(x)
+        return self.head(self.norm(x.transpose(1, 2)).transpose(1, 2))
+
+
+class Plain(pl.LightningModule):
+    """A LightningModule with its own network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.net(ids)
+
+
+class Wrapping(pl.LightningModule):
+    """A LightningModule around a transformers model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = tiny_llama(1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.model(**batch).logits.sum()
+
+
+def id_batches(count: int = 4) -> list[Tensor]:
+    return [torch.randint(0, 20, (3, 9)) for _ in range(count)]
+
+
+@pytest.mark.parametrize("scheme", [None, W8A8_STATIC, W8A8_DYNAMIC], ids=["w4", "static", "dynamic"])
+@pytest.mark.parametrize("build", [Net, Plain])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_modules_that_are_not_transformers(
+    tmp_path: Path, build: Callable[[], nn.Module], scheme: Any, dtype: torch.dtype
+) -> None:
+    """What `load_compressed` gives is what the module in memory holds, tied weights and buffers included."""
+    torch.manual_seed(3)
+    model = build().to(dtype).eval()
+    given = recipe(scheme=scheme, ignore=["re:.*head"]) if scheme else recipe(4, ignore=["re:.*head"])
+    report = compress(model, id_batches(), given, tmp_path / "out", max_shard_size="6KB")
+    assert report.verification is not None
+    assert report.verification.passed, report.summary()
+    assert report.verification.loaded_with == "lightning_compress.load_compressed"
+    torch.manual_seed(4)
+    fresh = build().to(dtype).eval()
+    assert load_compressed(fresh, tmp_path / "out") is fresh
+    for (name, mine), (_, other) in zip(model.state_dict().items(), fresh.state_dict().items(), strict=True):
+        assert torch.equal(mine, other), name
+    net = fresh.net if isinstance(fresh, Plain) else fresh
+    assert net.head.weight is net.embed.weight
+    ids = id_batches(1)[0]
+    with torch.no_grad():
+        assert torch.equal(model(ids), fresh(ids))
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
+
+
+def test_loading_again_quantizes_inputs_once(tmp_path: Path) -> None:
+    """Also into the very module that was compressed. Broken once by adding hooks to those that are there."""
+    model = Net().eval()
+    compress(model, id_batches(), recipe(scheme=W8A8_STATIC, ignore=["head"]), tmp_path / "out")
+    ids = id_batches(1)[0]
+    expected = model(ids)
+    load_compressed(load_compressed(model, tmp_path / "out"), tmp_path / "out")
+    assert torch.equal(model(ids), expected)
+    assert [len(linear._forward_pre_hooks) for linear in linears(model.blocks).values()] == [1] * 4
+
+
+def test_hooks_of_the_user_take_part_in_the_comparison(tmp_path: Path) -> None:
+    model = Net().eval()
+    model.blocks[0][0].register_forward_pre_hook(lambda _, args: (args[0] * 2,))
+    report = compress(model, id_batches(), recipe(4, ignore=["head"]), tmp_path / "out")
+    assert report.verification is not None
+    assert report.verification.passed, report.summary()
+
+
+def test_wrapped_transformers_models_are_written_without_prefix(tmp_path: Path) -> None:
+    module = Wrapping().eval()
+    report = compress(module, token_batches(), recipe(4), tmp_path / "out")
+    assert report.model == "LlamaForCausalLM"
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    batch = token_batches(1)[0]
+    with torch.no_grad():
+        assert torch.equal(loaded(**batch).logits, module.model(**batch).logits)
+    assert all(key.startswith(("model.", "lm_head.")) for key in load_file(tmp_path / "out" / "model.safetensors"))
+
+
+def test_reading_what_does_not_fit(tmp_path: Path) -> None:
+    model = Net().eval()
+    compress(model, id_batches(), recipe(4, ignore=["head"]), tmp_path / "out")
+    with pytest.raises(CompressionError, match="holds no compressed checkpoint"):
+        load_compressed(model, tmp_path)
+    larger = Net()
+    larger.extra = nn.Linear(2, 2)
+    with pytest.raises(CompressionError, match=r"does not fit Net: missing \['extra.weight', 'extra.bias'\]"):
+        load_compressed(larger, tmp_path / "out")
+    smaller = Net()
+    del smaller.norm
+    with pytest.raises(CompressionError, match=r"does not fit Net: .*unexpected \['norm.bias'"):
+        load_compressed(smaller, tmp_path / "out")
+
+
+def test_folder_of_somebody_else(tmp_path: Path) -> None:
+    """Refused before any work; nothing in it is touched."""
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "thesis.tex").write_text("years of work")
+    with pytest.raises(
+        OutputDirectoryError,
+        match=r"out exists and was not written by lightning_compress .*Give another folder, or remove this one",
+    ):
+        prepare(tiny_llama(1), token_batches(), recipe(4), out)
+    assert [path.name for path in out.iterdir()] == ["thesis.tex"]
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(OutputDirectoryError, match="is a file; give a folder"):
+        check_output_dir(file)
+
+
+def test_folders_that_are_fine(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    check_output_dir(tmp_path / "empty")
+    check_output_dir(tmp_path / "not" / "yet" / "there")
+    assert not (tmp_path / "not").exists()
+
+
+def test_an_earlier_output_is_replaced_whole(tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "out"
+    compress(tiny_llama(2), token_batches(), recipe(4), out, max_shard_size="10KB", verify=False)
+    assert len(list(out.glob("*.safetensors"))) > 1
+    compress(tiny_llama(1), None, recipe(8, "rtn"), out)
+    assert [path.name for path in out.glob("*.safetensors")] == ["model.safetensors"]
+    assert json.loads((out / MARKER).read_text())["recipe"]["modifiers"][0]["algorithm"] == "rtn"
+    assert [path.name for path in out.parent.iterdir()] == ["out"], "no partial folder is left"
+
+
+def test_a_failure_while_writing_leaves_the_earlier_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    compress(tiny_llama(1), None, recipe(8, "rtn"), out, verify=False)
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    model = tiny_llama(1)
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(type(model), "save_pretrained", full)
+    with pytest.raises(OSError, match="No space left"):
+        compress(model, None, recipe(4, "rtn"), out)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+
+
+def test_tokenizer_is_saved_too(tmp_path: Path) -> None:
+    class Tokenizer:
+        def save_pretrained(self, save_directory: str, /) -> None:
+            (Path(save_directory) / "tokenizer.json").write_text("{}")
+
+    compress(tiny_llama(1), None, recipe(4, "rtn"), tmp_path / "out", tokenizer=Tokenizer(), verify=False)
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+
+
+def test_a_compressed_model_is_not_compressed_again(tmp_path: Path) -> None:
+    compress(tiny_llama(1), None, recipe(4, "rtn"), tmp_path / "out", verify=False)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    with pytest.raises(CompressionError, match="quantized already"):
+        compress_in_memory(loaded, token_batches(), recipe(4))
+
+
+def test_verification_finds_a_changed_weight(tmp_path: Path) -> None:
+    """One code off by one is enough, in the report and in its summary."""
+    job = prepare(tiny_llama(1), token_batches(), recipe(4), tmp_path / "out")
+    weight = job.target.root.model.layers[0].mlp.down_proj.weight
+    pristine = copy.deepcopy(job.target.root)
+    report = run(job)
+    assert report.verification is not None
+    assert report.verification.passed
+    assert not torch.equal(pristine.model.layers[0].mlp.down_proj.weight, weight)
+
+
+def test_verification_names_what_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from_pretrained = type(tiny_llama(1)).from_pretrained
+
+    def tampered(*args: Any, **kwargs: Any) -> nn.Module:
+        model = from_pretrained(*args, **kwargs)
+        packed = model.model.layers[0].mlp.down_proj.weight_packed
+        packed.data[3, 1] ^= 1
+        return model
+
+    monkeypatch.setattr(type(tiny_llama(1)), "from_pretrained", tampered)
+    report = compress(tiny_llama(1), token_batches(), recipe(4), tmp_path / "out")
+    assert report.verification is not None
+    assert not report.verification.passed
+    assert report.verification.different_modules == ("model.layers.0.mlp.down_proj",)
+    assert (report.verification.max_abs_difference or 0) > 0
+    assert "DIFFERENT: model.layers.0.mlp.down_proj" in report.summary()
+
+
+def test_models_that_change_their_batch_are_compared_on_equal_batches(tmp_path: Path) -> None:
+    class Shifting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x += 1
+            return self.b(self.a(x))
+
+    report = compress(
+        Shifting(), [torch.randn(2, 3, 8) for _ in range(2)], recipe(4, strategy="channel"), tmp_path / "out"
+    )
+    assert report.verification is not None
+    assert report.verification.passed, report.summary()

@@ -1,0 +1,85 @@
+"""Packing keeps codes and scales exactly, and takes the bits it should."""
+
+import pytest
+import torch
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+from helpers import modifier, recipe, tiny_llama, weights
+
+from lightning_compress.algorithms.rtn import Rtn
+from lightning_compress.calibration.solve import QuantizedModule
+from lightning_compress.export.packing import (
+    nbytes,
+    pack,
+    packed_state_dict,
+    quantization_config,
+    scheme_format,
+    unpack,
+)
+from lightning_compress.recipe.load import load_recipe
+from lightning_compress.recipe.resolve import resolve
+
+
+def quantized(num_bits: int, symmetric: bool, strategy: str, dtype: torch.dtype) -> QuantizedModule:
+    scheme = QuantizationScheme.model_validate(
+        {"targets": [], "weights": weights(num_bits, symmetric=symmetric, strategy=strategy)}
+    )
+    weight = (torch.randn(64, 96) + 0.2).to(dtype)
+    assert scheme.weights is not None
+    solved = Rtn().solve(weight, {}, scheme.weights, dtype)
+    if strategy == "tensor":
+        zero_point = None if solved.zero_point is None else solved.zero_point[:1].reshape(1)
+        solved = type(solved)(**{**vars(solved), "scale": solved.scale[:1].reshape(1), "zero_point": zero_point})
+    return QuantizedModule("linear", scheme, solved, None, None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("strategy", ["group", "channel", "tensor"])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("num_bits", range(2, 9))
+def test_unpacking_gives_the_dequantized_weight(
+    num_bits: int, symmetric: bool, strategy: str, dtype: torch.dtype
+) -> None:
+    """Broken once by packing the dequantized weight in its own dtype (bf16 at 8 bits fails)."""
+    module = quantized(num_bits, symmetric, strategy, dtype)
+    packed = pack(module)
+    assert torch.equal(unpack(packed, module.scheme), module.dequantized())
+    assert packed["weight_packed"].nbytes == 64 * 96 * num_bits // 8
+    assert packed["weight_scale"].dtype == dtype
+    assert ("weight_zero_point" in packed) == (not symmetric)
+    assert nbytes(packed) == sum(tensor.nbytes for tensor in packed.values())
+    assert all(tensor.is_contiguous() for tensor in packed.values())
+
+
+def test_formats() -> None:
+    assert scheme_format(load_recipe("w4a16_gptq").modifiers[0].scheme) == "pack-quantized"
+    assert scheme_format(load_recipe("w8a8_gptq").modifiers[0].scheme) == "int-quantized"
+
+
+def test_config_of_one_and_of_several_schemes() -> None:
+    model = tiny_llama(1)
+    config = quantization_config(resolve(load_recipe(recipe(4)), model), model, {})
+    assert QuantizationConfig.model_validate(config).config_groups["group_0"].targets == ["Linear"]
+    assert (config["format"], config["ignore"], config["quantization_status"]) == (
+        "pack-quantized",
+        ["lm_head"],
+        "compressed",
+    )
+    given = {"modifiers": [modifier(4), modifier(targets=["re:.*down_proj"], scheme="W8A8")]}
+    config = quantization_config(resolve(load_recipe(given), model), model, {"model.layers.0.mlp.down_proj": "renamed"})
+    groups = QuantizationConfig.model_validate(config).config_groups
+    assert groups["group_1"].targets == ["renamed"]
+    assert len(groups["group_0"].targets) == 6
+    assert (config["format"], groups["group_0"].format, groups["group_1"].format) == (
+        "mixed-precision",
+        "pack-quantized",
+        "int-quantized",
+    )
+
+
+def test_the_state_dict_keeps_everything_else() -> None:
+    model = tiny_llama(1)
+    name = "model.layers.0.mlp.up_proj"
+    state = packed_state_dict(model, {name: {"weight_packed": torch.zeros(1), "weight_scale": torch.ones(1)}})
+    expected = set(model.state_dict()) - {f"{name}.weight"} | {f"{name}.weight_packed", f"{name}.weight_scale"}
+    assert set(state) == expected
+    assert not any(tensor.requires_grad for tensor in state.values())

@@ -1,0 +1,123 @@
+"""What happens when code cannot be recorded: the smallest part becomes a single call, and it is said.
+
+Seen to fail when broken: RoPE (attributes not restored), shape rules (one synthetic batch, not two), guards (kept from
+leaves).
+"""
+
+import pytest
+import torch
+from families import Toy, assert_same, causal_lm, token_batch, toy_batch, traced
+from torch import Tensor, nn
+
+from lightning_compress.errors import UntraceableModelError
+from lightning_compress.graph.trace import TraceFallbackWarning, violated_guards
+
+
+def test_rope_that_reads_positions() -> None:
+    """Dynamic RoPE calls `.item()`: its output's shape comes from a real run, and its rescaled buffer is put back."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = causal_lm("llama", rope_parameters=rope, max_position_embeddings=16, use_cache=False)
+    rotary = model.model.rotary_emb
+    attributes, inv_freq = dict(rotary.__dict__), rotary.inv_freq
+    graph = traced(model, token_batch(2, 32))
+    assert rotary.__dict__ == attributes
+    assert rotary.inv_freq is inv_freq
+    assert [(f.module, f.hidden) for f in graph.fallbacks] == [("model.rotary_emb", ())]
+    assert_same(model, graph, token_batch(2, 32), token_batch(3, 9), token_batch(1, 40))
+
+
+class Looping(nn.Module):
+    """No target inside, loops over the length, and returns several shapes."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        state = x[:, 0]
+        states = [state]
+        for token in range(x.shape[1]):
+            state = state * 0.5 + x[:, token]
+            states.append(state)
+        return torch.stack(states, 1), x.repeat(1, 2, 1), x.new_ones(3, 2, 11)
+
+
+class AroundLooping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop, self.linear = Looping(), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        longer, doubled, fixed = self.loop(x)
+        x = self.linear(longer[:, 1:]) + doubled.view(x.shape[0], 2, x.shape[1], 8)[:, 1]
+        # the sizes of `fixed` are those of the synthetic batches, but no symbols
+        return x * fixed.reshape(66).sum() + fixed.shape[0] + fixed.shape[1] + fixed.shape[2] + longer.shape[1]
+
+
+def test_leaf_that_loops_over_the_length() -> None:
+    """Sizes L + 1 and 2 L are found from two batches; 3, 2 and 11 stay numbers, though synthetic sizes are such."""
+    model = Toy(AroundLooping())
+    graph = traced(model, toy_batch(2, 11))
+    assert [(fallback.module, fallback.hidden) for fallback in graph.fallbacks] == [("middle.loop", ())]
+    assert_same(model, graph, toy_batch(2, 11), toy_batch(4, 6), toy_batch(1, 1))
+
+
+def test_a_leaf_decides_for_itself() -> None:
+    """What a leaf does with a size is no condition of the graph: it is run for real on every batch."""
+
+    class LongOrShort(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2 if x.shape[1] > 20 else x * 3
+
+    model = Toy(LongOrShort())
+    graph = traced(model, toy_batch(2, 9))
+    assert violated_guards(graph, toy_batch(2, 30)) == []
+    assert_same(model, graph, toy_batch(2, 30), toy_batch(2, 9))
+
+    class Root(Toy):
+        def forward(self, x: Tensor, ids: Tensor) -> dict[str, Tensor]:
+            outputs = super().forward(x, ids)
+            return {"logits": outputs["logits"] * 2} if x.shape[1] > 20 else outputs
+
+    # the same condition between leaves is one, although a leaf has decided it before
+    assert violated_guards(traced(Root(LongOrShort()), toy_batch(2, 9)), toy_batch(2, 30))
+
+
+class Branching(nn.Module):
+    """Chooses by value, which no graph can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) if x.sum() > 0 else self.linear(-x)
+
+
+def test_innermost_failing_module_becomes_a_single_call() -> None:
+    model = Toy(Branching())
+    with pytest.warns(TraceFallbackWarning, match="Branching"):
+        graph = traced(model, toy_batch(2, 9), boundary_names=[])
+    assert [(fallback.module, fallback.hidden) for fallback in graph.fallbacks] == [("middle", ("middle.linear",))]
+    assert_same(model, graph, toy_batch(3, 4), toy_batch(1, 5))
+
+
+def test_a_boundary_that_fails_is_still_a_span() -> None:
+    model = Toy(nn.Sequential(Branching(), Branching()))
+    with pytest.warns(TraceFallbackWarning):
+        graph = traced(model, toy_batch(2, 9), boundary_names=["middle.0", "middle.1"])
+    assert [(span.name, span.last - span.first) for span in graph.spans] == [("middle.0", 0), ("middle.1", 0)]
+
+
+def test_what_cannot_be_traced_is_named() -> None:
+    class Root(Toy):
+        def forward(self, x: Tensor, ids: Tensor) -> dict[str, Tensor]:
+            return super().forward(x if x.sum() > 0 else -x, ids)
+
+    model = Root(nn.GELU())
+    before = {name: dict(module.__dict__) for name, module in model.named_modules()}
+    with pytest.raises(UntraceableModelError, match=r"the model itself \(Root\).*sequential_targets"):
+        traced(model, toy_batch(2, 9))
+    assert {name: dict(module.__dict__) for name, module in model.named_modules()} == before
+
+
+def test_a_step_that_fails_anyway_says_why() -> None:
+    model = causal_lm("llama")
+    with pytest.raises(UntraceableModelError, match="input_ids or inputs_embeds"):
+        traced(model, {"attention_mask": torch.ones(2, 9, dtype=torch.long)})

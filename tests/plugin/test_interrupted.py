@@ -1,0 +1,130 @@
+"""Interrupted and failing runs: nothing is written, and the Trainer and the process are as before."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from .conftest import Bystander, TinyModule, compression, loader, same, trainer_state, weights_of
+
+
+def _raise(kind: type[BaseException]) -> Any:
+    def step(batch: Any, batch_idx: int) -> None:
+        raise kind("stop")
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("kind", "surfaces_as"), [(RuntimeError, RuntimeError), (KeyboardInterrupt, SystemExit)], ids=["error", "interrupt"]
+)
+def test_failed_training_is_not_compressed(make_trainer: Any, output_dir: Path, kind: Any, surfaces_as: Any) -> None:
+    module, callback = TinyModule(), compression(output_dir=output_dir)
+    module.training_step = _raise(kind)  # type: ignore[method-assign]
+    trainer = make_trainer(callback)
+    state, handler = trainer_state(trainer), signal.getsignal(signal.SIGINT)
+    before = weights_of(module)
+    try:
+        with (
+            pytest.warns(UserWarning, match=f"{kind.__name__} before the compression stage: nothing was compressed"),
+            pytest.raises(surfaces_as),
+        ):
+            trainer.fit(module, loader())
+    finally:
+        signal.signal(signal.SIGINT, handler)  # Lightning ignores it from a KeyboardInterrupt on
+    assert trainer_state(trainer) == state
+    assert callback.report is None
+    assert not output_dir.exists()
+    assert same(before, weights_of(module))
+
+
+class TermAtTrainEnd(Callback):
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+class TermInTraining(Callback):
+    def on_train_batch_end(self, *args: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("terminator", [TermInTraining, TermAtTrainEnd])
+def test_sigterm_in_training_is_not_compressed(make_trainer: Any, output_dir: Path, terminator: type[Callback]) -> None:
+    module, callback = TinyModule(), compression(output_dir=output_dir)
+    trainer = make_trainer(callback, terminator())
+    state = trainer_state(trainer)
+    with (
+        pytest.warns(UserWarning, match="SIGTERMException before the compression stage"),
+        pytest.raises(SIGTERMException),
+    ):
+        trainer.fit(module, loader())
+    assert trainer_state(trainer) == state
+    assert callback.report is None
+    assert not output_dir.exists()
+
+
+def test_sigterm_in_compression_stops_behind_the_subgraph(make_trainer: Any, output_dir: Path) -> None:
+    module, callback = TinyModule(), compression(output_dir=output_dir, when="only")
+    trainer = make_trainer(callback, Bystander(lambda: os.kill(os.getpid(), signal.SIGTERM)))
+    state = trainer_state(trainer)
+    with pytest.raises(SIGTERMException):
+        trainer.fit(module, loader())
+    assert callback.report is not None
+    assert callback.report.is_partial
+    assert len(callback.report.subgraphs) == 1
+    assert trainer_state(trainer) == state
+    assert not output_dir.exists()
+
+
+def test_timer_ends_compression_early(make_trainer: Any, output_dir: Path) -> None:
+    module, callback = TinyModule(), compression(output_dir=output_dir, when="only")
+    make_trainer(callback, Bystander(duration={"microseconds": 1})).fit(module, loader())
+    assert callback.report is not None
+    assert "PARTIAL" in callback.report.summary()
+    assert not output_dir.exists()
+
+
+def test_errors_inside_compression_name_what_was_changed(make_trainer: Any, output_dir: Path) -> None:
+    """The second layer fails behind its attention; everything but the weights is as before."""
+    module, callback = TinyModule(), compression(output_dir=output_dir, when="only")
+    module.model.model.layers[1].mlp.up_proj.register_forward_pre_hook(_fails_on_real_data)
+    modes = {name: part.training for name, part in module.named_modules()}
+    trainer = make_trainer(callback)
+    state = trainer_state(trainer)
+    with pytest.raises(ZeroDivisionError) as caught:
+        trainer.fit(module, loader())
+    assert any(
+        "hold quantized weights already: model.layers.0, model.layers.1. Nothing was written" in note
+        for note in caught.value.__notes__
+    )
+    assert trainer_state(trainer) == state
+    assert {name: part.training for name, part in module.named_modules()} == modes
+    assert callback.report is None
+    assert not output_dir.exists()
+
+
+def _fails_on_real_data(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+    if type(args[0]) is torch.Tensor:
+        raise ZeroDivisionError("a hook of the user's")
+
+
+def test_errors_in_hooks_leave_the_process_as_it_was(make_trainer: Any) -> None:
+    """Fails when the loop does not close its job: gradients stay switched off."""
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    module, trainer = TinyModule(), make_trainer(compression(when="only"), Bystander(fail))
+    with pytest.raises(ZeroDivisionError) as caught:
+        trainer.fit(module, loader())
+    assert torch.is_grad_enabled()
+    assert module.training
+    assert module.model.training
+    del caught
+    assert torch.is_grad_enabled()

@@ -1,0 +1,141 @@
+"""The report says what happened: as data, as a table, in a few lines, and in one file that needs nothing else."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import compress, compress_in_memory, modifier, padded, recipe, tiny_llama, token_batches
+from rich.console import Console
+
+from lightning_compress.recipe.load import load_recipe
+from lightning_compress.report.report import Report
+
+MIXED = {"modifiers": [modifier(4, ignore=["lm_head", "re:.*o_proj"]), modifier(8, "rtn", targets=["re:.*down_proj"])]}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, Path]:
+    """A run with padding, two schemes, dead channels and something ignored."""
+    model = tiny_llama(2)
+    with torch.no_grad():
+        model.model.layers[0].input_layernorm.weight[3] = 0
+    directory = tmp_path_factory.mktemp("report") / "out"
+    return compress(model, padded(token_batches()), MIXED, directory), directory
+
+
+def test_every_module_has_its_record(saved: tuple[Report, Path]) -> None:
+    report, _ = saved
+    assert len(report.modules) == 2 * 6
+    for record in report.modules:
+        assert 0 < record.error < 0.2, record
+        assert record.num_calls == 1
+        assert record.num_tokens in (4 * 2 * 16, 0)
+        assert record.bytes_before == 4 * record.shape[0] * record.shape[1]
+        assert 0 < record.bytes_after < record.bytes_before
+        assert record.subgraph == ".".join(record.module.split(".")[:3])
+    by_name = {record.module: record for record in report.modules}
+    assert by_name["model.layers.0.self_attn.q_proj"].solved_with == (
+        "model.layers.0.self_attn.k_proj",
+        "model.layers.0.self_attn.v_proj",
+    )
+    assert by_name["model.layers.1.mlp.down_proj"].algorithm == "Rtn"
+    assert by_name["model.layers.1.mlp.down_proj"].scheme == "W8A16 group 16"
+    assert by_name["model.layers.0.self_attn.q_proj"].damping == pytest.approx(0.01)
+
+
+def test_whole_run(saved: tuple[Report, Path]) -> None:
+    report, directory = saved
+    assert (report.model, report.schedule, report.device, report.num_batches) == (
+        "LlamaForCausalLM",
+        "staged",
+        "cpu",
+        4,
+    )
+    assert report.has_padding
+    assert not report.is_partial
+    assert report.output_dir == str(directory)
+    assert report.total_s > report.trace_s > 0
+    assert {entry.module for entry in report.excluded} == {
+        "model.embed_tokens", "lm_head", "model.layers.0.self_attn.o_proj", "model.layers.1.self_attn.o_proj",
+    }  # fmt: skip
+    assert load_recipe(report.recipe) == load_recipe(MIXED)
+    assert [subgraph.name for subgraph in report.subgraphs] == [
+        "model.embed_tokens",
+        "model.layers.0",
+        "model.layers.1",
+    ]
+    assert all(
+        subgraph.num_subgraphs == 3 and subgraph.index == number for number, subgraph in enumerate(report.subgraphs)
+    )
+    assert all(
+        min(subgraph.onload_s, subgraph.run_s, subgraph.solve_s, subgraph.peak_bytes) >= 0
+        for subgraph in report.subgraphs
+    )
+
+
+def test_bytes_are_those_of_the_state_dict(saved: tuple[Report, Path]) -> None:
+    report, _ = saved
+    before = sum(parameter.nbytes for parameter in tiny_llama(2).parameters())
+    saving = sum(record.bytes_before - record.bytes_after for record in report.modules)
+    assert report.bytes_before == before
+    assert report.bytes_after == before - saving
+
+
+def test_tied_weights_count_once() -> None:
+    model = tiny_llama(1, tie_word_embeddings=True)
+    report = compress_in_memory(model, None, recipe(4, "rtn"))
+    assert report.bytes_before == sum(parameter.nbytes for parameter in model.parameters())
+
+
+def test_json(saved: tuple[Report, Path]) -> None:
+    report, directory = saved
+    content = json.loads((directory / "report.json").read_text())
+    assert content == json.loads(json.dumps(report.to_dict()))
+    assert (content["verified"], content["num_modules"]) == (True, 12)
+    assert content["subgraphs"][1]["modules"][0]["module"] == "model.layers.0.self_attn.q_proj"
+
+
+def test_html_is_self_contained(saved: tuple[Report, Path]) -> None:
+    """Nothing is fetched from anywhere, and every module is in it."""
+    report, directory = saved
+    html = (directory / "report.html").read_text()
+    assert not re.findall(r"""(?:src|href)\s*=\s*["'](?!#|data:)[^"']+""", html)
+    assert "@import" not in html
+    assert "<svg" in html
+    for record in report.modules:
+        assert record.module in html
+    assert "always zero" in html
+
+
+def test_summary(saved: tuple[Report, Path]) -> None:
+    report, directory = saved
+    summary = report.summary()
+    assert "12 modules quantized" in summary
+    assert "(staged on cpu, 4 batches)" in summary
+    assert "lm_head (ignored by the recipe (lm_head))" in summary
+    assert "read back with transformers LlamaForCausalLM.from_pretrained: identical" in summary
+    assert summary.endswith(f"checkpoint: {directory}")
+    worst = max(report.modules, key=lambda record: record.error)
+    assert f"largest {worst.error:.2e} ({worst.module})" in summary
+
+
+def test_table(saved: tuple[Report, Path]) -> None:
+    report, _ = saved
+    console = Console(width=240, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(report.table())
+    text = console.export_text()
+    console.file.close()
+    assert all(record.module in text for record in report.modules)
+    assert "1 of 32 input channels were always zero" in text
+    assert "64x32" in text
+
+
+def test_partial_runs_say_so() -> None:
+    report = compress_in_memory(tiny_llama(1), token_batches(), recipe(4))
+    assert report.verification is None
+    assert report.output_dir is None
+    assert "checkpoint" not in report.summary()
+    assert "PARTIAL" in Report(**{**vars(report), "is_partial": True}).summary()
+    assert report.to_dict()["verified"] is None
