@@ -27,6 +27,22 @@ def needs_data(resolved: ResolvedRecipe) -> bool:
     return any(needed_statistics(assignment) for assignment in resolved.assignments.values())
 
 
+def check_layout(
+    target: Target, resolved: ResolvedRecipe, schedule: Schedule, sequential_targets: Sequence[str] | None
+) -> tuple[str, ...]:
+    """The names of the sequential targets; needs no data, so it can be checked before a training.
+
+    Raises:
+        UnsupportedModelError: `datafree` with an algorithm that needs data, or a target that matches no module.
+    """
+    if schedule is Schedule.DATAFREE and needs_data(resolved):
+        raise UnsupportedModelError(
+            "Schedule 'datafree' runs nothing, but the recipe has algorithms or static activation scales that need "
+            "statistics. Use schedule 'staged', or algorithm rtn with weight-only or dynamic schemes."
+        )
+    return sequential_modules(target.root, sequential_targets, tuple(resolved.assignments))
+
+
 def prepare(
     target: Target,
     resolved: ResolvedRecipe,
@@ -54,15 +70,9 @@ def prepare(
         CalibrationDataError: batches that would take different paths through the model.
     """
     names = tuple(resolved.assignments)
-    boundaries = sequential_modules(target.root, sequential_targets, names)
+    boundaries = check_layout(target, resolved, schedule, sequential_targets)
     store = HostWeights(target.root, device)
     if schedule is Schedule.DATAFREE:
-        if needs_data(resolved):
-            raise UnsupportedModelError(
-                "Schedule 'datafree' runs nothing, but the recipe has algorithms or static activation scales that "
-                "need statistics. "
-                "Use schedule 'staged', or algorithm rtn with weight-only or dynamic schemes."
-            )
         parts = datafree_subgraphs(_by_boundary(names, boundaries))
         return Calibration(
             target.root, resolved, parts, None, {}, {}, ActivationCache([], home=device, device=device), store, device

@@ -17,7 +17,7 @@ from huggingface_hub import load_state_dict_from_file, save_torch_state_dict
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lightning_compress.calibration.solve import InputQuantizer
+from lightning_compress.calibration.solve import InputQuantizer, quantize_inputs
 from lightning_compress.errors import CompressionError, OutputDirectoryError
 from lightning_compress.export.packing import PackedModule, packed_state_dict, quantization_config, unpack
 from lightning_compress.recipe.resolve import ResolvedRecipe
@@ -119,16 +119,12 @@ def load_compressed(module: nn.Module, directory: str | Path) -> nn.Module:
         target = module.get_submodule(name)
         state[f"{name}.weight"] = unpack(local, scheme).to(target.get_parameter("weight").dtype)
         if scheme.input_activations is not None:
-            hook = InputQuantizer(scheme.input_activations, local.get("input_scale"), local.get("input_zero_point"))
-            target.register_forward_pre_hook(hook, with_kwargs=True)
+            ranges = local.get("input_scale"), local.get("input_zero_point")
+            quantize_inputs(target, InputQuantizer(scheme.input_activations, *ranges))
     missing, unexpected = module.load_state_dict(state, strict=False)
-    ties = {
-        key
-        for key, tensor in module.state_dict(keep_vars=True).items()
-        for other, loaded in module.state_dict(keep_vars=True).items()
-        if other in state and loaded is tensor and key != other
-    }
-    missing = [key for key in missing if key not in ties]
+    tensors = module.state_dict(keep_vars=True)
+    loaded = {id(tensors[key]) for key in state if key in tensors}
+    missing = [key for key in missing if id(tensors[key]) not in loaded]  # tied to what was loaded
     if missing or unexpected:
         raise CompressionError(
             f"{directory} does not fit {type(module).__name__}: missing {missing[:5]}, unexpected {unexpected[:5]}."

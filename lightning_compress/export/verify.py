@@ -104,8 +104,6 @@ def _reload(directory: Path, root: nn.Module) -> tuple[nn.Module, str]:
             reader += f", for {name}.from_pretrained of transformers {transformers.__version__} cannot: {error}"
             warnings.warn(f"The checkpoint {directory} was read back with {reader}", ReadBackWarning, stacklevel=2)
     empty = copy.deepcopy(root)
-    for module in empty.modules():
-        module._forward_pre_hooks.clear()
     for parameter in empty.parameters():
         parameter.zero_()
     return load_compressed(empty, directory).eval(), reader

@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_compress.calibration.batches import CalibrationSet
 from lightning_compress.calibration.loop import Calibration, calibrate
-from lightning_compress.calibration.prepare import calibrating, needs_data, prepare
+from lightning_compress.calibration.prepare import calibrating, check_layout, needs_data, prepare
 from lightning_compress.calibration.records import SubgraphRecord
 from lightning_compress.calibration.solve import QuantizedModule
 from lightning_compress.calibration.target import Target, find_target
@@ -65,7 +65,9 @@ def plan_recipe(module: nn.Module, settings: Settings) -> tuple[Target, Resolved
     target = find_target(module)
     if settings.output_dir is not None:
         check_output_dir(settings.output_dir)
-    return target, resolve(settings.recipe, target.root)
+    resolved = resolve(settings.recipe, target.root)
+    check_layout(target, resolved, settings.schedule, settings.sequential_targets)
+    return target, resolved
 
 
 def prepare_job(module: nn.Module, data: CalibrationSet | None, settings: Settings, device: torch.device) -> Job:

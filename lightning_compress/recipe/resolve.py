@@ -74,7 +74,7 @@ def resolve(recipe: Recipe, root: nn.Module) -> ResolvedRecipe:
     assignments: dict[str, Assignment] = {}
     excluded: list[Excluded] = []
     matched = [False] * len(recipe.modifiers)
-    output_embedding = _output_embedding(root)
+    output_embeddings = _output_embeddings(root)
     for name, module in root.named_modules():
         weight = getattr(module, "weight", None)
         chosen: Modifier | None = None
@@ -86,7 +86,7 @@ def resolve(recipe: Recipe, root: nn.Module) -> ResolvedRecipe:
                 _check_not_named(modifier, name, module)
                 continue
             matched[position] = True
-            pattern = _ignoring_pattern(modifier, name, module, module is output_embedding)
+            pattern = _ignoring_pattern(modifier, name, module, module in output_embeddings)
             if pattern is None:
                 chosen = modifier
             elif chosen is None:
@@ -103,10 +103,11 @@ def resolve(recipe: Recipe, root: nn.Module) -> ResolvedRecipe:
     return ResolvedRecipe(recipe, assignments, tuple(excluded + _bare_matrices(root)))
 
 
-def _output_embedding(root: nn.Module) -> nn.Module | None:
-    get = getattr(root, "get_output_embeddings", None)
-    found = get() if callable(get) else None
-    return found if isinstance(found, nn.Module) else None
+def _output_embeddings(root: nn.Module) -> list[nn.Module]:
+    """Those of every transformers model in `root`, itself included."""
+    getters = (getattr(module, "get_output_embeddings", None) for module in root.modules())
+    found = (get() for get in getters if callable(get))
+    return [module for module in found if isinstance(module, nn.Module)]
 
 
 def _ignoring_pattern(modifier: Modifier, name: str, module: nn.Module, is_output_embedding: bool) -> str | None:

@@ -226,3 +226,11 @@ def test_preset_that_is_not_supported() -> None:
     assert FP8_E4M3_DATA.bits == 8
     with pytest.raises(UnsupportedModelError, match="Weights of type float with 8 bits are not supported"):
         resolved(recipe(scheme="FP8"), tiny_llama(1))
+
+
+def test_the_default_ignore_means_the_output_embedding_of_a_nested_model_too() -> None:
+    """Fails if only the root is asked for its output embedding: `model.lm_head` would then be quantized."""
+    wrapper = nn.Module()
+    wrapper.model = tiny_llama(1)
+    wrapper.head = nn.Linear(32, 32)
+    assert "model.lm_head" not in resolved(recipe(4), wrapper).assignments
