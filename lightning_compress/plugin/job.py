@@ -125,13 +125,7 @@ def run_job(job: Job, max_subgraphs: int | None = None) -> Generator[SubgraphRec
                 if stop or len(records) == max_subgraphs:
                     break
         except Exception as error:
-            changed = (
-                ", ".join(part.name for part in job.run.subgraphs if not packed.keys().isdisjoint(part.solved))
-                or "none"
-            )
-            error.add_note(
-                f"Subgraphs of the model in memory that hold quantized weights already: {changed}. Nothing was written."
-            )
+            error.add_note(_what_changed(job, packed))
             raise
         partial = len(records) < len(job.run.subgraphs)
         output_dir = None if partial else job.settings.output_dir
@@ -158,6 +152,13 @@ def run_job(job: Job, max_subgraphs: int | None = None) -> Generator[SubgraphRec
     if output_dir is not None:
         report.save(output_dir)
     return report
+
+
+def _what_changed(job: Job, packed: Mapping[str, PackedModule]) -> str:
+    """For a run that failed: the model in memory is as before but for these."""
+    changed = [part.name for part in job.run.subgraphs if not packed.keys().isdisjoint(part.solved)]
+    names = ", ".join(changed) or "none"
+    return f"Subgraphs of the model in memory that hold quantized weights already: {names}. Nothing was written."
 
 
 def _export(job: Job, packed: Mapping[str, PackedModule], output_dir: Path) -> Verification | None:
