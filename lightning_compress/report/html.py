@@ -23,6 +23,8 @@ def render_html(report: Mapping[str, Any]) -> str:
         f"<h1>{_text(report['model'])}: {len(modules)} modules quantized</h1>",
         _facts(report),
         "<h2>Error of each module</h2>",
+        "<p>The error of the outputs on the calibration data, relative to the outputs: tr(dW C dW<sup>T</sup>) / "
+        "tr(W C W<sup>T</sup>), C being the mean of x x<sup>T</sup> over the inputs.</p>",
         error_figure([(module["module"], module["error"]) for module in modules]),
         "<h2>Modules</h2>",
         _table(
@@ -76,8 +78,10 @@ def error_figure(errors: Sequence[tuple[str, float]]) -> str:
 
 def _facts(report: Mapping[str, Any]) -> str:
     verification = report["verification"]
+    modules = [module for part in report["subgraphs"] for module in part["modules"]]
+    kinds = dict.fromkeys((module["algorithm"], module["scheme"]) for module in modules)
     facts: list[tuple[str, str]] = [
-        ("recipe", "<br>".join(_text(f"{m['algorithm']}: {m['scheme']}") for m in report["recipe"]["modifiers"])),
+        ("recipe", "<br>".join(_text(f"{algorithm}, {scheme}") for algorithm, scheme in kinds)),
         ("size of the weights", f"{report['bytes_before'] / 1e6:.2f} MB &rarr; {report['bytes_after'] / 1e6:.2f} MB"),
         (
             "ran",
