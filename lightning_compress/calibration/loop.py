@@ -112,8 +112,9 @@ def _run_step(run: Calibration, step: Step, number: int, last: Mapping[fx.Node, 
     read = {node for computed in step.nodes for node in computed.all_input_nodes}
     observed = {source.node for source in step.observe} | set(masks.values())
     outliving = {node for node, use in last.items() if use > number} | set(run.masks.values())
-    drop_after = _drops(step, observed | outliving if step.keep else observed)
     pieces = stretches(step)
+    needed_at_end = {source.node for source in pieces[-1][1]} | set(masks.values())
+    drop_after = _drops(step, needed_at_end | outliving if step.keep else needed_at_end)
     for batch in range(len(run.cache)):
         values = run.cache.load(batch, read | observed, copy=not step.keep)
         before = {node: versions(value) for node, value in values.items()}

@@ -71,7 +71,8 @@ class Stack(nn.Module):
 
     def __init__(self, block: type[nn.Module], width: int = 16) -> None:
         super().__init__()
-        self.stem, self.middle, self.head = nn.Linear(8, width), nn.Linear(width, width), nn.Linear(width, 4)
+        self.stem, self.middle, self.head = nn.Linear(8, width), nn.Linear(width, width), nn.Linear(width, width)
+        self.tail = nn.Linear(width, 4)
         self.layers = nn.ModuleList([block(width) for _ in range(2)])
 
     def forward(self, x: Tensor) -> Tensor:
@@ -80,7 +81,7 @@ class Stack(nn.Module):
             x = layer(x)
         y = self.middle(x)
         x[:, -1] = y[:, -1]
-        return self.head(x)
+        return self.tail(x + self.head(x))
 
 
 def dense_batches() -> list[Tensor]:
