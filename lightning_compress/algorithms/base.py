@@ -11,7 +11,7 @@ their rows are stacked and the factor is computed once; `split` takes the result
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import final
 
 import torch
@@ -110,8 +110,16 @@ class Prepared:
         return choose_scales(weight, self.weighting, self.grid, self.scale_search)
 
 
+@dataclass(frozen=True)
 class Algorithm(ABC):
-    """A solver. Subclasses are final frozen dataclasses of their options."""
+    """A solver. Subclasses are final frozen dataclasses of their options.
+
+    Attributes:
+        signed_scales: a searched scale of a symmetric scheme may be negative. Never used where inputs are quantized
+            too, because kernels with int8 inputs take scales to be unsigned (vLLM issue 48905).
+    """
+
+    signed_scales: bool = field(default=True, kw_only=True)
 
     @abstractmethod
     def statistics(self, weights: QuantizationArgs) -> tuple[type[Statistic], ...]:

@@ -90,7 +90,7 @@ class Gptq(Algorithm):
         row_splits: Sequence[int],
     ) -> Prepared:
         check_weight(weight, args)
-        grid = make_grid(args, weight.shape, scale_dtype)
+        grid = make_grid(args, weight.shape, scale_dtype, self.signed_scales)
         statistic = input_gram(statistics)
         if statistic is None or statistic.num_tokens == 0:
             raise SolveError(
@@ -253,24 +253,25 @@ def quantize_block(
         codes: written, as floats.
         delta: written, w - q; zero on entry.
     """
-    scales = [scale[group] for group in groups.tolist()]
-    shifts = [] if zero_point is None else [zero_point[group] for group in groups.tolist()]
+    scales, shifts = scale.unbind(0), () if zero_point is None else zero_point.unbind(0)
     for end in range(len(target), 0, -_SUB_BLOCK):
         start = max(end - _SUB_BLOCK, 0)
         if end < len(target):
             target[start:end].addmm_(lower[end:, start:end].t(), delta[end:])
         # Channels not quantized yet have zero coefficients and zero deltas, so every product has the same shape.
-        coefficients = lower[start:end, start:end].tril(-1).t().contiguous().unbind(0)
+        coefficients = lower[start:end, start:end].tril(-1).t().contiguous()
         earlier = delta[start:end].t()
-        for place in range(end - 1, start - 1, -1):
-            t, q, s, d = target[place], codes[place], scales[place], delta[place]
-            torch.addmv(t, earlier, coefficients[place - start], out=t)
+        channels = (matrix[start:end].unbind(0) for matrix in (target, codes, delta, weight))  # views made all at once
+        numbered = zip(*channels, coefficients.unbind(0), groups[start:end].tolist(), strict=True)
+        for t, q, d, w, coefficient, group in reversed(list(numbered)):
+            s = scales[group]
+            torch.addmv(t, earlier, coefficient, out=t)
             if zero_point is None:
                 torch.div(t, s, out=q).round_().clamp_(grid.low, grid.high)
-                torch.addcmul(weight[place], q, s, value=-1, out=d)
+                torch.addcmul(w, q, s, value=-1, out=d)
             else:
-                torch.addcdiv(shifts[place], t, s, out=q).round_().clamp_(grid.low, grid.high)
-                torch.addcmul(weight[place], q - shifts[place], s, value=-1, out=d)
+                torch.addcdiv(shifts[group], t, s, out=q).round_().clamp_(grid.low, grid.high)
+                torch.addcmul(w, q - shifts[group], s, value=-1, out=d)
 
 
 @contextmanager

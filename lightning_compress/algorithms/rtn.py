@@ -46,7 +46,7 @@ class Rtn(Algorithm):
         row_splits: Sequence[int],
     ) -> Prepared:
         check_weight(weight, args)
-        grid = make_grid(args, weight.shape, scale_dtype)
+        grid = make_grid(args, weight.shape, scale_dtype, self.signed_scales)
         gram = input_gram(statistics)
         weighting = gram.diagonal() if gram is not None and self.scale_search else None
         return Prepared(

@@ -7,6 +7,10 @@ square of input channel j (the diagonal of GPTQ's Hessian; the weighting of llam
 AutoRound's opt-RTN). For every shrink factor the best scale *for those codes* is known in closed form,
 s = sum(d w q) / sum(d q^2), and competes too, so that few and coarse factors do.
 
+A symmetric grid reaches one step further down than up (-8 to 7), so where a group's largest weight is positive its
+searched scale is negative: the largest weight gets the extra code. At 2 bits (-2 to 1) that is most of what the search
+gains. (llama.cpp's and AutoRound's symmetric formats do the same.)
+
 Every scale is rounded to its storage dtype before it is judged, and solving uses the rounded one: what is solved is
 what is stored. Rows are processed in tiles that stay in the cache.
 
@@ -41,6 +45,7 @@ class Grid:
         group_size: consecutive input channels that share a scale; all of them for channel and tensor strategies.
         per_tensor: all rows of a module share one scale.
         scale_dtype: the dtype scales are stored in.
+        signed_scales: a searched scale may be negative (symmetric grids).
     """
 
     low: int
@@ -49,6 +54,7 @@ class Grid:
     group_size: int
     per_tensor: bool
     scale_dtype: torch.dtype
+    signed_scales: bool = True
 
 
 @final
@@ -63,7 +69,9 @@ class Scales:
         return Scales(self.scale[rows], None if self.zero_point is None else self.zero_point[rows])
 
 
-def make_grid(args: QuantizationArgs, shape: Sequence[int], scale_dtype: torch.dtype) -> Grid:
+def make_grid(
+    args: QuantizationArgs, shape: Sequence[int], scale_dtype: torch.dtype, signed_scales: bool = True
+) -> Grid:
     """The grid of scheme `args` on a weight of `shape` [O, I].
 
     Raises:
@@ -90,21 +98,28 @@ def make_grid(args: QuantizationArgs, shape: Sequence[int], scale_dtype: torch.d
                 f"choose {' or '.join(divisors[:3]) or 'the channel strategy'}, or exclude the module with `ignore`."
             )
     low, high = (int(limit) for limit in calculate_range(args, "cpu"))
-    return Grid(low, high, args.symmetric, group_size, args.strategy == QuantizationStrategy.TENSOR, scale_dtype)
+    per_tensor = args.strategy == QuantizationStrategy.TENSOR
+    return Grid(low, high, args.symmetric, group_size, per_tensor, scale_dtype, signed_scales and args.symmetric)
 
 
 def minmax_scales(weight: Tensor, grid: Grid) -> Scales:
     """Scales that just cover every group of `weight` [R, I]; if the grid is per tensor, all rows are one group."""
-    groups = weight.reshape(1, -1) if grid.per_tensor else weight.reshape(weight.shape[0], -1, grid.group_size)
-    low, high = groups.aminmax(dim=-1)
-    low, high = low.float().clamp_(max=0), high.float().clamp_(min=0)
-    if grid.per_tensor:
-        low, high = low.expand(weight.shape[0])[:, None], high.expand(weight.shape[0])[:, None]
+    low, high = _ranges(weight, grid)
     if grid.symmetric:
         return Scales(_stored(torch.maximum(-low, high) / ((grid.high - grid.low) / 2), grid), None)
     scale = _stored((high - low) / (grid.high - grid.low), grid)
     zero_point = (grid.low - low / scale.float()).round_().clamp_(grid.low, grid.high)
     return Scales(scale, zero_point.to(torch.int8))
+
+
+def _ranges(weight: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+    """The lowest and highest weight of every group, or 0 if that is beyond it, float32 [R, G]."""
+    groups = weight.reshape(1, -1) if grid.per_tensor else weight.reshape(weight.shape[0], -1, grid.group_size)
+    low, high = groups.aminmax(dim=-1)
+    low, high = low.float().clamp_(max=0), high.float().clamp_(min=0)
+    if grid.per_tensor:
+        low, high = low.expand(weight.shape[0])[:, None], high.expand(weight.shape[0])[:, None]
+    return low, high
 
 
 def search_scales(weight: Tensor, weighting: Tensor | None, grid: Grid, shrinks: Sequence[float] = SHRINKS) -> Scales:
@@ -120,6 +135,9 @@ def search_scales(weight: Tensor, weighting: Tensor | None, grid: Grid, shrinks:
     if weighting is None:
         weighting = torch.ones(weight.shape[1], device=weight.device)
     first = start.scale.float()
+    if grid.signed_scales:
+        low, high = _ranges(weight, grid)
+        first = torch.where(high > -low, -first, first)
     candidates = torch.stack([_stored(first * shrink, grid).float() for shrink in shrinks])
     cross, square = _moments(weight, weighting, candidates, start.zero_point, grid)
     if grid.per_tensor:

@@ -26,6 +26,7 @@ import transformers
 from torch import Tensor, fx, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
+from torch._guards import SLoc
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import (
     PreDispatchTorchFunctionMode,
@@ -37,7 +38,7 @@ from torch.fx.experimental.proxy_tensor import (
     get_proxy_mode,
     track_tensor_tree,
 )
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, SLoc, StatelessSymbolicContext
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils import _python_dispatch, _pytree
 from transformers import masking_utils
 

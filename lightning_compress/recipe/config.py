@@ -54,7 +54,7 @@ class Recipe:
 
 def _modifier_to_dict(modifier: Modifier) -> dict[str, object]:
     name = next(name for name, algorithm in ALGORITHMS.items() if type(modifier.algorithm) is algorithm)
-    options = {field.name: getattr(modifier.algorithm, field.name) for field in fields(type(modifier.algorithm))}  # type: ignore[arg-type]
+    options = {field.name: getattr(modifier.algorithm, field.name) for field in fields(type(modifier.algorithm))}
     scheme = modifier.scheme.model_dump(mode="json", exclude_none=True, exclude={"targets"})
     return {
         "algorithm": name,

@@ -92,7 +92,7 @@ def _modifier(entry: object, position: int) -> Modifier:
     name = str(entry.get("algorithm", ""))
     if name not in ALGORITHMS:
         raise RecipeError(f"{where} has the unknown algorithm {name!r}.{_nearest(name, ALGORITHMS)}")
-    option_names = tuple(field.name for field in fields(ALGORITHMS[name]))  # type: ignore[arg-type]
+    option_names = tuple(field.name for field in fields(ALGORITHMS[name]))
     _check_keys(entry, _MODIFIER_KEYS + option_names, f"{where} ({name})")
     options = {key: value for key, value in entry.items() if key not in _MODIFIER_KEYS}
     return Modifier(

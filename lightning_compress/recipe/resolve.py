@@ -6,7 +6,7 @@ what is implemented, tied weights, models that are quantized already.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, QuantizationStrategy, QuantizationType
@@ -94,7 +94,9 @@ def resolve(recipe: Recipe, root: nn.Module) -> ResolvedRecipe:
         if chosen is not None:
             assert isinstance(module, nn.Linear)
             _check_shape(name, module, chosen.scheme)
-            assignments[name] = Assignment(name, chosen.algorithm, chosen.scheme)
+            unsigned = chosen.scheme.input_activations is not None
+            algorithm = replace(chosen.algorithm, signed_scales=False) if unsigned else chosen.algorithm
+            assignments[name] = Assignment(name, algorithm, chosen.scheme)
         elif isinstance(weight, torch.Tensor) and weight.ndim >= 2:
             excluded.append(Excluded(name, type(module).__name__, tuple(weight.shape), reason))
     _check_matched(recipe, matched, assignments, root)

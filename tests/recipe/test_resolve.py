@@ -120,6 +120,15 @@ def test_group_size_that_does_not_divide(group_size: int, nearest: str) -> None:
     assert "add 'model.layers.0.self_attn.q_proj' to `ignore`" in message
 
 
+def test_scales_are_signed_unless_inputs_are_quantized_too() -> None:
+    """Kernels with int8 inputs take scales to be unsigned."""
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 16}
+    inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+    for scheme, signed in (({"weights": weights}, True), ({"weights": weights, "input_activations": inputs}, False)):
+        found = resolved({"modifiers": [{"algorithm": "gptq", "scheme": scheme}]}, tiny_llama())
+        assert {assignment.algorithm.signed_scales for assignment in found.assignments.values()} == {signed}
+
+
 def test_no_target_matches() -> None:
     with pytest.raises(
         UnsupportedModelError,
