@@ -33,6 +33,7 @@ class Case:
     scales: str  # of each group: from its range ("minmax"), searched ("mse"), weighted by input energy ("weighted")
     threads: int
     evaluate: bool
+    schedule: str  # ours only
 
 
 def read_case() -> Case:
@@ -47,6 +48,7 @@ def read_case() -> Case:
     parser.add_argument("--scales", choices=("minmax", "mse", "weighted"), default="minmax")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--evaluate", action="store_true")
+    parser.add_argument("--schedule", default="staged")
     return Case(**vars(parser.parse_args()))
 
 

@@ -1,4 +1,4 @@
-"""Our side of `gptq_vs_llmcompressor.py`: schedule `staged`, everything up to the quantized weights in the model.
+"""Our side of `gptq_vs_llmcompressor.py`: everything up to the quantized weights in the model.
 
 `--scales minmax` sets every group's scale from its range, `weighted` searches it against the Gram's diagonal (the
 default of the `gptq` algorithm). Packing and writing are left out on both sides.
@@ -12,6 +12,7 @@ from transformers import LlamaForCausalLM
 from lightning_compress.calibration.batches import collect
 from lightning_compress.calibration.loop import calibrate
 from lightning_compress.calibration.prepare import calibrating
+from lightning_compress.graph.stages import Schedule
 from lightning_compress.plugin.job import Settings, prepare_job
 from lightning_compress.recipe.load import load_recipe
 
@@ -32,7 +33,7 @@ def solve(model: LlamaForCausalLM, loader: DataLoader[Batch], case: Case) -> Non
         "block_size": 128,
         "scale_search": {"minmax": False, "weighted": True}[case.scales],
     }
-    settings = Settings(load_recipe({"modifiers": [modifier]}), output_dir=None)
+    settings = Settings(load_recipe({"modifiers": [modifier]}), output_dir=None, schedule=Schedule(case.schedule))
     job = prepare_job(model, collect(loader), settings, torch.device("cpu"))
     with calibrating(job.target.root):
         for _ in calibrate(job.run, write=lambda quantized: 0):

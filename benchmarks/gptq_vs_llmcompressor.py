@@ -6,7 +6,7 @@ speed       Llama 768 wide, 8 layers, intermediate 2048, 12 heads, vocabulary 40
             128; 64 samples of 256 tokens in batches of 8, damping 0.01, blocks of 128, static activation order. Seconds
             from the loaded model to the solved model: tracing included; imports, loading and saving apart. Runs of both
             sides and of the bare matrix products (`_matrix_floor.py`) alternate, each in a fresh process; medians.
-memory      the same with 256 samples: peak resident memory of the whole process.
+memory      the same, and with 256 samples: peak resident memory of the whole process, ours with two schedules.
 perplexity  the demo's model at 256 wide, trained for --train-steps, 128 samples: held-out perplexity at 4 and 3 bits in
             groups of 128 and at 2 bits in groups of 64, mean over --seeds calibration draws; scales from the range
             (minmax), searched (mse), or searched with weights from the inputs' energy (weighted).
@@ -22,7 +22,7 @@ import statistics
 import subprocess
 import sys
 import venv
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -94,14 +94,14 @@ def speed(bench: Bench, runs: int) -> dict[str, object]:
     }
 
 
-def memory(bench: Bench) -> dict[str, object]:
-    measured = {side: bench.run(side, "large", MEMORY_SAMPLES) for side in ("ours", "peer")}
-    peaks = {side: result["peak_rss_bytes"] for side, result in measured.items()}
-    return {
-        "peak_rss_bytes": peaks,
-        "solve_s": {side: result["solve_s"] for side, result in measured.items()},
-        "ours_to_peer": peaks["ours"] / peaks["peer"],
-    }
+def memory(bench: Bench) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = []
+    for num_samples in (SPEED_SAMPLES, MEMORY_SAMPLES):
+        for side, schedule in (("peer", "sequential"), ("ours", "staged"), ("ours", "recompute")):
+            options = {"schedule": schedule} if side == "ours" else {}
+            result = bench.run(side, "large", num_samples, **options)
+            rows.append({"num_samples": num_samples, "side": side, "schedule": schedule, **result})
+    return rows
 
 
 def perplexity(bench: Bench, seeds: Iterable[int]) -> list[dict[str, object]]:
@@ -136,9 +136,10 @@ def print_tables(report: dict[str, Any]) -> None:
             f" {taken['ours_to_peer']:11.3f} {taken['ours_to_matrix_products']:14.3f}"
         )
     if "memory" in report:
-        peaks = report["memory"]["peak_rss_bytes"]
-        print("\npeak resident MB      ours     peer   ours/peer")
-        print(f"{'':18}{peaks['ours'] / 1e6:8.0f} {peaks['peer'] / 1e6:8.0f} {report['memory']['ours_to_peer']:11.3f}")
+        print("\nsamples  side  schedule    peak resident MB   seconds")
+        for row in report["memory"]:
+            peak = row["peak_rss_bytes"] / 1e6
+            print(f"{row['num_samples']:7}  {row['side']:5} {row['schedule']:11} {peak:16.0f} {row['solve_s']:9.1f}")
     if "perplexity" in report:
         print("\nbits  group  side  scales      perplexity   (original)   of each calibration draw")
         for row in report["perplexity"]:
@@ -163,7 +164,7 @@ def main() -> None:
     inputs = ensure_inputs(arguments.work_dir, arguments.train_steps)
     ours = Path(sys.executable)
     bench = Bench({"ours": ours, "peer": peer, "floor": ours}, inputs)
-    parts = {
+    parts: dict[str, Callable[[], object]] = {
         "speed": lambda: speed(bench, arguments.runs),
         "memory": lambda: memory(bench),
         "perplexity": lambda: perplexity(bench, range(arguments.seeds)),

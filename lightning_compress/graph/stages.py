@@ -12,6 +12,8 @@ The schedules differ in where they cut and in nothing else:
 
 - `staged` (default): cut right before each group. Every node runs once, and a group sees the quantization error of all
   groups before it, also within its layer.
+- `recompute`: as `staged`, but an input that is wider than what it is computed from (a down projection's) is computed
+  twice, to observe it and to go on from it, instead of waiting for the solve in memory.
 - `block`: one cut per subgraph, which runs twice: once to observe, once through the quantized weights. Fewer values
   cross a cut; the computation doubles. This is the usual scheme of other tools.
 - `basic`: the whole graph is one subgraph and runs once; nothing sees anyone's error.
@@ -24,17 +26,21 @@ them; later calls run with the result.
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
+from math import prod
 
 import torch
 from torch import fx
 
 from lightning_compress.graph.trace import Leaf, Traced, leaf_input
+from lightning_compress.graph.values import concrete
 
 
 class Schedule(StrEnum):
     """Where the graph is cut; see the module's docstring."""
 
     STAGED = "staged"
+    RECOMPUTE = "recompute"
     BLOCK = "block"
     BASIC = "basic"
     DATAFREE = "datafree"
@@ -192,7 +198,7 @@ def _sources(groups: Iterable[Group]) -> tuple[Source, ...]:
     return tuple(dict.fromkeys(source for group in groups for source in group.sources))
 
 
-def _staged(nodes: Sequence[fx.Node], unsolved: set[str], key: GroupKey) -> list[Step]:
+def _staged(nodes: Sequence[fx.Node], unsolved: set[str], key: GroupKey, recompute: bool = False) -> list[Step]:
     steps: list[Step] = []
     start = 0
     for position, node in enumerate(nodes):
@@ -203,13 +209,31 @@ def _staged(nodes: Sequence[fx.Node], unsolved: set[str], key: GroupKey) -> list
         if source.inner is None:
             behind = (call for later in nodes[position:] for call in quantizable_calls(later, frozenset(unsolved)))
             groups = _grouped((call for call in behind if call[1] == source), key)
-            steps.append(Step(tuple(nodes[start:position]), _sources(groups), groups))
+            before = tuple(nodes[start:position])
+            keep = not (recompute and _is_wide(source.node, before))
+            steps.append(Step(before, _sources(groups), groups, keep))
+            start = position if keep else start
         else:  # inside an opaque leaf nothing can be cut, so it runs twice
             groups = _grouped(calls, key)
             steps += [Step(tuple(nodes[start:position])), Step((node,), _sources(groups), groups, keep=False)]
+            start = position
         unsolved.difference_update(name for group in groups for name in group.members)
-        start = position
     return [*steps, Step(tuple(nodes[start:]))]
+
+
+def _is_wide(value: fx.Node, nodes: Sequence[fx.Node]) -> bool:
+    """Whether `value` takes more bytes than everything that `nodes`, which compute it, read."""
+    computed = set(nodes)
+    read = {arg for node in nodes for arg in node.all_input_nodes if arg.op != "get_attr"} - computed
+    return value in computed and _nbytes(value) > sum(map(_nbytes, read))
+
+
+def _nbytes(node: fx.Node) -> int:
+    """Bytes of a value for the traced batch; 0 for what is no tensor."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return 0
+    return prod(int(concrete(size)) for size in value.shape) * value.element_size()
 
 
 def _block(nodes: Sequence[fx.Node], unsolved: set[str], key: GroupKey) -> list[Step]:
@@ -227,15 +251,18 @@ def subgraphs(traced: Traced, quantizable: frozenset[str], key: GroupKey, schedu
         traced: the graph.
         quantizable: names of the modules to quantize.
         key: what members of one group must have in common beside their input (scheme, algorithm, dtype).
-        schedule: `staged`, `block` or `basic`; `datafree` needs no graph, see `datafree_subgraphs`.
+        schedule: `staged`, `recompute`, `block` or `basic`; `datafree` needs no graph, see `datafree_subgraphs`.
     """
     unsolved = set(quantizable)
+    cut: Callable[[Sequence[fx.Node], set[str], GroupKey], list[Step]]
     _count_writes(traced.graph)
     if schedule is Schedule.BASIC:
         parts: tuple[Segment, ...] = (Segment("model", tuple(computed_nodes(traced.graph))),)
     else:
         parts = segments(traced)
-    cut = _staged if schedule is Schedule.STAGED else _block
+    cut = _block
+    if schedule in (Schedule.STAGED, Schedule.RECOMPUTE):
+        cut = partial(_staged, recompute=schedule is Schedule.RECOMPUTE)
     laid_out = [(part.name, cut(part.nodes, unsolved, key)) for part in parts]
     steps = [[step for step in part if step.nodes or step.solve] for _, part in laid_out]
     return _placed([name for name, _ in laid_out], _with_reuse(_trimmed(steps)), traced.constants)

@@ -42,7 +42,7 @@ class CompressionCallback(Callback):
             `calibration_dataloader()` of the module or datamodule, else the training data.
         max_samples: calibration samples, rounded up to whole batches; by default 512.
             `Trainer(limit_train_batches=...)` holds too.
-        schedule: `staged`, `block`, `basic` or `datafree`.
+        schedule: `staged`, `recompute`, `block`, `basic` or `datafree`.
         sequential_targets: class names, module names or `re:` patterns of what is onloaded at a time; by default the
             layers.
         cache_on_device: keep activations on the device between steps.
@@ -62,7 +62,7 @@ class CompressionCallback(Callback):
         when: Literal["after_train", "only"] = "after_train",
         calibration: Iterable[Any] | None = None,
         max_samples: int | None = None,
-        schedule: Literal["staged", "block", "basic", "datafree"] = "staged",
+        schedule: Literal["staged", "recompute", "block", "basic", "datafree"] = "staged",
         sequential_targets: Sequence[str] | None = None,
         cache_on_device: bool = False,
         verify: bool = True,

@@ -40,7 +40,7 @@ from transformers import (
 
 from lightning_compress.memory.activations import ActivationCache
 
-SCHEDULES = ["staged", "block", "basic"]
+SCHEDULES = ["staged", "recompute", "block", "basic"]
 
 
 class InPlaceBlock(nn.Module):

@@ -1,5 +1,6 @@
 """Cutting graphs: which modules are solved together, where each schedule cuts, and what lives how long."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -139,6 +140,18 @@ def test_staged_cuts_right_before_the_first_member(llama: Model) -> None:
         for group in step.solve:
             assert done == calls[group.members[0]]
             assert all(position[source.node] < done for source in group.sources)
+
+
+def test_recompute_runs_twice_what_leads_to_a_wide_input(llama: Model) -> None:
+    """From the inputs of gate and up to the product of both, which is twice as wide, and nothing else."""
+    found = steps(llama.parts(Schedule.RECOMPUTE))
+    assert [short(step.solve[0].members) for step in found if not step.keep] == ["down_proj"] * 2
+    for step, following in itertools.pairwise(found):
+        if not step.keep:
+            assert following.nodes[: len(step.nodes)] == step.nodes
+    kept = [node for step in found if step.keep for node in step.nodes]
+    everything = computed_nodes(llama.traced.graph)
+    assert kept == everything[: len(kept)]
 
 
 def test_block_runs_twice_and_keeps_once(llama: Model) -> None:
