@@ -6,22 +6,24 @@ quantized.
             for step in subgraph.steps:
                 run the step's nodes on every batch, gathering statistics of what its groups read
                 solve its groups and put the quantized weights in place
+        output.commit(subgraph)                   # packed and written: a run that dies later continues behind it
 
 All schedules are this loop; they differ in the steps that `graph.stages` lays out. Values that later steps read wait in
 the activation cache and are dropped at their last use.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor, fx, nn
 
 from lightning_compress.calibration.observe import Statistics, observing, stretches
 from lightning_compress.calibration.records import ModuleRecord, SubgraphRecord
-from lightning_compress.calibration.solve import QuantizedModule, apply, describe_scheme, solve_group
+from lightning_compress.calibration.solve import QuantizedModule, Restored, apply, describe_scheme, put, solve_group
 from lightning_compress.errors import SolveError
 from lightning_compress.graph.execute import execute
 from lightning_compress.graph.stages import Group, Source, Step, Subgraph, last_steps
@@ -32,7 +34,22 @@ from lightning_compress.memory.tracker import peak_bytes, reset_peak
 from lightning_compress.recipe.resolve import ResolvedRecipe
 from lightning_compress.statistics import Statistic
 
-Write = Callable[[QuantizedModule], int]
+
+class Output(Protocol):
+    """Where finished subgraphs go (`export.writer.CheckpointWriter`), and what an interrupted run has left there."""
+
+    @property
+    def finished(self) -> Sequence[SubgraphRecord]:
+        """The subgraphs that need no computing again: the first ones of the run."""
+
+    def restore(self, index: int, module: str) -> Restored:
+        """A module that the finished subgraph `index` quantized."""
+
+    def pack(self, quantized: QuantizedModule) -> int:
+        """Called with each quantized module while it is at hand; returns its packed bytes."""
+
+    def commit(self, subgraph: Subgraph, record: SubgraphRecord) -> None:
+        """Called at the end of each subgraph, while its weights are on the device."""
 
 
 @dataclass(frozen=True)
@@ -57,55 +74,101 @@ class Calibration:
 
 
 @torch.no_grad()
-def calibrate(run: Calibration, write: Write) -> Iterator[SubgraphRecord]:
+def calibrate(run: Calibration, output: Output) -> Iterator[SubgraphRecord]:
     """Quantize the model, one subgraph per item of the iterator.
 
     Args:
         run: what to do.
-        write: called with each quantized module while it is at hand; packs it and returns its packed bytes.
+        output: takes what is quantized. Subgraphs that it knows to be finished are run through once, with their
+            quantized weights, for the activations that later ones need.
 
     Yields:
         A record of each finished subgraph. The model holds the quantized weights of all subgraphs yielded so far.
     """
-    last = last_steps(run.subgraphs)
-    statistics: Statistics = {}
-    number = 0
+    progress = _Progress(run, output, last_steps(run.subgraphs), {}, len(output.finished))
+    first_step = 0
     for index, subgraph in enumerate(run.subgraphs):
         clock = _Clock(run.device)
-        modules: list[ModuleRecord] = []
-        num_tokens = 0
         reset_peak(run.device)
         with run.store.onload(subgraph.modules, subgraph.tensors):
             clock.lap("onload")
-            for step in subgraph.steps:
-                _run_step(run, step, number, last, statistics)
-                clock.lap("run")
-                for group in step.solve:
-                    gathered = _merged(run, group, statistics)
-                    num_tokens = max([num_tokens, *(statistic.num_tokens for statistic in gathered.values())])
-                    for quantized in solve_group(group, run.root, run.resolved, gathered):
-                        modules.append(_record(run, subgraph, group, quantized, gathered, write(quantized)))
-                        apply(quantized, run.root, run.store)
-                for source in step.forget:
-                    statistics.pop(source, None)
-                clock.lap("solve")
-                number += 1
-        yield SubgraphRecord(
-            name=subgraph.name,
-            index=index,
-            num_subgraphs=len(run.subgraphs),
-            modules=tuple(modules),
-            num_tokens=num_tokens,
-            onload_s=clock.seconds["onload"],
-            run_s=clock.seconds["run"],
-            solve_s=clock.seconds["solve"],
-            activation_bytes=run.cache.num_bytes,
-            peak_bytes=peak_bytes(run.device),
-        )
+            if index < progress.num_finished:
+                _repeat(progress, subgraph, index, first_step)
+                record = output.finished[index]
+            else:
+                record = _solve(progress, subgraph, index, first_step, clock)
+                output.commit(subgraph, record)
+        first_step += len(subgraph.steps)
+        yield record
 
 
-def _run_step(run: Calibration, step: Step, number: int, last: Mapping[fx.Node, int], statistics: Statistics) -> None:
+@dataclass(frozen=True)
+class _Progress:
+    """What goes on through all subgraphs.
+
+    Attributes:
+        last: the number of the last step that reads a value.
+        num_finished: subgraphs that an earlier run finished.
+    """
+
+    run: Calibration
+    output: Output
+    last: Mapping[fx.Node, int]
+    statistics: Statistics
+    num_finished: int
+
+
+def _solve(progress: _Progress, subgraph: Subgraph, index: int, first_step: int, clock: "_Clock") -> SubgraphRecord:
+    """Run, observe and quantize an onloaded subgraph; its steps are numbered from `first_step`."""
+    run, statistics = progress.run, progress.statistics
+    modules: list[ModuleRecord] = []
+    num_tokens = 0
+    for number, step in enumerate(subgraph.steps, first_step):
+        _run_step(progress, step, number)
+        clock.lap("run")
+        for group in step.solve:
+            gathered = _merged(run, group, statistics)
+            num_tokens = max([num_tokens, *(statistic.num_tokens for statistic in gathered.values())])
+            for quantized in solve_group(group, run.root, run.resolved, gathered):
+                packed = progress.output.pack(quantized)
+                modules.append(_record(run, subgraph, group, quantized, gathered, packed))
+                apply(quantized, run.root, run.store)
+        for source in step.forget:
+            statistics.pop(source, None)
+        clock.lap("solve")
+    return SubgraphRecord(
+        name=subgraph.name,
+        index=index,
+        num_subgraphs=len(run.subgraphs),
+        modules=tuple(modules),
+        num_tokens=num_tokens,
+        onload_s=clock.seconds["onload"],
+        run_s=clock.seconds["run"],
+        solve_s=clock.seconds["solve"],
+        activation_bytes=run.cache.num_bytes,
+        peak_bytes=peak_bytes(run.device),
+    )
+
+
+def _repeat(progress: _Progress, subgraph: Subgraph, index: int, first_step: int) -> None:
+    """Put a finished subgraph's weights in place and, if others are to follow, run what outlives it, once.
+
+    Statistics are gathered again where a later subgraph shares them.
+    """
+    run, output = progress.run, progress.output
+    for name in subgraph.solved:
+        put(output.restore(index, name), name, run.resolved.assignments[name].scheme, run.root, run.store)
+    remaining = run.subgraphs[progress.num_finished :]
+    shared = {s for part in remaining for step in part.steps for group in step.solve for s in group.sources}
+    for number, step in enumerate(subgraph.steps, first_step):
+        observe = tuple(source for source in step.observe if source in shared)
+        if remaining and (step.keep or observe):
+            _run_step(progress, replace(step, observe=observe, solve=()), number)
+
+
+def _run_step(progress: _Progress, step: Step, number: int) -> None:
     """Run a step's nodes on every batch and gather the statistics of its sources."""
+    run, last, statistics = progress.run, progress.last, progress.statistics
     if run.traced is None or not (step.nodes or step.observe):
         return
     masks = {source: run.masks[source] for source in step.observe if source in run.masks}

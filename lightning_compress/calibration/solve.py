@@ -46,6 +46,15 @@ class QuantizedModule:
         return dequantize_weight(self.solved.codes, self.solved.scale, self.solved.zero_point, self.weights)
 
 
+@dataclass(frozen=True)
+class Restored:
+    """What a quantized module computes with: its dequantized weight [O, I], and its input's static scale, if any."""
+
+    weight: Tensor
+    input_scale: Tensor | None
+    input_zero_point: Tensor | None
+
+
 def dequantize_weight(codes: Tensor, scale: Tensor, zero_point: Tensor | None, args: QuantizationArgs) -> Tensor:
     """compressed-tensors' value of integer codes [O, I] under scales, in the scale's dtype."""
     weight: Tensor = dequantize(x_q=codes, scale=scale, zero_point=zero_point, args=args)
@@ -139,11 +148,17 @@ def solve_group(
 
 def apply(quantized: QuantizedModule, root: nn.Module, store: HostWeights) -> None:
     """Let the model compute with the quantized weight and, where the scheme says so, with quantized inputs."""
-    module = root.get_submodule(quantized.module)
-    store.write(module.get_parameter("weight"), quantized.dequantized())
-    inputs = quantized.scheme.input_activations
-    if inputs is not None:
-        quantize_inputs(module, InputQuantizer(inputs, quantized.input_scale, quantized.input_zero_point))
+    found = Restored(quantized.dequantized(), quantized.input_scale, quantized.input_zero_point)
+    put(found, quantized.module, quantized.scheme, root, store)
+
+
+def put(restored: Restored, name: str, scheme: QuantizationScheme, root: nn.Module, store: HostWeights) -> None:
+    """`apply` for a module whose dequantized weight is at hand."""
+    module = root.get_submodule(name)
+    store.write(module.get_parameter("weight"), restored.weight)
+    if scheme.input_activations is not None:
+        quantizer = InputQuantizer(scheme.input_activations, restored.input_scale, restored.input_zero_point)
+        quantize_inputs(module, quantizer)
 
 
 def _static_input(
@@ -165,7 +180,7 @@ def _check_finite(group: Group, statistics: GroupStatistics) -> None:
     ]
     if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
         raise NonFiniteError(
-            f"The input of {', '.join(group.members)} holds NaN or Inf on the calibration data. Nothing was written. "
+            f"The input of {', '.join(group.members)} holds NaN or Inf on the calibration data. "
             "Run the model in "
             "a wider dtype (bfloat16 or float32), or look for the first module that produces it."
         )

@@ -1,29 +1,21 @@
-"""The checkpoint folder: written beside its place and renamed into it, so that it exists whole or not at all.
-
-transformers models are saved by their own `save_pretrained` (names as in the original checkpoint, shards, configs);
-other modules as safetensors shards by huggingface_hub, with a config.json that holds the same `quantization_config`.
-"""
+"""Checkpoint folders: whether one may be written to, and reading one into a module that is not transformers'."""
 
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-import torch
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from compressed_tensors.utils.match import match_targets
-from huggingface_hub import load_state_dict_from_file, save_torch_state_dict
+from huggingface_hub import load_state_dict_from_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from lightning_compress.calibration.solve import InputQuantizer, quantize_inputs
 from lightning_compress.errors import CompressionError, OutputDirectoryError
-from lightning_compress.export.packing import PackedModule, packed_state_dict, quantization_config, unpack
-from lightning_compress.recipe.resolve import ResolvedRecipe
+from lightning_compress.export.packing import unpack
 
 MARKER = "lightning_compress.json"
-_WEIGHTS = "model"
+INCOMPLETE = "INCOMPLETE"
 
 
 class SavesPretrained(Protocol):
@@ -40,7 +32,8 @@ def check_output_dir(output_dir: Path) -> None:
     """
     if output_dir.is_file():
         raise OutputDirectoryError(f"output_dir {output_dir} is a file; give a folder.")
-    if output_dir.is_dir() and any(output_dir.iterdir()) and not (output_dir / MARKER).is_file():
+    ours = (output_dir / MARKER).is_file() or (output_dir / INCOMPLETE).is_file()
+    if output_dir.is_dir() and any(output_dir.iterdir()) and not ours:
         raise OutputDirectoryError(
             f"output_dir {output_dir} exists and was not written by lightning_compress (no {MARKER} in it). "
             "Give another folder, or remove this one."
@@ -48,44 +41,6 @@ def check_output_dir(output_dir: Path) -> None:
     existing = next(parent for parent in (output_dir, *output_dir.absolute().parents) if parent.exists())
     if not _is_writable(existing):
         raise OutputDirectoryError(f"output_dir {output_dir} cannot be written to: no permission for {existing}.")
-
-
-def write_checkpoint(
-    output_dir: Path,
-    root: nn.Module,
-    resolved: ResolvedRecipe,
-    packed: Mapping[str, PackedModule],
-    tokenizer: SavesPretrained | None = None,
-    max_shard_size: str = "5GB",
-) -> None:
-    """Write the folder: weights, config, tokenizer and our marker with the recipe.
-
-    Args:
-        output_dir: replaced if an earlier run of ours wrote it.
-        root: the model, of which everything that is not in `packed` is stored as it is.
-        resolved: schemes of the packed modules.
-        packed: checkpoint tensors by module name.
-        tokenizer: saved too, if known.
-        max_shard_size: of one safetensors file, e.g. "5GB".
-    """
-    check_output_dir(output_dir)
-    partial = output_dir.with_name(f".{output_dir.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    state = packed_state_dict(root, packed)
-    if isinstance(root, PreTrainedModel):
-        dtype = root.config.dtype
-        root.save_pretrained(partial, state_dict=state, max_shard_size=max_shard_size)
-        root.config.dtype = dtype
-    else:
-        save_torch_state_dict(_without_ties(state), partial, max_shard_size=max_shard_size)
-    _update_config(partial / "config.json", quantization_config(resolved, root, _checkpoint_names(root)))
-    if tokenizer is not None:
-        tokenizer.save_pretrained(str(partial))
-    (partial / MARKER).write_text(json.dumps({"recipe": resolved.recipe.to_dict()}, indent=2) + "\n")
-    if output_dir.exists():
-        shutil.rmtree(output_dir)
-    partial.rename(output_dir)
 
 
 def load_compressed(module: nn.Module, directory: str | Path) -> nn.Module:
@@ -152,7 +107,7 @@ def _schemes(
     return found
 
 
-def _checkpoint_names(root: nn.Module) -> dict[str, str]:
+def checkpoint_names(root: nn.Module) -> dict[str, str]:
     """Module names as the original checkpoint has them, where transformers renames on loading."""
     conversions = getattr(root, "_weight_conversions", None)
     if not conversions:
@@ -167,24 +122,6 @@ def _checkpoint_names(root: nn.Module) -> dict[str, str]:
                 key = renamed if matched is not None else key
             names[name] = key.removesuffix(".weight")
     return names
-
-
-def _without_ties(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Each storage once: safetensors does not store shared ones, and `load_compressed` finds ties in the module."""
-    seen: set[tuple[int, torch.Size]] = set()
-    kept: dict[str, Tensor] = {}
-    for key, tensor in state.items():
-        identity = (tensor.data_ptr(), tensor.shape)
-        if tensor.numel() == 0 or identity not in seen:
-            kept[key] = tensor.contiguous()
-            seen.add(identity)
-    return kept
-
-
-def _update_config(path: Path, quantization: Mapping[str, object]) -> None:
-    config = json.loads(path.read_text()) if path.is_file() else {}
-    config["quantization_config"] = quantization
-    path.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _is_writable(path: Path) -> bool:

@@ -7,7 +7,6 @@ recover exactly the codes that were solved. A weight in bfloat16 would not do: i
 import inspect
 from collections.abc import Iterable, Mapping
 
-import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.format import infer_module_format
 from compressed_tensors.config import CompressionFormat
@@ -24,6 +23,16 @@ from lightning_compress.calibration.solve import QuantizedModule, dequantize_wei
 from lightning_compress.recipe.resolve import ResolvedRecipe
 
 PackedModule = dict[str, Tensor]
+PACKED_NAMES = (
+    "weight",
+    "weight_packed",
+    "weight_shape",
+    "weight_scale",
+    "weight_zero_point",
+    "input_scale",
+    "input_zero_point",
+)
+"""What a packed module may consist of."""
 
 
 def scheme_format(scheme: QuantizationScheme) -> str:
@@ -134,15 +143,3 @@ def _initializes_parents(root: nn.Module, resolved: ResolvedRecipe) -> bool:
 
 def _renamed(names: Iterable[str], rename: Mapping[str, str]) -> list[str]:
     return [rename.get(name, name) for name in names]
-
-
-def packed_state_dict(root: nn.Module, packed: Mapping[str, PackedModule]) -> dict[str, Tensor]:
-    """`root`'s state dict with the quantized weights replaced by their packed tensors, everything in host memory."""
-    state: dict[str, Tensor] = {}
-    for key, tensor in root.state_dict().items():
-        module, _, name = key.rpartition(".")
-        if module in packed and name == "weight":
-            state.update({f"{module}.{local}": value for local, value in packed[module].items()})
-        elif isinstance(tensor, torch.Tensor):
-            state[key] = tensor.detach().cpu()
-    return state

@@ -7,8 +7,7 @@ Written against torch 2.11-2.13 and transformers 5.15-5.23. What is used and why
   that nobody runs, so the parts are put together here.
 - `nn.Module._compiled_call_impl`: an instance-level hook around `__call__`, made for `nn.Module.compile`. It sees a
   call with the module's own hooks inside and leaves `forward` alone, whoever else has replaced it.
-- `masking_utils.find_packed_sequence_indices` reads values to find packed sequences. On fake tensors it cannot, assumes
-  them, and so costs SDPA's fast path.
+- `masking_utils.find_packed_sequence_indices` reads values; on fake tensors it assumes packing (no fast path).
 - `config._experts_implementation`: mixture-of-experts modules loop over the experts that were hit, which fake tensors
   cannot tell; `batched_mm` has the same result shape and no such loop.
 """
@@ -144,8 +143,7 @@ class Shapes(ShapeEnv):
         self.equalities_allowed = True
 
     def _get_stack_summary(self, is_debug: bool = False, framework_loc: str | None = None) -> tuple[SLoc, str]:
-        """Nobody reads where a symbol came from; finding out would import all of torch's compiler (0.4 s)."""
-        return SLoc(framework_loc, None), ""
+        return SLoc(framework_loc, None), ""  # the real one imports all of torch's compiler (0.4 s)
 
     def _log_guard(self, prefix: str, g: Any, forcing_spec: bool) -> None:
         if g.has(sympy.Eq) and not self.equalities_allowed:

@@ -48,7 +48,8 @@ class CompressionCallback(Callback):
         cache_on_device: keep activations on the device between steps.
         verify: read the checkpoint back and compare it with the module.
         tokenizer: saved with the checkpoint; a tokenizer or processor.
-        max_shard_size: of one safetensors file.
+        resume: `auto` continues an interrupted run with the same recipe, model and data that `output_dir` holds;
+            `never` starts over.
         seed: for shuffling calibration loaders.
 
     Raises:
@@ -67,11 +68,13 @@ class CompressionCallback(Callback):
         cache_on_device: bool = False,
         verify: bool = True,
         tokenizer: SavesPretrained | None = None,
-        max_shard_size: str = "5GB",
+        resume: Literal["auto", "never"] = "auto",
         seed: int = 0,
     ) -> None:
         if when not in ("after_train", "only"):
             raise ValueError(f"when={when!r} is not known; use 'after_train' or 'only'.")
+        if resume not in ("auto", "never"):
+            raise ValueError(f"resume={resume!r} is not known; use 'auto' or 'never'.")
         if max_samples is not None and max_samples < 1:
             raise ValueError(f"max_samples={max_samples} leaves no calibration data; give a positive number.")
         self.settings = Settings(
@@ -81,7 +84,7 @@ class CompressionCallback(Callback):
             sequential_targets=None if sequential_targets is None else tuple(sequential_targets),
             cache_on_device=cache_on_device,
             verify=verify,
-            max_shard_size=max_shard_size,
+            resume=resume == "auto",
             tokenizer=tokenizer,
         )
         self.when = when

@@ -2,10 +2,9 @@
 drives."""
 
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -14,11 +13,11 @@ from lightning_compress.calibration.batches import CalibrationSet
 from lightning_compress.calibration.loop import Calibration, calibrate
 from lightning_compress.calibration.prepare import calibrating, check_layout, needs_data, prepare
 from lightning_compress.calibration.records import SubgraphRecord
-from lightning_compress.calibration.solve import QuantizedModule
+from lightning_compress.calibration.resume import fingerprints
 from lightning_compress.calibration.target import Target, find_target
-from lightning_compress.export.checkpoint import SavesPretrained, check_output_dir, write_checkpoint
-from lightning_compress.export.packing import PackedModule, nbytes, pack, packed_state_dict
+from lightning_compress.export.checkpoint import SavesPretrained, check_output_dir
 from lightning_compress.export.verify import Verification, verify
+from lightning_compress.export.writer import CheckpointWriter, Unwritten
 from lightning_compress.graph.stages import Schedule
 from lightning_compress.recipe.config import Recipe
 from lightning_compress.recipe.resolve import ResolvedRecipe, resolve
@@ -34,7 +33,7 @@ class Settings:
         sequential_targets: what is onloaded at a time; None takes the model's layers.
         cache_on_device: keep activations on the device between steps instead of in host memory.
         verify: read the checkpoint back and compare.
-        max_shard_size: of one safetensors file.
+        resume: continue an interrupted run that is the same, if `output_dir` holds one.
     """
 
     recipe: Recipe
@@ -43,7 +42,7 @@ class Settings:
     sequential_targets: tuple[str, ...] | None = None
     cache_on_device: bool = False
     verify: bool = True
-    max_shard_size: str = "5GB"
+    resume: bool = True
     tokenizer: SavesPretrained | None = None
 
 
@@ -98,40 +97,60 @@ def run_job(job: Job, max_subgraphs: int | None = None) -> Generator[SubgraphRec
 
     Args:
         job: from `prepare_job`.
-        max_subgraphs: stop after so many, without writing a checkpoint.
+        max_subgraphs: stop after so many, without writing anything.
 
     Yields:
-        A record per finished subgraph. Sending True in return stops the run there: the report says partial.
+        A record per finished subgraph. Sending True in return stops the run there: the report says partial, and what is
+        written is continued by the next run.
 
     Returns:
         The report, once exhausted.
+
+    Raises:
+        OutputDirectoryError: the output folder holds an unfinished run of something else, or cannot be written to.
     """
     start = time.perf_counter()
     root = job.target.root
-    bytes_before = _model_bytes(root, {})
-    packed: dict[str, PackedModule] = {}
+    bytes_before = _num_bytes(root)
+    output_dir = job.settings.output_dir if max_subgraphs is None else None
+    writer = None if output_dir is None else _writer(job, output_dir)
+    num_resumed = 0 if writer is None else len(writer.finished)
     records: list[SubgraphRecord] = []
-
-    def write(quantized: QuantizedModule) -> int:
-        packed[quantized.module] = pack(quantized)
-        return nbytes(packed[quantized.module])
-
     stop: bool | None = False
     with calibrating(root):
         try:
-            for record in calibrate(job.run, write):
+            for record in calibrate(job.run, writer or Unwritten()):
                 records.append(record)
                 stop = yield record
                 if stop or len(records) == max_subgraphs:
                     break
         except Exception as error:
-            error.add_note(_what_changed(job, packed))
+            error.add_note(_what_changed(job, records))
             raise
         partial = len(records) < len(job.run.subgraphs)
-        output_dir = None if partial else job.settings.output_dir
-        verification = None if output_dir is None else _export(job, packed, output_dir)
-    report = Report(
-        model=type(root).__name__,
+        verification = None
+        if writer is not None and not partial:
+            writer.close(job.settings.tokenizer)
+            verification = _verified(job, writer.folder)
+    total_s = job.prepare_s + time.perf_counter() - start
+    report = _report(job, records, bytes_before, total_s, writer, num_resumed, verification)
+    if output_dir is not None and not partial:
+        report.save(output_dir)
+    return report
+
+
+def _report(
+    job: Job,
+    records: Sequence[SubgraphRecord],
+    bytes_before: int,
+    total_s: float,
+    writer: CheckpointWriter | None,
+    num_resumed: int,
+    verification: Verification | None,
+) -> Report:
+    saved = sum(module.bytes_before - module.bytes_after for record in records for module in record.modules)
+    return Report(
+        model=type(job.target.root).__name__,
         recipe=job.resolved.recipe.to_dict(),
         schedule=job.schedule.value,
         device=_device_name(job.run.device),
@@ -141,42 +160,55 @@ def run_job(job: Job, max_subgraphs: int | None = None) -> Generator[SubgraphRec
         num_batches=len(job.data.batches) if job.data is not None else 0,
         has_padding=job.data is not None and job.data.has_padding,
         bytes_before=bytes_before,
-        bytes_after=_model_bytes(root, packed),
+        bytes_after=bytes_before - saved,
         trace_s=job.prepare_s,
-        total_s=job.prepare_s + time.perf_counter() - start,
-        output_dir=None if output_dir is None else str(output_dir),
+        total_s=total_s,
+        output_dir=None if writer is None else str(writer.folder),
         verification=verification,
-        is_partial=partial,
+        is_partial=len(records) < len(job.run.subgraphs),
+        num_resumed=num_resumed,
         extra={},
     )
-    if output_dir is not None:
-        report.save(output_dir)
-    return report
 
 
-def _what_changed(job: Job, packed: Mapping[str, PackedModule]) -> str:
+def _writer(job: Job, output_dir: Path) -> CheckpointWriter:
+    layout = {
+        "schedule": job.schedule.value,
+        "subgraphs": [(part.name, part.solved) for part in job.run.subgraphs],
+        "device": job.run.device.type,
+    }
+    batches = job.data.batches if job.data is not None else ()
+    given = fingerprints(job.resolved.recipe.to_dict(), layout, job.target.root, batches)
+    return CheckpointWriter(
+        output_dir, job.target.root, job.resolved, job.run.subgraphs, given, resume=job.settings.resume
+    )
+
+
+def _what_changed(job: Job, records: Sequence[SubgraphRecord]) -> str:
     """For a run that failed: the model in memory is as before but for these."""
-    changed = [part.name for part in job.run.subgraphs if not packed.keys().isdisjoint(part.solved)]
-    names = ", ".join(changed) or "none"
-    return f"Subgraphs of the model in memory that hold quantized weights already: {names}. Nothing was written."
+    changed = ", ".join(part.name for part in job.run.subgraphs[: len(records)] if part.solved) or "none"
+    failed = job.run.subgraphs[min(len(records), len(job.run.subgraphs) - 1)].name
+    written = "Nothing was written."
+    if job.settings.output_dir is not None and records:
+        written = f"{len(records)} finished subgraphs are in {job.settings.output_dir}; the same run continues there."
+    return (
+        f"Subgraphs of the model in memory that hold quantized weights already: {changed}; perhaps some of {failed}, "
+        f"where it failed. {written}"
+    )
 
 
-def _export(job: Job, packed: Mapping[str, PackedModule], output_dir: Path) -> Verification | None:
-    """Write the checkpoint and read it back."""
-    root = job.target.root
-    write_checkpoint(output_dir, root, job.resolved, packed, job.settings.tokenizer, job.settings.max_shard_size)
+def _verified(job: Job, folder: Path) -> Verification | None:
+    """Read the checkpoint back, if that is wanted."""
     if not job.settings.verify:
         return None
     batch = job.data.batches[0] if job.data is not None else None
-    return verify(output_dir, root, packed, batch, "the first calibration batch")
+    return verify(folder, job.target.root, job.resolved.assignments, batch, "the first calibration batch")
 
 
-def _model_bytes(root: nn.Module, packed: Mapping[str, PackedModule]) -> int:
-    """Bytes of the state dict with the packed weights in place; tied tensors count once."""
-    seen: dict[tuple[int, Any], int] = {}
-    for tensor in packed_state_dict(root, packed).values():
-        seen[tensor.data_ptr(), tensor.shape] = tensor.nbytes
-    return sum(seen.values())
+def _num_bytes(root: nn.Module) -> int:
+    """Bytes of the state dict; tied tensors count once."""
+    tensors = root.state_dict(keep_vars=True).values()
+    return sum({id(tensor): tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor)}.values())
 
 
 def _device_name(device: torch.device) -> str:

@@ -30,6 +30,7 @@ class Report:
         trace_s, total_s: preparation, and everything up to the verified checkpoint.
         output_dir: where the checkpoint is; None where nothing was written.
         verification: None where nothing was written or reading it back was switched off.
+        num_resumed: subgraphs that an interrupted run had finished before.
         is_partial: not all subgraphs were quantized (`fast_dev_run`, or the Trainer was told to stop).
         extra: figures that the caller adds, e.g. perplexities.
     """
@@ -50,6 +51,7 @@ class Report:
     output_dir: str | None
     verification: Verification | None
     is_partial: bool
+    num_resumed: int
     extra: dict[str, float]
 
     @property
@@ -111,8 +113,11 @@ class Report:
                     "does not store them), which "
                     f"changes outputs by up to {self.verification.max_abs_difference_as_loaded or 0.0:.2g}"
                 )
+        if self.num_resumed:
+            lines.append(f"continued an interrupted run, which had finished {self.num_resumed} subgraphs")
         if self.is_partial:
-            lines.append("PARTIAL: not every subgraph was quantized, and no checkpoint was written")
+            where = "nothing was written" if self.output_dir is None else f"the same run continues in {self.output_dir}"
+            lines.append(f"PARTIAL: not every subgraph was quantized; {where}")
         elif self.output_dir is not None:
             lines.append(f"checkpoint: {self.output_dir}")
         return "\n".join(lines)

@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from lightning_compress.calibration.loop import calibrate
 from lightning_compress.calibration.prepare import calibrating
 from lightning_compress.errors import NonFiniteError, SolveError, UnsupportedModelError
+from lightning_compress.export.checkpoint import INCOMPLETE
+from lightning_compress.export.writer import Unwritten
 from lightning_compress.memory.activations import ActivationCache
 from lightning_compress.memory.store import HostWeights
 from lightning_compress.memory.tracker import LiveMemory
@@ -93,18 +95,18 @@ def broken_llama() -> nn.Module:
 
 
 def test_activations_that_are_not_finite(tmp_path: Path) -> None:
-    """The modules are named, the subgraphs that changed too (the one in the making included), and nothing is
-    written."""
+    """The modules are named, the subgraphs that changed too (the one in the making included), and what is written is
+    no checkpoint."""
     model = broken_llama()
     before, weights = state_of(model), copy.deepcopy(model.state_dict())
     with pytest.raises(NonFiniteError) as caught:
         compress(model, token_batches(), recipe(4), tmp_path / "out")
     message = str(caught.value)
     assert "The input of model.layers.1.mlp.gate_proj, model.layers.1.mlp.up_proj holds NaN or Inf" in message
-    assert "Nothing was written" in message
     assert caught.value.__notes__ == [
-        "Subgraphs of the model in memory that hold quantized weights already: model.layers.0, model.layers.1. "
-        "Nothing was written."
+        "Subgraphs of the model in memory that hold quantized weights already: model.layers.0; perhaps some of "
+        "model.layers.1, where it failed. "
+        f"2 finished subgraphs are in {tmp_path / 'out'}; the same run continues there."
     ]
     assert state_of(model) == before
     changed = {
@@ -113,7 +115,7 @@ def test_activations_that_are_not_finite(tmp_path: Path) -> None:
         if not torch.equal(t, weights[name])
     }
     assert all(LAYER.format(0) in name or LAYER.format(1) in name for name in changed)
-    assert list(tmp_path.iterdir()) == []
+    assert not (tmp_path / "out" / "config.json").exists()
 
 
 def test_failing_in_the_first_subgraph_says_that_nothing_changed() -> None:
@@ -125,7 +127,7 @@ def test_failing_in_the_first_subgraph_says_that_nothing_changed() -> None:
     assert "hold quantized weights already: none" in caught.value.__notes__[0]
 
 
-def test_stopping_early_is_partial_and_writes_nothing(tmp_path: Path) -> None:
+def test_stopping_early_is_partial_and_leaves_no_checkpoint(tmp_path: Path) -> None:
     model = tiny_llama(3)
     generator = run_job(prepare(model, token_batches(), recipe(4), tmp_path / "out"))
     names = [next(generator).name, next(generator).name]
@@ -134,9 +136,10 @@ def test_stopping_early_is_partial_and_writes_nothing(tmp_path: Path) -> None:
     report = stopped.value.value
     assert names == ["model.embed_tokens", "model.layers.0"]
     assert report.is_partial
-    assert report.output_dir is None
+    assert f"the same run continues in {tmp_path / 'out'}" in report.summary()
     assert {record.subgraph for record in report.modules} == {"model.layers.0"}
-    assert list(tmp_path.iterdir()) == []
+    assert (tmp_path / "out" / INCOMPLETE).exists()
+    assert not (tmp_path / "out" / "config.json").exists()
 
 
 def test_closing_the_generator_restores_the_model() -> None:
@@ -270,7 +273,7 @@ def test_memory_does_not_grow_with_depth(monkeypatch: pytest.MonkeyPatch, schedu
         at_home = list(job.target.root.state_dict().values())
         with calibrating(job.target.root), LiveMemory() as memory:
             memory.ignore(*at_home)
-            for record in calibrate(job.run, lambda quantized: 0):
+            for record in calibrate(job.run, Unwritten()):
                 assert record.index < record.num_subgraphs
         peaks[depth], left[depth] = memory.peak_bytes, memory.live_bytes
     assert peaks[2] == peaks[4] == peaks[8], peaks
@@ -283,7 +286,7 @@ def test_memory_of_basic_grows_with_depth(monkeypatch: pytest.MonkeyPatch) -> No
     for depth in (2, 4):
         job = prepare(tiny_llama(depth), token_batches(), recipe(4), schedule="basic")
         with calibrating(job.target.root), LiveMemory() as memory:
-            for _ in calibrate(job.run, lambda quantized: 0):
+            for _ in calibrate(job.run, Unwritten()):
                 pass
         peaks.append(memory.peak_bytes)
     assert peaks[1] > 1.4 * peaks[0]
@@ -301,7 +304,7 @@ def test_activations_of_a_batch_do_not_grow_with_depth() -> None:
         at_home = list(job.target.root.state_dict().values())
         with calibrating(job.target.root), LiveMemory() as memory:
             memory.ignore(*at_home)
-            for _ in calibrate(job.run, lambda quantized: 0):
+            for _ in calibrate(job.run, Unwritten()):
                 pass
         peaks.append(memory.peak_bytes)
     assert peaks[1] < 1.05 * peaks[0], peaks
@@ -311,7 +314,7 @@ def test_values_are_dropped_at_their_last_use() -> None:
     """Between subgraphs the cache holds the one hidden state that crosses the cut (and what all layers read), not its
     history."""
     job = prepare(tiny_llama(4), token_batches(), recipe(4))
-    sizes = [record.activation_bytes for record in calibrate(job.run, lambda quantized: 0)]
+    sizes = [record.activation_bytes for record in calibrate(job.run, Unwritten())]
     hidden = 4 * 2 * 16 * 32 * 4
     assert sizes[1] == sizes[2] == sizes[3]
     assert hidden <= sizes[1] < 2 * hidden
@@ -326,7 +329,7 @@ def test_recompute_gives_the_same_weights_in_less_memory() -> None:
         job = prepare(model, token_batches(32), recipe(4), schedule=schedule)
         with calibrating(model), LiveMemory() as memory:
             memory.ignore(*model.state_dict().values())
-            for _ in calibrate(job.run, lambda quantized: 0):
+            for _ in calibrate(job.run, Unwritten()):
                 pass
         peaks[schedule], weights[schedule] = memory.peak_bytes, list(model.parameters())
     assert all(torch.equal(*pair) for pair in zip(*weights.values(), strict=True))

@@ -10,7 +10,6 @@ from lightning_compress.calibration.solve import QuantizedModule
 from lightning_compress.export.packing import (
     nbytes,
     pack,
-    packed_state_dict,
     quantization_config,
     scheme_format,
     unpack,
@@ -74,12 +73,3 @@ def test_config_of_one_and_of_several_schemes() -> None:
         "pack-quantized",
         "int-quantized",
     )
-
-
-def test_the_state_dict_keeps_everything_else() -> None:
-    model = tiny_llama(1)
-    name = "model.layers.0.mlp.up_proj"
-    state = packed_state_dict(model, {name: {"weight_packed": torch.zeros(1), "weight_scale": torch.ones(1)}})
-    expected = set(model.state_dict()) - {f"{name}.weight"} | {f"{name}.weight_packed", f"{name}.weight_scale"}
-    assert set(state) == expected
-    assert not any(tensor.requires_grad for tensor in state.values())

@@ -169,7 +169,7 @@ def test_mixed_recipe_names_its_modules(tmp_path: Path) -> None:
 
 
 def test_several_shards(tmp_path: Path) -> None:
-    check(tiny_llama(2), tmp_path / "out", recipe(4), token_batches(), max_shard_size="10KB")
+    check(tiny_llama(2), tmp_path / "out", recipe(4), token_batches())
     shards = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
     assert len(shards) > 2
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())

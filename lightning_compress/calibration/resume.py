@@ -1,0 +1,181 @@
+"""The manifest of an output folder: what a run is made of, and which of its subgraphs are finished.
+
+`manifest.jsonl` starts with a line of fingerprints; then comes one line per finished subgraph, in order, with the shard
+that holds it and the shard's checksum. A line is appended, and synced, after its shard is in place, so whenever a run
+dies, the lines that are there are true. What was being written then is lost: at most one subgraph.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_compress.calibration.records import ModuleRecord, SubgraphRecord
+from lightning_compress.errors import OutputDirectoryError
+from lightning_compress.graph.compat import pytree
+
+MANIFEST = "manifest.jsonl"
+_SOFTWARE = ("lightning-compress", "torch", "transformers", "compressed-tensors")
+_SAMPLES = 256
+
+
+@dataclass(frozen=True)
+class Finished:
+    """One line of the manifest.
+
+    Attributes:
+        record: what happened in the subgraph.
+        shard: name of the file that holds its tensors; None if it has none.
+        sha256: of that file.
+        nbytes: of that file.
+        keys: names of the tensors in it.
+    """
+
+    record: SubgraphRecord
+    shard: str | None
+    sha256: str
+    nbytes: int
+    keys: tuple[str, ...]
+
+
+def fingerprints(
+    recipe: Mapping[str, object], layout: object, root: nn.Module, batches: Iterable[Any]
+) -> dict[str, str]:
+    """Digests of everything that decides the result; runs that agree in all of them can continue one another.
+
+    Args:
+        recipe: as plain containers.
+        layout: schedule and subgraphs, as plain containers.
+        root: the model; of every tensor up to 256 evenly spaced values are read.
+        batches: the calibration set, all of it.
+    """
+    state = root.state_dict()
+    return {
+        "recipe": _digest(_json(recipe)),
+        "layout": _digest(_json(layout)),
+        "model": _digest(*(part for name, tensor in state.items() for part in _described(name, tensor, _SAMPLES))),
+        "data": _digest(
+            *(part for batch in batches for leaf in pytree.tree_leaves(batch) for part in _described("", leaf, None))
+        ),
+        "software": _digest(_json({name: version(name) for name in _SOFTWARE})),
+    }
+
+
+def _described(name: str, value: object, num_samples: int | None) -> Iterable[bytes]:
+    yield name.encode()
+    if not isinstance(value, Tensor):
+        yield repr(value).encode()
+        return
+    yield f"{value.dtype} {list(value.shape)}".encode()
+    flat = value.detach().reshape(-1)
+    step = max(flat.numel() // num_samples, 1) if num_samples else 1
+    yield flat[::step].cpu().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def _digest(*parts: bytes) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def _json(value: object) -> bytes:
+    return json.dumps(value, sort_keys=True, default=str).encode()
+
+
+def start_manifest(folder: Path, given: Mapping[str, str]) -> None:
+    """Write a new manifest that holds the fingerprints only."""
+    replace_file(folder / MANIFEST, json.dumps({"schema": 1, "fingerprints": dict(given)}).encode() + b"\n")
+
+
+def append_finished(folder: Path, finished: Finished) -> None:
+    """Append a line; it is on disk when this returns."""
+    with (folder / MANIFEST).open("ab") as file:
+        file.write(json.dumps(asdict(finished)).encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_manifest(folder: Path, given: Mapping[str, str]) -> list[Finished]:
+    """The finished subgraphs of an interrupted run, if it was the same run as the one with the `given` fingerprints.
+
+    A line that was cut off is dropped from the file; so is everything from the first shard that is not there.
+
+    Raises:
+        OutputDirectoryError: the manifest is of another run, or a shard is not what the manifest says.
+    """
+    path = folder / MANIFEST
+    lines = [line for line in path.read_bytes().split(b"\n")[:-1] if line]
+    header = json.loads(lines[0]) if lines else {}
+    differing = [name for name, digest in given.items() if header.get("fingerprints", {}).get(name) != digest]
+    if differing:
+        raise OutputDirectoryError(
+            f"{folder} holds an unfinished run that differs in {' and '.join(differing)}, so it cannot be continued. "
+            "Give another output_dir, or resume='never' to start over there."
+        )
+    finished: list[Finished] = []
+    for line in lines[1:]:
+        entry = _parsed(json.loads(line))
+        if entry.shard is not None and not (folder / entry.shard).is_file():
+            break
+        _check_shard(folder, entry)
+        finished.append(entry)
+    whole = b"\n".join(lines[: 1 + len(finished)]) + b"\n"
+    if path.read_bytes() != whole:
+        replace_file(path, whole)
+    return finished
+
+
+def _parsed(line: dict[str, Any]) -> Finished:
+    record = line["record"]
+    modules = tuple(ModuleRecord(**_with_tuples(module)) for module in record["modules"])
+    return Finished(**{**_with_tuples(line), "record": SubgraphRecord(**{**record, "modules": modules})})
+
+
+def _with_tuples(entry: dict[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
+
+
+def _check_shard(folder: Path, entry: Finished) -> None:
+    if entry.shard is None:
+        return
+    path = folder / entry.shard
+    if path.stat().st_size != entry.nbytes or file_digest(path) != entry.sha256:
+        raise OutputDirectoryError(
+            f"{path}, which holds subgraph {entry.record.name}, is not what was written (its size or checksum differs "
+            "from the manifest). Restore it, or delete it: then this and all later subgraphs are computed anew."
+        )
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file so that it holds either what it held, or all of `content`."""
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.rename(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Let names that were given to files survive a power failure."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,261 @@
+"""The checkpoint folder, written while the run goes on: one safetensors shard per subgraph, then the index, then
+config.json.
+
+A shard is written under another name, synced, and renamed; then the manifest gets its line (`calibration.resume`).
+`config.json` and the index come last and a file INCOMPLETE is there until then, so no loader takes an unfinished folder
+for a checkpoint, and a run that is started again continues it. Only one subgraph's packed tensors are in memory.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import final
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from lightning_compress.calibration.records import SubgraphRecord
+from lightning_compress.calibration.resume import (
+    MANIFEST,
+    Finished,
+    append_finished,
+    file_digest,
+    read_manifest,
+    replace_file,
+    start_manifest,
+    sync_folder,
+)
+from lightning_compress.calibration.solve import QuantizedModule, Restored
+from lightning_compress.errors import OutputDirectoryError
+from lightning_compress.export.checkpoint import INCOMPLETE, MARKER, SavesPretrained, check_output_dir, checkpoint_names
+from lightning_compress.export.packing import PACKED_NAMES, PackedModule, nbytes, pack, quantization_config, unpack
+from lightning_compress.graph.stages import Subgraph
+from lightning_compress.recipe.resolve import ResolvedRecipe
+
+_NOTICE = (
+    "This folder holds an unfinished run of lightning_compress and is no checkpoint yet.\n"
+    "Start the same run again to continue it where it stopped (manifest.jsonl says where), or delete the folder.\n"
+)
+
+
+@final
+class Unwritten:
+    """The output of a run that leaves no more than the model in memory: everything is packed, measured, and dropped."""
+
+    finished: tuple[SubgraphRecord, ...] = ()
+
+    def restore(self, index: int, module: str) -> Restored:
+        raise AssertionError("nothing is finished")
+
+    def pack(self, quantized: QuantizedModule) -> int:
+        return nbytes(pack(quantized))
+
+    def commit(self, subgraph: Subgraph, record: SubgraphRecord) -> None:
+        pass
+
+
+@final
+class CheckpointWriter:
+    """Writes what `calibrate` quantizes; knows what an interrupted run has written already.
+
+    Args:
+        folder: the checkpoint; created if needed. A finished checkpoint of ours in it is replaced when the first
+            subgraph is.
+        root: the model.
+        resolved: its recipe.
+        subgraphs: of the run.
+        fingerprints: see `calibration.resume.fingerprints`.
+        resume: continue an unfinished run that is the same; otherwise start over.
+
+    Raises:
+        OutputDirectoryError: the folder is not ours, or holds an unfinished run of something else.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        root: nn.Module,
+        resolved: ResolvedRecipe,
+        subgraphs: Sequence[Subgraph],
+        fingerprints: Mapping[str, str],
+        resume: bool = True,
+    ) -> None:
+        check_output_dir(folder)
+        self.folder = folder
+        self._root = root
+        self._resolved = resolved
+        self._parts = _parts(root, subgraphs)
+        numbered = [number for number, keys in enumerate(self._parts) if keys]
+        self._shards = {
+            number: f"model-{count:05d}-of-{len(numbered):05d}.safetensors" for count, number in enumerate(numbered, 1)
+        }
+        self._packed: dict[str, PackedModule] = {}
+        self._fingerprints = fingerprints
+        self._lines: list[Finished] = []
+        self._is_begun = resume and (folder / INCOMPLETE).is_file() and (folder / MANIFEST).is_file()
+        if self._is_begun:
+            self._lines = read_manifest(folder, fingerprints)
+            for leftover in folder.glob(".*.partial"):
+                leftover.unlink()
+
+    @property
+    def finished(self) -> tuple[SubgraphRecord, ...]:
+        """The subgraphs that an earlier, interrupted run has finished."""
+        return tuple(line.record for line in self._lines)
+
+    def pack(self, quantized: QuantizedModule) -> int:
+        """Pack a module of the subgraph that is being solved; returns its packed bytes."""
+        self._packed[quantized.module] = pack(quantized)
+        return nbytes(self._packed[quantized.module])
+
+    def restore(self, index: int, module: str) -> Restored:
+        """A module of subgraph `index` as its shard holds it."""
+        with safe_open(self.folder / self._shards[index], framework="pt") as file:
+            stored = set(file.keys())
+            named = {local: _stored_key(self._root, f"{module}.{local}") for local in PACKED_NAMES}
+            packed = {local: file.get_tensor(key) for local, key in named.items() if key in stored}
+        weight = unpack(packed, self._resolved.assignments[module].scheme)
+        return Restored(weight, packed.get("input_scale"), packed.get("input_zero_point"))
+
+    def commit(self, subgraph: Subgraph, record: SubgraphRecord) -> None:
+        """Write the subgraph's shard, while its weights are at hand, and add it to the manifest."""
+        if not self._is_begun:
+            self._begin()
+        number = record.index
+        line = Finished(record, None, "", 0, ())
+        if number in self._shards:
+            keys = self._write(number)
+            path = self.folder / self._shards[number]
+            line = Finished(record, path.name, file_digest(path), path.stat().st_size, keys)
+        append_finished(self.folder, line)
+        self._lines.append(line)
+        self._packed.clear()
+
+    def close(self, tokenizer: SavesPretrained | None = None) -> None:
+        """Write what no subgraph holds, the tokenizer, the index and, last, config.json."""
+        tail = len(self._parts) - 1
+        weight_map = {key: line.shard for line in self._lines for key in line.keys}
+        if tail in self._shards:
+            weight_map.update(dict.fromkeys(self._write(tail), self._shards[tail]))
+        total = sum((self.folder / shard).stat().st_size for shard in self._shards.values())
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        _write_json(self.folder / "model.safetensors.index.json", index)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(str(self.folder))
+        _write_json(self.folder / MARKER, {"recipe": self._resolved.recipe.to_dict()})
+        config = _config_files(self._root, self.folder)
+        config["quantization_config"] = quantization_config(self._resolved, self._root, checkpoint_names(self._root))
+        _write_json(self.folder / "config.json", config)
+        (self.folder / INCOMPLETE).unlink()
+        sync_folder(self.folder)
+
+    def _begin(self) -> None:
+        """Make the folder an empty, unfinished one."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        replace_file(self.folder / INCOMPLETE, _NOTICE.encode())
+        for entry in sorted(self.folder.iterdir(), key=lambda path: path.name != "config.json"):
+            if entry.is_dir():
+                shutil.rmtree(entry)
+            elif entry.name != INCOMPLETE:
+                entry.unlink()
+        start_manifest(self.folder, self._fingerprints)
+        self._is_begun = True
+
+    def _write(self, number: int) -> tuple[str, ...]:
+        """Write a shard under a temporary name, sync it, rename it; returns the names of its tensors."""
+        path = self.folder / self._shards[number]
+        state = self._state(self._parts[number])
+        partial = path.with_name(f".{path.name}.partial")
+        try:
+            save_file(state, partial, metadata={"format": "pt"})
+            with partial.open("rb+") as file:
+                os.fsync(file.fileno())
+        except Exception as error:
+            partial.unlink(missing_ok=True)
+            needed = sum(tensor.nbytes for tensor in state.values())
+            free = shutil.disk_usage(self.folder).free
+            raise OutputDirectoryError(
+                f"{path.name} ({needed / 1e6:.1f} MB) could not be written to {self.folder}, where {free / 1e6:.1f} MB "
+                f"are free: {error}. Make room and start the same run again: it continues with this subgraph."
+            ) from error
+        partial.rename(path)
+        sync_folder(self.folder)
+        return tuple(state)
+
+    def _state(self, keys: Sequence[str]) -> dict[str, Tensor]:
+        """The checkpoint's tensors of these keys of the state dict, under their names in the original checkpoint."""
+        state: dict[str, Tensor] = {}
+        for key in keys:
+            module, _, name = key.rpartition(".")
+            if module in self._packed and name == "weight":
+                state.update({f"{module}.{local}": tensor for local, tensor in self._packed[module].items()})
+            else:
+                tensor = getattr(self._root.get_submodule(module), name)
+                state[key] = tensor.detach().cpu().contiguous()
+        if isinstance(self._root, PreTrainedModel):
+            state = revert_weight_conversion(self._root, state)
+        return dict(sorted(state.items()))
+
+
+def _parts(root: nn.Module, subgraphs: Sequence[Subgraph]) -> list[list[str]]:
+    """The keys of the state dict that each subgraph's shard holds, and after them those that no subgraph has.
+
+    A tied tensor is written once, with its first name that is not declared to be tied to another.
+    """
+    ignored = set(getattr(root, "_keys_to_ignore_on_save", None) or ())
+    tied = set(getattr(root, "all_tied_weights_keys", None) or ())
+    solved_by = {module: number for number, subgraph in enumerate(subgraphs) for module in subgraph.solved}
+    by_tensor: dict[object, list[str]] = {}
+    for key, tensor in root.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor) and key not in ignored:
+            by_tensor.setdefault(_identity(tensor), []).append(key)
+    waiting = dict.fromkeys(next((k for k in keys if k not in tied), keys[0]) for keys in by_tensor.values())
+    parts: list[list[str]] = []
+    for number, subgraph in enumerate(subgraphs):
+        prefixes = tuple(f"{module}." for module in subgraph.modules)
+        reached = [key for key in waiting if key in subgraph.tensors or (prefixes and key.startswith(prefixes))]
+        mine = [key for key in reached if solved_by.get(key.rpartition(".")[0], number) == number]
+        parts.append(mine)
+        for key in mine:
+            del waiting[key]
+    return [*parts, list(waiting)]
+
+
+def _identity(tensor: Tensor) -> object:
+    """Equal for tensors that are one in memory: safetensors stores no memory twice."""
+    if tensor.is_meta or tensor.numel() == 0:
+        return id(tensor)
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
+
+
+def _stored_key(root: nn.Module, key: str) -> str:
+    """The name in the checkpoint of a key of the state dict."""
+    if not isinstance(root, PreTrainedModel):
+        return key
+    return str(next(iter(revert_weight_conversion(root, {key: torch.empty(0)}))))
+
+
+def _config_files(root: nn.Module, folder: Path) -> dict[str, object]:
+    """Let transformers write what it writes beside the weights, and return the content of config.json, which waits."""
+    if not isinstance(root, PreTrainedModel):
+        return {}
+    dtype = root.config.dtype
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        root.save_pretrained(temporary, state_dict={})
+        root.config.dtype = dtype
+        config: dict[str, object] = json.loads((Path(temporary) / "config.json").read_text())
+        for file in Path(temporary).iterdir():
+            if file.name != "config.json" and file.suffix != ".safetensors":
+                file.replace(folder / file.name)
+    return config
+
+
+def _write_json(path: Path, content: Mapping[str, object]) -> None:
+    replace_file(path, (json.dumps(content, indent=2) + "\n").encode())

@@ -1,0 +1,244 @@
+"""An interrupted run is continued to the very bytes of an uninterrupted one.
+
+Seen to fail: with activations of the unquantized prefix, with a manifest line written before its shard, and without the
+quantized inputs of finished modules.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import compress, padded, prepare, recipe, run, tiny_llama, token_batches
+from torch import nn
+from transformers import AlbertConfig, AlbertModel, AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
+
+from lightning_compress.calibration.resume import MANIFEST
+from lightning_compress.errors import CompressionError, OutputDirectoryError
+from lightning_compress.export import writer
+from lightning_compress.export.checkpoint import INCOMPLETE, load_compressed
+from lightning_compress.plugin.job import Job, run_job
+
+STATIC = {"num_bits": 8, "strategy": "tensor", "dynamic": False}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """What has to be equal: everything but timings."""
+    timed = {MANIFEST, "report.json", "report.html"}
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in timed}
+
+
+def stopped(job: Job, num_subgraphs: int) -> None:
+    """Run so many subgraphs, then end as if told to."""
+    generator = run_job(job)
+    for _ in range(num_subgraphs):
+        next(generator)
+    with pytest.raises(StopIteration):
+        generator.send(True)
+
+
+def t5() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_decoder_layers": 3, "num_heads": 2}
+    return T5ForConditionalGeneration(T5Config(vocab_size=64, decoder_start_token_id=0, **sizes))
+
+
+def t5_batches() -> list[Any]:
+    return [{**batch, "decoder_input_ids": batch["input_ids"][:, :6]} for batch in padded(token_batches(length=9))]
+
+
+def albert() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"embedding_size": 8, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2}
+    return AlbertModel(AlbertConfig(vocab_size=64, intermediate_size=16, **sizes))
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Any]], dict[str, Any], str]] = {
+    "staged": (lambda: tiny_llama(3), token_batches, {}, "staged"),
+    "recompute": (lambda: tiny_llama(3), token_batches, {}, "recompute"),
+    "block": (lambda: tiny_llama(3), token_batches, {}, "block"),
+    "bf16": (lambda: tiny_llama(3, dtype=torch.bfloat16), token_batches, {}, "staged"),
+    "static inputs": (
+        lambda: tiny_llama(3),
+        token_batches,
+        {"scheme": {"weights": {"num_bits": 8, "strategy": "channel"}, "input_activations": STATIC}},
+        "staged",
+    ),
+    "one statistic for many subgraphs": (t5, t5_batches, {"group_size": 16}, "staged"),
+    "shared layers": (albert, token_batches, {"group_size": 8}, "staged"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_stopped_after_every_subgraph(case: str, tmp_path: Path) -> None:
+    build, batches, options, schedule = CASES[case]
+    given = recipe(4, **options) if "scheme" not in options else recipe(**options)
+
+    def job(folder: str) -> Job:
+        return prepare(build().eval(), batches(), given, tmp_path / folder, schedule=schedule, verify=False)
+
+    whole = run(job("whole"))
+    expected = contents(tmp_path / "whole")
+    for number in range(1, len(whole.subgraphs)):
+        folder = tmp_path / str(number)
+        stopped(job(str(number)), number)
+        assert (folder / INCOMPLETE).is_file()
+        assert not (folder / "config.json").exists()
+        again = job(str(number))
+        report = run(again)
+        assert report.num_resumed == number
+        assert [record.module for record in report.modules] == [record.module for record in whole.modules]
+        assert [record.error for record in report.modules] == [record.error for record in whole.modules]
+        assert contents(folder) == expected
+        assert not (folder / INCOMPLETE).exists()
+
+
+def test_the_model_in_memory_is_the_checkpoint_after_resuming(tmp_path: Path) -> None:
+    """Also where all that was left to do was the last step."""
+    for number in (2, 4):
+        out = tmp_path / str(number)
+        generator = run_job(prepare(tiny_llama(3), token_batches(), recipe(4), out))
+        for _ in range(number):
+            next(generator)
+        generator.close()
+        report = compress(tiny_llama(3), token_batches(), recipe(4), out)
+        assert report.verification is not None
+        assert report.verification.passed
+        assert f"had finished {number} subgraphs" in report.summary()
+
+
+def test_a_run_of_something_else_is_not_continued(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    stopped(prepare(tiny_llama(2), token_batches(), recipe(4), out), 2)
+    before = contents(out)
+    others = {
+        "recipe": (tiny_llama(2), token_batches(), recipe(3), {}),
+        "layout": (tiny_llama(2), token_batches(), recipe(4), {"schedule": "block"}),
+        "model": (tiny_llama(2, seed=1), token_batches(), recipe(4), {}),
+        "data": (tiny_llama(2), token_batches(seed=1), recipe(4), {}),
+    }
+    for name, (model, batches, given, settings) in others.items():
+        with pytest.raises(OutputDirectoryError, match=rf"differs in {name}, so .* resume='never' to start over"):
+            compress(model, batches, given, out, **settings)
+        assert contents(out) == before
+    report = compress(tiny_llama(2), token_batches(), recipe(3), out, resume=False)
+    assert report.num_resumed == 0
+    assert AutoModelForCausalLM.from_pretrained(out) is not None
+
+
+def test_a_line_that_was_cut_off_does_not_count(tmp_path: Path) -> None:
+    run(prepare(tiny_llama(2), token_batches(), recipe(4), tmp_path / "whole"))
+    stopped(prepare(tiny_llama(2), token_batches(), recipe(4), tmp_path / "out"), 2)
+    manifest = tmp_path / "out" / MANIFEST
+    manifest.write_bytes(manifest.read_bytes()[:-20])
+    report = run(prepare(tiny_llama(2), token_batches(), recipe(4), tmp_path / "out"))
+    assert report.num_resumed == 1
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_a_shard_that_changed_or_is_gone(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run(prepare(tiny_llama(3), token_batches(), recipe(4), tmp_path / "whole"))
+    stopped(prepare(tiny_llama(3), token_batches(), recipe(4), out), 3)
+    shard = out / json.loads((out / MANIFEST).read_text().splitlines()[2])["shard"]
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    for broken in (bytes(content), bytes(content[:-100])):
+        shard.write_bytes(broken)
+        with pytest.raises(OutputDirectoryError, match=r"holds subgraph model.layers.0, is not what.*delete"):
+            run(prepare(tiny_llama(3), token_batches(), recipe(4), out))
+    shard.unlink()
+    assert run(prepare(tiny_llama(3), token_batches(), recipe(4), out)).num_resumed == 1
+    assert contents(out) == contents(tmp_path / "whole")
+
+
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message says where, how much is missing, and that nothing is lost; then the run is continued."""
+    out = tmp_path / "out"
+    calls = []
+
+    def full(state: Any, path: Path, metadata: Any) -> None:
+        calls.append(path)
+        if len(calls) == 3:
+            Path(path).write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+        save(state, path, metadata=metadata)
+
+    save = writer.save_file
+    monkeypatch.setattr(writer, "save_file", full)
+    with pytest.raises(OutputDirectoryError, match=r"model-00003-of-00004.safetensors .* MB are free.*continues"):
+        compress(tiny_llama(2), token_batches(), recipe(4), out)
+    assert not list(out.glob(".*"))
+    report = compress(tiny_llama(2), token_batches(), recipe(4), out)
+    assert report.num_resumed == 2
+    run(prepare(tiny_llama(2), token_batches(), recipe(4), tmp_path / "whole"))
+    assert contents(out) == contents(tmp_path / "whole")
+
+
+def test_an_unfinished_folder_is_no_checkpoint(tmp_path: Path) -> None:
+    stopped(prepare(tiny_llama(2), token_batches(), recipe(4), tmp_path / "out"), 2)
+    with pytest.raises((OSError, ValueError)):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    with pytest.raises(CompressionError, match="holds no compressed checkpoint"):
+        load_compressed(tiny_llama(2), tmp_path / "out")
+
+
+KILLED = """
+import os, random, signal, sys, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from helpers import prepare, recipe, run, tiny_llama, token_batches
+from test_resume import contents
+
+def work(folder):
+    run(prepare(tiny_llama(4), token_batches(8), recipe(4), folder, verify=False))
+
+def child(folder, kill_after=None):
+    pid = os.fork()
+    if pid == 0:
+        sys.stdout = sys.stderr = open(os.devnull, "w")
+        try:
+            work(folder)
+        finally:
+            os._exit(0)
+    if kill_after is not None:
+        time.sleep(kill_after)
+        os.kill(pid, signal.SIGKILL)
+    return os.waitpid(pid, 0)[1]
+
+root = Path(sys.argv[1])
+work(root / "whole")  # and import what is imported late
+start = time.perf_counter()
+assert child(root / "timed") == 0
+took = time.perf_counter() - start
+expected = contents(root / "whole")
+assert "config.json" in expected
+num_resumed = 0
+for seed in range(20):
+    folder = root / str(seed)
+    chance = random.Random(seed)
+    child(folder, chance.uniform(0.4, 1.0) * took)
+    child(folder, chance.uniform(0.4, 1.0) * took)
+    num_resumed += (folder / "INCOMPLETE").exists() and (folder / "manifest.jsonl").read_text().count("\\n") > 1
+    assert child(folder) == 0
+    assert contents(folder) == expected, (seed, sorted(contents(folder)))
+print(num_resumed)
+"""
+
+
+def test_killed_at_any_instant(tmp_path: Path) -> None:
+    """20 runs, each killed twice (-9) at random instants and then let finish, in forks of one process."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", KILLED, str(tmp_path), str(Path(__file__).parents[1])],
+        env={**environment, "PYTHONPATH": str(Path(__file__).parent)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) >= 3, "some were to be killed between two subgraphs"
