@@ -247,13 +247,13 @@ def _config_files(root: nn.Module, folder: Path) -> dict[str, object]:
     if not isinstance(root, PreTrainedModel):
         return {}
     dtype = root.config.dtype
-    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+    with tempfile.TemporaryDirectory() as temporary:
         root.save_pretrained(temporary, state_dict={})
         root.config.dtype = dtype
         config: dict[str, object] = json.loads((Path(temporary) / "config.json").read_text())
         for file in Path(temporary).iterdir():
             if file.name != "config.json" and file.suffix != ".safetensors":
-                file.replace(folder / file.name)
+                replace_file(folder / file.name, file.read_bytes())
     return config
 
 
