@@ -4,6 +4,7 @@ from lightning_compress.algorithms.gptq import Gptq
 from lightning_compress.algorithms.rtn import Rtn
 from lightning_compress.errors import CompressionError
 from lightning_compress.export.checkpoint import load_compressed
+from lightning_compress.memory.source import parameters_on_meta
 from lightning_compress.plugin.callback import CompressionCallback
 from lightning_compress.plugin.compressor import Compressor
 from lightning_compress.plugin.strategy import SequentialOnloadStrategy, register
@@ -25,4 +26,5 @@ __all__ = [
     "SequentialOnloadStrategy",
     "load_compressed",
     "load_recipe",
+    "parameters_on_meta",
 ]

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -29,7 +30,7 @@ from lightning_compress.graph.execute import execute
 from lightning_compress.graph.stages import Group, Source, Step, Subgraph, last_steps
 from lightning_compress.graph.trace import Leaf, Traced
 from lightning_compress.memory.activations import ActivationCache, versions
-from lightning_compress.memory.store import HostWeights
+from lightning_compress.memory.store import WeightStore
 from lightning_compress.memory.tracker import peak_bytes, reset_peak
 from lightning_compress.recipe.resolve import ResolvedRecipe
 from lightning_compress.statistics import Statistic
@@ -69,7 +70,7 @@ class Calibration:
     needs: Mapping[Source, tuple[type[Statistic], ...]]
     masks: Mapping[Source, fx.Node]
     cache: ActivationCache
-    store: HostWeights
+    store: WeightStore
     device: torch.device
 
 
@@ -88,6 +89,8 @@ def calibrate(run: Calibration, output: Output) -> Iterator[SubgraphRecord]:
     progress = _Progress(run, output, last_steps(run.subgraphs), {}, len(output.finished))
     first_step = 0
     for index, subgraph in enumerate(run.subgraphs):
+        if index < progress.num_finished:
+            _take_from_output(run, subgraph, index, output)
         clock = _Clock(run.device)
         reset_peak(run.device)
         with run.store.onload(subgraph.modules, subgraph.tensors):
@@ -98,8 +101,19 @@ def calibrate(run: Calibration, output: Output) -> Iterator[SubgraphRecord]:
             else:
                 record = _solve(progress, subgraph, index, first_step, clock)
                 output.commit(subgraph, record)
+                _take_from_output(run, subgraph, index, output)
         first_step += len(subgraph.steps)
         yield record
+
+
+def _take_from_output(run: Calibration, subgraph: Subgraph, index: int, output: Output) -> None:
+    """A weight that is at home on disk is quantized from now on; later subgraphs that share it read the output."""
+    for name in subgraph.solved:
+        run.store.redirect(f"{name}.weight", partial(_restored_weight, output, index, name))
+
+
+def _restored_weight(output: Output, index: int, name: str) -> Tensor:
+    return output.restore(index, name).weight
 
 
 @dataclass(frozen=True)

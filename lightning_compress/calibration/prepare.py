@@ -17,7 +17,8 @@ from lightning_compress.graph.stages import Schedule, Source, Subgraph, datafree
 from lightning_compress.graph.targets import sequential_modules
 from lightning_compress.graph.trace import Traced, flatten_batch, leaf_input, token_mask_for, trace, violated_guards
 from lightning_compress.memory.activations import ActivationCache
-from lightning_compress.memory.store import HostWeights
+from lightning_compress.memory.source import WeightSource
+from lightning_compress.memory.store import WeightStore
 from lightning_compress.recipe.resolve import ResolvedRecipe
 from lightning_compress.statistics import Statistic
 
@@ -52,6 +53,7 @@ def prepare(
     sequential_targets: Sequence[str] | None = None,
     device: torch.device,
     cache_device: torch.device,
+    source: WeightSource | None = None,
 ) -> Calibration:
     """Trace the model and lay the run out.
 
@@ -63,6 +65,7 @@ def prepare(
         sequential_targets: what is onloaded at a time; None takes the model's layers.
         device: where subgraphs run.
         cache_device: where values wait between steps.
+        source: of parameters on the meta device.
 
     Raises:
         UnsupportedModelError: `datafree` with an algorithm that needs data, or a module that the forward never calls.
@@ -71,7 +74,7 @@ def prepare(
     """
     names = tuple(resolved.assignments)
     boundaries = check_layout(target, resolved, schedule, sequential_targets)
-    store = HostWeights(target.root, device)
+    store = WeightStore(target.root, device, source)
     if schedule is Schedule.DATAFREE:
         parts = datafree_subgraphs(_by_boundary(names, boundaries))
         return Calibration(

@@ -46,21 +46,24 @@ class Finished:
 
 
 def fingerprints(
-    recipe: Mapping[str, object], layout: object, root: nn.Module, batches: Iterable[Any]
+    recipe: Mapping[str, object], layout: object, root: nn.Module, weights: str, batches: Iterable[Any]
 ) -> dict[str, str]:
     """Digests of everything that decides the result; runs that agree in all of them can continue one another.
 
     Args:
         recipe: as plain containers.
         layout: schedule and subgraphs, as plain containers.
-        root: the model; of every tensor up to 256 evenly spaced values are read.
+        root: the model; of every tensor in memory up to 256 evenly spaced values are read.
+        weights: the fingerprint of the others' source.
         batches: the calibration set, all of it.
     """
     state = root.state_dict()
     return {
         "recipe": _digest(_json(recipe)),
         "layout": _digest(_json(layout)),
-        "model": _digest(*(part for name, tensor in state.items() for part in _described(name, tensor, _SAMPLES))),
+        "model": _digest(
+            weights.encode(), *(part for name, tensor in state.items() for part in _described(name, tensor, _SAMPLES))
+        ),
         "data": _digest(
             *(part for batch in batches for leaf in pytree.tree_leaves(batch) for part in _described("", leaf, None))
         ),
@@ -74,6 +77,8 @@ def _described(name: str, value: object, num_samples: int | None) -> Iterable[by
         yield repr(value).encode()
         return
     yield f"{value.dtype} {list(value.shape)}".encode()
+    if value.is_meta:
+        return
     flat = value.detach().reshape(-1)
     step = max(flat.numel() // num_samples, 1) if num_samples else 1
     yield flat[::step].cpu().contiguous().view(torch.uint8).numpy().tobytes()
@@ -153,6 +158,17 @@ def _check_shard(folder: Path, entry: Finished) -> None:
             f"{path}, which holds subgraph {entry.record.name}, is not what was written (its size or checksum differs "
             "from the manifest). Restore it, or delete it: then this and all later subgraphs are computed anew."
         )
+
+
+def damaged_shards(folder: Path) -> tuple[str, ...]:
+    """Names of the shards that are not what the manifest of a finished folder says."""
+    lines = (folder / MANIFEST).read_text().splitlines()[1:]
+    entries = [_parsed(json.loads(line)) for line in lines]
+    return tuple(
+        entry.shard
+        for entry in entries
+        if entry.shard is not None and file_digest(folder / entry.shard) != entry.sha256
+    )
 
 
 def file_digest(path: Path) -> str:

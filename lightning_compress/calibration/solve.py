@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_compress.algorithms.base import Solved, split
 from lightning_compress.errors import NonFiniteError, SolveError
 from lightning_compress.graph.stages import Group
-from lightning_compress.memory.store import HostWeights
+from lightning_compress.memory.store import WeightStore
 from lightning_compress.recipe.resolve import Assignment, ResolvedRecipe
 from lightning_compress.statistics import MinMax, Statistic
 
@@ -146,13 +146,13 @@ def solve_group(
     ]
 
 
-def apply(quantized: QuantizedModule, root: nn.Module, store: HostWeights) -> None:
+def apply(quantized: QuantizedModule, root: nn.Module, store: WeightStore) -> None:
     """Let the model compute with the quantized weight and, where the scheme says so, with quantized inputs."""
     found = Restored(quantized.dequantized(), quantized.input_scale, quantized.input_zero_point)
     put(found, quantized.module, quantized.scheme, root, store)
 
 
-def put(restored: Restored, name: str, scheme: QuantizationScheme, root: nn.Module, store: HostWeights) -> None:
+def put(restored: Restored, name: str, scheme: QuantizationScheme, root: nn.Module, store: WeightStore) -> None:
     """`apply` for a module whose dequantized weight is at hand."""
     module = root.get_submodule(name)
     store.write(module.get_parameter("weight"), restored.weight)

@@ -37,6 +37,7 @@ from lightning_compress.errors import OutputDirectoryError
 from lightning_compress.export.checkpoint import INCOMPLETE, MARKER, SavesPretrained, check_output_dir, checkpoint_names
 from lightning_compress.export.packing import PACKED_NAMES, PackedModule, nbytes, pack, quantization_config, unpack
 from lightning_compress.graph.stages import Subgraph
+from lightning_compress.memory.store import WeightStore
 from lightning_compress.recipe.resolve import ResolvedRecipe
 
 _NOTICE = (
@@ -71,6 +72,7 @@ class CheckpointWriter:
         root: the model.
         resolved: its recipe.
         subgraphs: of the run.
+        store: brings what no subgraph has brought.
         fingerprints: see `calibration.resume.fingerprints`.
         resume: continue an unfinished run that is the same; otherwise start over.
 
@@ -84,6 +86,7 @@ class CheckpointWriter:
         root: nn.Module,
         resolved: ResolvedRecipe,
         subgraphs: Sequence[Subgraph],
+        store: WeightStore,
         fingerprints: Mapping[str, str],
         resume: bool = True,
     ) -> None:
@@ -91,6 +94,7 @@ class CheckpointWriter:
         self.folder = folder
         self._root = root
         self._resolved = resolved
+        self._store = store
         self._parts = _parts(root, subgraphs)
         numbered = [number for number, keys in enumerate(self._parts) if keys]
         self._shards = {
@@ -143,7 +147,8 @@ class CheckpointWriter:
         tail = len(self._parts) - 1
         weight_map = {key: line.shard for line in self._lines for key in line.keys}
         if tail in self._shards:
-            weight_map.update(dict.fromkeys(self._write(tail), self._shards[tail]))
+            with self._store.onload((), self._parts[tail]):
+                weight_map.update(dict.fromkeys(self._write(tail), self._shards[tail]))
         total = sum((self.folder / shard).stat().st_size for shard in self._shards.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         _write_json(self.folder / "model.safetensors.index.json", index)

@@ -290,6 +290,9 @@ def _with_observations(root: nn.Module, cut: Cut, runs: Sequence[Callable[[], ob
     wanted = {n: cut.leaves[n] for n, body in cut.bodies.items() if body is Body.OBSERVED and n not in cut.observed}
     if not wanted:
         return cut
+    if any(parameter.is_meta for parameter in root.parameters()):
+        error = RuntimeError("it has to be run to learn its output's shape, and its weights are on disk")
+        raise _untraceable(root, Failure(min(wanted), error))
     try:
         first, second = (observe(root, wanted, run) for run in runs)
     except Exception as error:

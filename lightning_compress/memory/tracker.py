@@ -5,9 +5,11 @@ outputs, counts a storage when it is first seen and discounts it when it is coll
 it is the same on every machine.
 """
 
+import os
 import resource
 import sys
 import weakref
+from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -73,3 +75,12 @@ def reset_peak(device: torch.device) -> None:
     """Start the peak of a CUDA device anew; a process' high-water mark cannot be reset without privileges."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
+
+
+def available_bytes() -> int:
+    """Host memory that can be had without swapping; where Linux does not tell, all there is."""
+    meminfo = Path("/proc/meminfo")
+    if meminfo.is_file():
+        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

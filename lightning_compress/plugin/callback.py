@@ -48,6 +48,8 @@ class CompressionCallback(Callback):
         cache_on_device: keep activations on the device between steps.
         verify: read the checkpoint back and compare it with the module.
         tokenizer: saved with the checkpoint; a tokenizer or processor.
+        weights: checkpoint folder that a model with parameters on the meta device (built within
+            `parameters_on_meta()`) is read from, a subgraph at a time; such a model is not changed.
         resume: `auto` continues an interrupted run with the same recipe, model and data that `output_dir` holds;
             `never` starts over.
         seed: for shuffling calibration loaders.
@@ -68,6 +70,7 @@ class CompressionCallback(Callback):
         cache_on_device: bool = False,
         verify: bool = True,
         tokenizer: SavesPretrained | None = None,
+        weights: str | Path | None = None,
         resume: Literal["auto", "never"] = "auto",
         seed: int = 0,
     ) -> None:
@@ -84,6 +87,7 @@ class CompressionCallback(Callback):
             sequential_targets=None if sequential_targets is None else tuple(sequential_targets),
             cache_on_device=cache_on_device,
             verify=verify,
+            weights=None if weights is None else Path(weights),
             resume=resume == "auto",
             tokenizer=tokenizer,
         )

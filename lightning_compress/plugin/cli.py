@@ -3,6 +3,7 @@
 import logging
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -16,12 +17,14 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 from rich.console import Console
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_compress.data.batches import calibration_dataloader, evaluation_dataloader
 from lightning_compress.data.config import load_data_config
 from lightning_compress.data.perplexity import perplexity
 from lightning_compress.errors import CompressionError
+from lightning_compress.memory.source import parameters_on_meta
+from lightning_compress.memory.tracker import available_bytes
 from lightning_compress.plugin.compressor import Compressor
 from lightning_compress.recipe.load import config_dir
 from lightning_compress.report.report import Report
@@ -76,7 +79,8 @@ def run_compress(config: DictConfig, output_dir: Path) -> Report:
     Raises:
         CompressionError: see `CompressionCallback`; also a model that cannot be loaded.
     """
-    model, tokenizer = load_model(config.model)
+    from_disk = reads_from_disk(config.model)
+    model, tokenizer = load_model(config.model, from_disk)
     dataloader = calibration_dataloader(load_data_config(config.data), tokenizer)
     trainer = instantiate(
         config.trainer,
@@ -91,6 +95,7 @@ def run_compress(config: DictConfig, output_dir: Path) -> Report:
         dataloaders=dataloader,
         tokenizer=tokenizer,
         max_samples=config.data.num_samples,
+        weights=config.model.path if from_disk else None,
         **options,
     )
 
@@ -101,15 +106,29 @@ def run_evaluate(config: DictConfig) -> float:
     Raises:
         CompressionError: a model or data that cannot be loaded.
     """
-    model, tokenizer = load_model(config.model)
+    model, tokenizer = load_model(config.model, from_disk=False)
     cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
     return perplexity(
         model.to("cuda" if cuda else "cpu"), evaluation_dataloader(load_data_config(config.data), tokenizer)
     )
 
 
-def load_model(config: DictConfig) -> tuple[nn.Module, PreTrainedTokenizerBase]:
-    """A transformers model and its tokenizer, in host memory.
+def reads_from_disk(config: DictConfig) -> bool:
+    """Whether weights are to be read during the run, as `model.load` says.
+
+    Raises:
+        CompressionError: an unknown `model.load`.
+    """
+    folder = Path(config.path)
+    if config.load not in ("auto", "memory", "disk"):
+        raise CompressionError(f"model.load={config.load} is not known; use auto, memory or disk.")
+    if config.load != "auto" or not folder.is_dir():
+        return bool(config.load == "disk")
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors")) > available_bytes() // 2
+
+
+def load_model(config: DictConfig, from_disk: bool) -> tuple[nn.Module, PreTrainedTokenizerBase]:
+    """A transformers model, in host memory or (`from_disk`) with its parameters on the meta device, and its tokenizer.
 
     Raises:
         CompressionError: no such folder or class, or transformers cannot read it.
@@ -126,12 +145,24 @@ def load_model(config: DictConfig) -> tuple[nn.Module, PreTrainedTokenizerBase]:
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             config.tokenizer, trust_remote_code=config.trust_remote_code
         )
-        model = auto_class.from_pretrained(
-            config.path, dtype=config.dtype, trust_remote_code=config.trust_remote_code, **extra
-        )
+        build = partial(_on_meta, auto_class) if from_disk else auto_class.from_pretrained
+        model = build(config.path, dtype=config.dtype, trust_remote_code=config.trust_remote_code, **extra)
     except (OSError, ValueError) as error:
         raise CompressionError(f"model.path={config.path} cannot be loaded: {error}") from error
     return model.eval(), tokenizer
+
+
+def _on_meta(auto_class: Any, path: str, dtype: str, trust_remote_code: bool, **extra: Any) -> PreTrainedModel:
+    """`from_pretrained` but for the parameters' values."""
+    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    wanted = config.dtype or torch.float32 if dtype == "auto" else getattr(torch, dtype)
+    with parameters_on_meta():
+        model: PreTrainedModel = auto_class.from_config(
+            config, dtype=wanted, trust_remote_code=trust_remote_code, **extra
+        )
+    if (Path(path) / "generation_config.json").is_file():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(path)
+    return model
 
 
 def _output_dir(config: DictConfig) -> Path:

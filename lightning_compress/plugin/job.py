@@ -15,10 +15,12 @@ from lightning_compress.calibration.prepare import calibrating, check_layout, ne
 from lightning_compress.calibration.records import SubgraphRecord
 from lightning_compress.calibration.resume import fingerprints
 from lightning_compress.calibration.target import Target, find_target
+from lightning_compress.errors import UnsupportedModelError
 from lightning_compress.export.checkpoint import SavesPretrained, check_output_dir
-from lightning_compress.export.verify import Verification, verify
+from lightning_compress.export.verify import Verification, verify, verify_files
 from lightning_compress.export.writer import CheckpointWriter, Unwritten
 from lightning_compress.graph.stages import Schedule
+from lightning_compress.memory.source import WeightSource, is_on_meta, weight_source
 from lightning_compress.recipe.config import Recipe
 from lightning_compress.recipe.resolve import ResolvedRecipe, resolve
 from lightning_compress.report.report import Report
@@ -30,6 +32,7 @@ class Settings:
 
     Attributes:
         output_dir: where the checkpoint goes; None quantizes the model in memory only.
+        weights: checkpoint folder that the values of parameters on the meta device are read from.
         sequential_targets: what is onloaded at a time; None takes the model's layers.
         cache_on_device: keep activations on the device between steps instead of in host memory.
         verify: read the checkpoint back and compare.
@@ -38,6 +41,7 @@ class Settings:
 
     recipe: Recipe
     output_dir: Path | None
+    weights: Path | None = None
     schedule: Schedule = Schedule.STAGED
     sequential_targets: tuple[str, ...] | None = None
     cache_on_device: bool = False
@@ -56,6 +60,7 @@ class Job:
     run: Calibration
     settings: Settings
     schedule: Schedule
+    source: WeightSource | None
     prepare_s: float
 
 
@@ -77,7 +82,9 @@ def prepare_job(module: nn.Module, data: CalibrationSet | None, settings: Settin
     """
     start = time.perf_counter()
     target, resolved = plan_recipe(module, settings)
-    module.to("cpu")
+    source = _source(target.root, settings)
+    if source is None:
+        module.to("cpu")
     schedule = settings.schedule if needs_data(resolved) else Schedule.DATAFREE
     with calibrating(target.root):
         run = prepare(
@@ -88,8 +95,21 @@ def prepare_job(module: nn.Module, data: CalibrationSet | None, settings: Settin
             sequential_targets=settings.sequential_targets,
             device=device,
             cache_device=device if settings.cache_on_device else torch.device("cpu"),
+            source=source,
         )
-    return Job(target, resolved, data, run, settings, schedule, time.perf_counter() - start)
+    return Job(target, resolved, data, run, settings, schedule, source, time.perf_counter() - start)
+
+
+def _source(root: nn.Module, settings: Settings) -> WeightSource | None:
+    """Where the weights are read from, if they are not in memory."""
+    if not is_on_meta(root):
+        return None
+    if settings.weights is None or settings.output_dir is None:
+        missing = "weights=FOLDER that says where to read them" if settings.weights is None else "an output_dir"
+        raise UnsupportedModelError(
+            f"Parameters of {type(root).__name__} are on the meta device, so compressing it needs {missing}."
+        )
+    return weight_source(root, settings.weights)
 
 
 def run_job(job: Job, max_subgraphs: int | None = None) -> Generator[SubgraphRecord, bool | None, Report]:
@@ -178,9 +198,10 @@ def _writer(job: Job, output_dir: Path) -> CheckpointWriter:
         "device": job.run.device.type,
     }
     batches = job.data.batches if job.data is not None else ()
-    given = fingerprints(job.resolved.recipe.to_dict(), layout, job.target.root, batches)
+    weights = "" if job.source is None else job.source.fingerprint
+    given = fingerprints(job.resolved.recipe.to_dict(), layout, job.target.root, weights, batches)
     return CheckpointWriter(
-        output_dir, job.target.root, job.resolved, job.run.subgraphs, given, resume=job.settings.resume
+        output_dir, job.target.root, job.resolved, job.run.subgraphs, job.run.store, given, resume=job.settings.resume
     )
 
 
@@ -201,6 +222,8 @@ def _verified(job: Job, folder: Path) -> Verification | None:
     """Read the checkpoint back, if that is wanted."""
     if not job.settings.verify:
         return None
+    if job.source is not None:
+        return verify_files(folder, job.resolved.assignments)
     batch = job.data.batches[0] if job.data is not None else None
     return verify(folder, job.target.root, job.resolved.assignments, batch, "the first calibration batch")
 

@@ -15,6 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 from lightning_compress.errors import UnsupportedModelError
+from lightning_compress.memory.source import is_on_meta
 from lightning_compress.plugin import compat
 from lightning_compress.plugin.callback import CompressionCallback
 
@@ -79,6 +80,16 @@ class SequentialOnloadStrategy(DDPStrategy):
         # evaluation (`trainer.test`) runs the whole model, so it goes where its data goes
         assert self.model is not None
         self.model.to(self.root_device)
+
+    def teardown(self) -> None:
+        # at the end of every trainer function; DDP would move the module to the CPU, which meta parameters cannot be
+        if self.lightning_module is None or not is_on_meta(self.lightning_module):
+            super().teardown()
+            return
+        assert self.accelerator is not None
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         if self._needs_process_group:

@@ -26,7 +26,7 @@ from lightning_compress.errors import NonFiniteError, SolveError, UnsupportedMod
 from lightning_compress.export.checkpoint import INCOMPLETE
 from lightning_compress.export.writer import Unwritten
 from lightning_compress.memory.activations import ActivationCache
-from lightning_compress.memory.store import HostWeights
+from lightning_compress.memory.store import WeightStore
 from lightning_compress.memory.tracker import LiveMemory
 from lightning_compress.plugin.job import run_job
 
@@ -260,8 +260,8 @@ def test_memory_does_not_grow_with_depth(monkeypatch: pytest.MonkeyPatch, schedu
     Onloading copies, as to a device. Seen to fail: with weights that stay onloaded, with values that stay in the cache
     after their last use, and with statistics that are never forgotten.
     """
-    monkeypatch.setattr(HostWeights, "_is_away", lambda *_: True)
-    monkeypatch.setattr(HostWeights, "_copy", lambda _, tensor: tensor.clone())
+    monkeypatch.setattr(WeightStore, "_is_away", lambda *_: True)
+    monkeypatch.setattr(WeightStore, "_copy", lambda _, tensor: tensor.clone())
     peaks, left = {}, {}
     for depth in (2, 4, 8):
         job = prepare(

@@ -5,7 +5,7 @@ import torch
 from helpers import CPU
 from torch import Tensor, nn
 
-from lightning_compress.memory.store import HostWeights
+from lightning_compress.memory.store import WeightStore
 
 
 @pytest.fixture
@@ -13,12 +13,12 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """Every tensor that is onloaded, in order; onloading copies."""
     made: list[Tensor] = []
 
-    def copy(_: HostWeights, tensor: Tensor) -> Tensor:
+    def copy(_: WeightStore, tensor: Tensor) -> Tensor:
         made.append(tensor)
         return tensor.clone()
 
-    monkeypatch.setattr(HostWeights, "_is_away", lambda *_: True)
-    monkeypatch.setattr(HostWeights, "_copy", copy)
+    monkeypatch.setattr(WeightStore, "_is_away", lambda *_: True)
+    monkeypatch.setattr(WeightStore, "_copy", copy)
     return made
 
 
@@ -35,7 +35,7 @@ class Tied(nn.Module):
 def test_only_what_is_named_is_onloaded_and_comes_home(copies: list[Tensor]) -> None:
     model = Tied()
     home = {name: tensor.data_ptr() for name, tensor in model.state_dict(keep_vars=True).items()}
-    with HostWeights(model, CPU).onload(["norm"], ["table"]):
+    with WeightStore(model, CPU).onload(["norm"], ["table"]):
         away = {name for name, tensor in model.state_dict(keep_vars=True).items() if tensor.data_ptr() != home[name]}
         assert away == {
             "norm.weight",
@@ -51,7 +51,7 @@ def test_only_what_is_named_is_onloaded_and_comes_home(copies: list[Tensor]) -> 
 def test_tied_weights_are_onloaded_once_and_stay_tied(copies: list[Tensor]) -> None:
     """Broken once by collecting tensors in a list instead of by identity."""
     model = Tied()
-    with HostWeights(model, CPU).onload(["embed", "head"]):
+    with WeightStore(model, CPU).onload(["embed", "head"]):
         assert len(copies) == 1
         assert model.head.weight is model.embed.weight
     assert model.head.weight is model.embed.weight
@@ -60,7 +60,7 @@ def test_tied_weights_are_onloaded_once_and_stay_tied(copies: list[Tensor]) -> N
 def test_written_values_reach_both_copies(copies: list[Tensor]) -> None:
     """Broken once by writing to the device copy alone."""
     model = Tied()
-    store = HostWeights(model, CPU)
+    store = WeightStore(model, CPU)
     with store.onload(["head"]):
         store.write(model.head.weight, torch.full((5, 4), 3.0))
         assert torch.equal(model.head.weight, torch.full((5, 4), 3.0))
@@ -70,7 +70,7 @@ def test_written_values_reach_both_copies(copies: list[Tensor]) -> None:
 def test_nothing_is_left_after_an_error(copies: list[Tensor]) -> None:
     model = Tied()
     home = model.table.data_ptr()
-    with pytest.raises(RuntimeError, match="stop"), HostWeights(model, CPU).onload([], ["table"]):
+    with pytest.raises(RuntimeError, match="stop"), WeightStore(model, CPU).onload([], ["table"]):
         raise RuntimeError("stop")
     assert model.table.data_ptr() == home
 
@@ -81,15 +81,15 @@ def test_a_failing_copy_brings_the_others_home(monkeypatch: pytest.MonkeyPatch) 
     home = {name: tensor.data_ptr() for name, tensor in model.state_dict(keep_vars=True).items()}
     done: list[int] = []
 
-    def copy(_: HostWeights, tensor: Tensor) -> Tensor:
+    def copy(_: WeightStore, tensor: Tensor) -> Tensor:
         if len(done) == 3:
             raise torch.OutOfMemoryError("full")
         done.append(1)
         return tensor.clone()
 
-    monkeypatch.setattr(HostWeights, "_is_away", lambda *_: True)
-    monkeypatch.setattr(HostWeights, "_copy", copy)
-    with pytest.raises(torch.OutOfMemoryError), HostWeights(model, CPU).onload(["norm"]):
+    monkeypatch.setattr(WeightStore, "_is_away", lambda *_: True)
+    monkeypatch.setattr(WeightStore, "_copy", copy)
+    with pytest.raises(torch.OutOfMemoryError), WeightStore(model, CPU).onload(["norm"]):
         pass
     assert {name: tensor.data_ptr() for name, tensor in model.state_dict(keep_vars=True).items()} == home
 
@@ -97,7 +97,7 @@ def test_a_failing_copy_brings_the_others_home(monkeypatch: pytest.MonkeyPatch) 
 def test_nothing_is_copied_where_home_is_the_device() -> None:
     model = Tied()
     pointer = model.table.data_ptr()
-    with HostWeights(model, CPU).onload(["embed"], ["table"]):
+    with WeightStore(model, CPU).onload(["embed"], ["table"]):
         assert model.table.data_ptr() == pointer
 
 
@@ -105,7 +105,7 @@ def test_nothing_is_copied_where_home_is_the_device() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu() -> None:
     model = Tied()
-    store = HostWeights(model, torch.device("cuda", torch.cuda.current_device()))
+    store = WeightStore(model, torch.device("cuda", torch.cuda.current_device()))
     before = torch.cuda.memory_allocated()
     with store.onload(["embed", "head"]):
         assert model.head.weight.is_cuda

@@ -83,6 +83,21 @@ def test_every_shipped_recipe_runs_and_loads(recipe: str, checkpoint: Path, tmp_
     assert report.verification.passed
 
 
+def test_weights_may_stay_on_disk(checkpoint: Path, tmp_path: Path) -> None:
+    """The same shards and configs as from memory."""
+    written = {}
+    for load in ("memory", "disk"):
+        with initialize_config_dir(str(config_dir()), version_base="1.3"):
+            overrides = [f"model.path={checkpoint}", f"model.load={load}", "output_dir=unused", *SMALL]
+            report = run_compress(compose("compress", overrides=overrides), tmp_path / load)
+        assert report.verification is not None
+        assert report.verification.passed
+        assert (report.verification.loaded_with == "checksums of the shards") == (load == "disk")
+        timed = ("report.json", "report.html", "manifest.jsonl")
+        written[load] = {p.name: p.read_bytes() for p in (tmp_path / load).iterdir() if p.name not in timed}
+    assert written["memory"] == written["disk"]
+
+
 def test_multirun_writes_a_folder_per_recipe_and_evaluate_reads_them(checkpoint: Path, tmp_path: Path) -> None:
     done = run_command(
         "compress",
@@ -125,10 +140,11 @@ def test_help_lists_commands_groups_and_options(tmp_path: Path) -> None:
     [
         (["quantize"], "there is no command 'quantize'"),
         (["compress", "model.path={checkpoint}"], "output_dir has to be given"),
+        (["compress", "model.path={checkpoint}", "model.load=gpu", "output_dir=OUT"], "use auto, memory or disk"),
         (["compress", "model.path=/nowhere", "output_dir=OUT"], "/nowhere: there is no such folder"),
         (["compress", "model.path={checkpoint}", "output_dir=OUT", "data=text", "data.files=[no.txt]"], "no.txt"),
     ],
-    ids=["command", "output_dir", "model", "file"],
+    ids=["command", "output_dir", "load", "model", "file"],
 )
 def test_wrong_input_is_one_line_and_exit_status_1(
     arguments: list[str], message: str, checkpoint: Path, tmp_path: Path
