@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,6 +55,8 @@ def prepare(
     device: torch.device,
     cache_device: torch.device,
     source: WeightSource | None = None,
+    activation_budget: int | None = None,
+    scratch_dir: Path | None = None,
 ) -> Calibration:
     """Trace the model and lay the run out.
 
@@ -66,6 +69,7 @@ def prepare(
         device: where subgraphs run.
         cache_device: where values wait between steps.
         source: of parameters on the meta device.
+        activation_budget, scratch_dir: see `ActivationCache`.
 
     Raises:
         UnsupportedModelError: `datafree` with an algorithm that needs data, or a module that the forward never calls.
@@ -92,7 +96,9 @@ def prepare(
         schedule,
     )
     _check_all_called(parts, names, target)
-    cache = ActivationCache(_inputs(traced, data), home=cache_device, device=device)
+    cache = ActivationCache(
+        _inputs(traced, data), home=cache_device, device=device, budget=activation_budget, scratch_dir=scratch_dir
+    )
     needs = _needs(parts, resolved)
     return Calibration(target.root, resolved, parts, traced, needs, _masks(traced, needs), cache, store, device)
 

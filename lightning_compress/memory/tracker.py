@@ -6,6 +6,7 @@ it is the same on every machine.
 """
 
 import os
+import re
 import resource
 import sys
 import weakref
@@ -84,3 +85,20 @@ def available_bytes() -> int:
         fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
         return int(fields["MemAvailable"].split()[0]) * 1024
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def parse_bytes(size: int | str) -> int:
+    """Bytes of a size like "4GiB", "500 MB" or "1e9".
+
+    >>> parse_bytes("1.5GiB"), parse_bytes("2MB"), parse_bytes(7)
+    (1610612736, 2000000, 7)
+
+    Raises:
+        ValueError: it is not like these, or negative.
+    """
+    found = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*(?:([KMGT])(i?)B?|B)?\s*", str(size), re.IGNORECASE)
+    if found is None or str(size).count(".") > 1:
+        raise ValueError(f"{size!r} is no size; write bytes, or a number with KB, MB, GB, TB, KiB, MiB, GiB or TiB.")
+    number, unit, binary = found.groups()
+    base = 1024 if binary else 1000
+    return int(float(number) * base ** (" KMGT".index(unit.upper()) if unit else 0))

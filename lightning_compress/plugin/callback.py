@@ -16,6 +16,7 @@ from lightning_compress.calibration.prepare import calibrating, needs_data
 from lightning_compress.errors import CalibrationDataError, UnsupportedModelError
 from lightning_compress.export.checkpoint import SavesPretrained
 from lightning_compress.graph.stages import Schedule
+from lightning_compress.memory.tracker import parse_bytes
 from lightning_compress.plugin import compat
 from lightning_compress.plugin.data import calibration_set
 from lightning_compress.plugin.job import Job, Settings, plan_recipe, prepare_job
@@ -46,6 +47,9 @@ class CompressionCallback(Callback):
         sequential_targets: class names, module names or `re:` patterns of what is onloaded at a time; by default the
             layers.
         cache_on_device: keep activations on the device between steps.
+        activation_budget: how much of the activations may wait in memory between steps (bytes, or "4GiB"); the rest
+            waits in an unnamed file in `scratch_dir`. By default all of them wait in memory.
+        scratch_dir: a folder with room; by default the system's temporary folder.
         verify: read the checkpoint back and compare it with the module.
         tokenizer: saved with the checkpoint; a tokenizer or processor.
         weights: checkpoint folder that a model with parameters on the meta device (built within
@@ -68,6 +72,8 @@ class CompressionCallback(Callback):
         schedule: Literal["staged", "recompute", "block", "basic", "datafree"] = "staged",
         sequential_targets: Sequence[str] | None = None,
         cache_on_device: bool = False,
+        activation_budget: int | str | None = None,
+        scratch_dir: str | Path | None = None,
         verify: bool = True,
         tokenizer: SavesPretrained | None = None,
         weights: str | Path | None = None,
@@ -86,6 +92,8 @@ class CompressionCallback(Callback):
             schedule=Schedule(schedule),
             sequential_targets=None if sequential_targets is None else tuple(sequential_targets),
             cache_on_device=cache_on_device,
+            activation_budget=None if activation_budget is None else parse_bytes(activation_budget),
+            scratch_dir=None if scratch_dir is None else Path(scratch_dir),
             verify=verify,
             weights=None if weights is None else Path(weights),
             resume=resume == "auto",

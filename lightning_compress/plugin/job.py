@@ -35,6 +35,8 @@ class Settings:
         weights: checkpoint folder that the values of parameters on the meta device are read from.
         sequential_targets: what is onloaded at a time; None takes the model's layers.
         cache_on_device: keep activations on the device between steps instead of in host memory.
+        activation_budget: bytes of activations that may wait there; None: all. The others wait in a file.
+        scratch_dir: folder of that file; None: the system's temporary folder.
         verify: read the checkpoint back and compare.
         resume: continue an interrupted run that is the same, if `output_dir` holds one.
     """
@@ -45,6 +47,8 @@ class Settings:
     schedule: Schedule = Schedule.STAGED
     sequential_targets: tuple[str, ...] | None = None
     cache_on_device: bool = False
+    activation_budget: int | None = None
+    scratch_dir: Path | None = None
     verify: bool = True
     resume: bool = True
     tokenizer: SavesPretrained | None = None
@@ -96,6 +100,8 @@ def prepare_job(module: nn.Module, data: CalibrationSet | None, settings: Settin
             device=device,
             cache_device=device if settings.cache_on_device else torch.device("cpu"),
             source=source,
+            activation_budget=settings.activation_budget,
+            scratch_dir=settings.scratch_dir,
         )
     return Job(target, resolved, data, run, settings, schedule, source, time.perf_counter() - start)
 

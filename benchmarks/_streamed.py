@@ -1,0 +1,69 @@
+"""One streamed compression in a process of its own; prints its memory and time as JSON. See `memory_depth.py`."""
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, LlamaForCausalLM
+
+from lightning_compress.calibration.batches import collect
+from lightning_compress.calibration.prepare import calibrating
+from lightning_compress.graph.stages import Schedule
+from lightning_compress.memory.source import parameters_on_meta
+from lightning_compress.memory.tracker import peak_bytes
+from lightning_compress.plugin.job import Settings, prepare_job, run_job
+from lightning_compress.recipe.load import load_recipe
+
+CPU = torch.device("cpu")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("output_dir", type=Path)
+    parser.add_argument("--num-batches", type=int, default=4)
+    parser.add_argument("--schedule", default="staged")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    with parameters_on_meta():
+        model = LlamaForCausalLM._from_config(AutoConfig.from_pretrained(arguments.model), dtype=torch.bfloat16).eval()
+    idle_bytes = peak_bytes(CPU)
+    ids = [torch.randint(0, model.config.vocab_size, (4, 256)) for _ in range(arguments.num_batches)]
+    settings = Settings(
+        load_recipe("w4a16_gptq"),
+        arguments.output_dir,
+        weights=arguments.model,
+        schedule=Schedule(arguments.schedule),
+        resume=False,
+    )
+    start = time.perf_counter()
+    with calibrating(model):
+        job = prepare_job(model, collect({"input_ids": batch} for batch in ids), settings, CPU)
+        prepared_s, prepared_bytes = time.perf_counter() - start, peak_bytes(CPU)
+        generator = run_job(job)
+        solved_s = 0.0
+        try:
+            while True:
+                next(generator)
+                solved_s = time.perf_counter() - start
+        except StopIteration as finished:
+            report = finished.value
+    print(
+        json.dumps(
+            {
+                "idle_bytes": idle_bytes,
+                "prepared_bytes": prepared_bytes,
+                "peak_bytes": peak_bytes(CPU),
+                "prepared_s": prepared_s,
+                "finish_s": time.perf_counter() - start - solved_s,
+                "total_s": time.perf_counter() - start,
+                "verified": report.verification.passed,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

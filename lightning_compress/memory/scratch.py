@@ -1,0 +1,105 @@
+"""Tensors in a temporary file, written and read in the background.
+
+The file has no name: it is unlinked when it is made, so nothing is left however the process ends. Space that is given
+back is reused for tensors of the same size, which is what a run stores layer after layer.
+"""
+
+import os
+import tempfile
+import weakref
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+import torch
+from torch import Tensor
+
+from lightning_compress.errors import CompressionError
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in the file: its storage lies at `offset`, of which it is the view (shape, stride, storage_offset)."""
+
+    offset: int
+    nbytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    storage_offset: int
+
+
+@final
+class ScratchFile:
+    """An unnamed file of tensors.
+
+    One thread does all transfers in the order they were asked for, so a tensor is never read before it is written.
+
+    Args:
+        folder: where there is room; None takes the system's temporary folder.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder
+        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (lives as long as this object)
+        weakref.finalize(self, self._file.close)
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="scratch")
+        self._free: dict[int, list[int]] = {}
+        self._end = 0
+        self._last_write: Future[None] | None = None
+
+    def write(self, tensor: Tensor) -> Stored:
+        """Begin to write a CPU tensor, after the write before it has ended; do not change it afterwards.
+
+        Raises:
+            CompressionError: no room.
+        """
+        whole = tensor.untyped_storage()
+        if whole.nbytes() > 1.5 * tensor.nbytes:
+            tensor = tensor.contiguous() if not tensor.is_contiguous() else tensor.clone()
+            whole = tensor.untyped_storage()
+        data = torch.empty(0, dtype=torch.uint8).set_(whole)
+        nbytes = data.numel()
+        places = self._free.get(nbytes)
+        offset = places.pop() if places else self._end
+        self._end = max(self._end, offset + nbytes)
+        if self._last_write is not None:
+            self._last_write.result()
+        self._last_write = self._worker.submit(self._transfer, os.pwritev, data, offset)
+        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+        return Stored(offset, nbytes, tensor.dtype, shape, stride, int(tensor.storage_offset()))
+
+    def read(self, stored: Stored) -> "Future[Tensor]":
+        """Begin to read a tensor; what comes is a new one, of the same layout."""
+        return self._worker.submit(self._read, stored)
+
+    def free(self, stored: Stored) -> None:
+        """Give the tensor's space back."""
+        self._free.setdefault(stored.nbytes, []).append(stored.offset)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the file."""
+        return self._end
+
+    def _read(self, stored: Stored) -> Tensor:
+        data = torch.empty(stored.nbytes, dtype=torch.uint8)
+        self._transfer(os.preadv, data, stored.offset)
+        return data.view(stored.dtype).as_strided(stored.shape, stored.stride, stored.storage_offset)
+
+    def _transfer(self, call: "object", data: Tensor, offset: int) -> None:
+        assert callable(call)
+        view = memoryview(data.numpy())  # type: ignore[arg-type]
+        try:
+            while view:
+                count = call(self._file.fileno(), [view], offset)
+                if count == 0:
+                    raise OSError("the file ends too early")
+                view, offset = view[count:], offset + count
+        except OSError as error:
+            where = self._folder or tempfile.gettempdir()
+            raise CompressionError(
+                f"Activations could not be kept in {where} ({self._end / 1e9:.2f} GB there so far): {error}. Make "
+                "room, name another folder as scratch_dir, or raise activation_budget."
+            ) from error
