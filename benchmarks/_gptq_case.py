@@ -34,6 +34,7 @@ class Case:
     threads: int
     evaluate: bool
     schedule: str  # ours only
+    activation_budget: int | None  # ours only
 
 
 def read_case() -> Case:
@@ -49,6 +50,7 @@ def read_case() -> Case:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--evaluate", action="store_true")
     parser.add_argument("--schedule", default="staged")
+    parser.add_argument("--activation-budget", type=int)
     return Case(**vars(parser.parse_args()))
 
 

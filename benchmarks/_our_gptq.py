@@ -12,9 +12,26 @@ from transformers import LlamaForCausalLM
 from lightning_compress.calibration.batches import collect
 from lightning_compress.calibration.loop import calibrate
 from lightning_compress.calibration.prepare import calibrating
-from lightning_compress.graph.stages import Schedule
+from lightning_compress.calibration.records import SubgraphRecord
+from lightning_compress.calibration.solve import QuantizedModule, Restored
+from lightning_compress.graph.stages import Schedule, Subgraph
 from lightning_compress.plugin.job import Settings, prepare_job
 from lightning_compress.recipe.load import load_recipe
+
+
+class Unpacked:
+    """Takes the quantized weights and does nothing with them."""
+
+    finished: tuple[SubgraphRecord, ...] = ()
+
+    def restore(self, index: int, module: str) -> Restored:
+        raise AssertionError("nothing is finished")
+
+    def pack(self, quantized: QuantizedModule) -> int:
+        return 0
+
+    def commit(self, subgraph: Subgraph, record: SubgraphRecord) -> None:
+        pass
 
 
 def solve(model: LlamaForCausalLM, loader: DataLoader[Batch], case: Case) -> None:
@@ -33,10 +50,15 @@ def solve(model: LlamaForCausalLM, loader: DataLoader[Batch], case: Case) -> Non
         "block_size": 128,
         "scale_search": {"minmax": False, "weighted": True}[case.scales],
     }
-    settings = Settings(load_recipe({"modifiers": [modifier]}), output_dir=None, schedule=Schedule(case.schedule))
+    settings = Settings(
+        load_recipe({"modifiers": [modifier]}),
+        output_dir=None,
+        schedule=Schedule(case.schedule),
+        activation_budget=case.activation_budget,
+    )
     job = prepare_job(model, collect(loader), settings, torch.device("cpu"))
     with calibrating(job.target.root):
-        for _ in calibrate(job.run, write=lambda quantized: 0):
+        for _ in calibrate(job.run, Unpacked()):
             pass
 
 

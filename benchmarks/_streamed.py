@@ -25,6 +25,8 @@ def main() -> None:
     parser.add_argument("output_dir", type=Path)
     parser.add_argument("--num-batches", type=int, default=4)
     parser.add_argument("--schedule", default="staged")
+    parser.add_argument("--no-prefetch", action="store_true")
+    parser.add_argument("--activation-budget", type=int)
     arguments = parser.parse_args()
     torch.manual_seed(0)
     with parameters_on_meta():
@@ -36,6 +38,8 @@ def main() -> None:
         arguments.output_dir,
         weights=arguments.model,
         schedule=Schedule(arguments.schedule),
+        prefetch=not arguments.no_prefetch,
+        activation_budget=arguments.activation_budget,
         resume=False,
     )
     start = time.perf_counter()
@@ -56,6 +60,7 @@ def main() -> None:
                 "idle_bytes": idle_bytes,
                 "prepared_bytes": prepared_bytes,
                 "peak_bytes": peak_bytes(CPU),
+                "onload_s": sum(record.onload_s for record in report.subgraphs),
                 "prepared_s": prepared_s,
                 "finish_s": time.perf_counter() - start - solved_s,
                 "total_s": time.perf_counter() - start,

@@ -6,7 +6,8 @@ speed       Llama 768 wide, 8 layers, intermediate 2048, 12 heads, vocabulary 40
             128; 64 samples of 256 tokens in batches of 8, damping 0.01, blocks of 128, static activation order. Seconds
             from the loaded model to the solved model: tracing included; imports, loading and saving apart. Runs of both
             sides and of the bare matrix products (`_matrix_floor.py`) alternate, each in a fresh process; medians.
-memory      the same, and with 256 samples: peak resident memory of the whole process, ours with two schedules.
+memory      the same, and with 256 samples: peak resident memory of the whole process, ours as it is, with schedule
+            `recompute`, and with activations that wait in a file.
 perplexity  the demo's model at 256 wide, trained for --train-steps, 128 samples: held-out perplexity at 4 and 3 bits in
             groups of 128 and at 2 bits in groups of 64, mean over --seeds calibration draws; scales from the range
             (minmax), searched (mse), or searched with weights from the inputs' energy (weighted).
@@ -32,6 +33,12 @@ THREADS = 2
 SPEED_SAMPLES, MEMORY_SAMPLES, PERPLEXITY_SAMPLES = 64, 256, 128
 GRIDS = ((4, 128), (3, 128), (2, 64))
 SCALES = {"ours": ("minmax", "weighted"), "peer": ("minmax", "mse", "weighted")}
+MEMORY_SETTINGS: tuple[tuple[str, dict[str, object]], ...] = (
+    ("peer", {}),
+    ("ours", {}),
+    ("ours", {"schedule": "recompute"}),
+    ("ours", {"activation_budget": 0}),
+)
 SCRIPTS = {"ours": "_our_gptq.py", "peer": "_peer_gptq.py", "floor": "_matrix_floor.py"}
 
 Result = dict[str, float]
@@ -97,10 +104,9 @@ def speed(bench: Bench, runs: int) -> dict[str, object]:
 def memory(bench: Bench) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
     for num_samples in (SPEED_SAMPLES, MEMORY_SAMPLES):
-        for side, schedule in (("peer", "sequential"), ("ours", "staged"), ("ours", "recompute")):
-            options = {"schedule": schedule} if side == "ours" else {}
+        for side, options in MEMORY_SETTINGS:
             result = bench.run(side, "large", num_samples, **options)
-            rows.append({"num_samples": num_samples, "side": side, "schedule": schedule, **result})
+            rows.append({"num_samples": num_samples, "side": side, "options": options, **result})
     return rows
 
 
@@ -136,10 +142,10 @@ def print_tables(report: dict[str, Any]) -> None:
             f" {taken['ours_to_peer']:11.3f} {taken['ours_to_matrix_products']:14.3f}"
         )
     if "memory" in report:
-        print("\nsamples  side  schedule    peak resident MB   seconds")
+        print("\nsamples  side  peak resident MB   seconds")
         for row in report["memory"]:
-            peak = row["peak_rss_bytes"] / 1e6
-            print(f"{row['num_samples']:7}  {row['side']:5} {row['schedule']:11} {peak:16.0f} {row['solve_s']:9.1f}")
+            peak, options = row["peak_rss_bytes"] / 1e6, " ".join(f"{k}={v}" for k, v in row["options"].items())
+            print(f"{row['num_samples']:7}  {row['side']:5} {peak:16.0f} {row['solve_s']:9.1f}   {options}")
     if "perplexity" in report:
         print("\nbits  group  side  scales      perplexity   (original)   of each calibration draw")
         for row in report["perplexity"]:

@@ -29,9 +29,9 @@ LlamaForCausalLM(config).bfloat16().save_pretrained(sys.argv[1], max_shard_size=
 """
 
 
-def run(model: Path, num_batches: int, schedule: str, work_dir: Path) -> dict[str, Any]:
+def run(model: Path, num_batches: int, work_dir: Path, *options: str) -> dict[str, Any]:
     out = work_dir / "out"
-    command = [sys.executable, HERE / "_streamed.py", model, out, "--num-batches", num_batches, "--schedule", schedule]
+    command = [sys.executable, HERE / "_streamed.py", model, out, "--num-batches", num_batches, *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "2"}
     done = subprocess.run([str(word) for word in command], env=environment, capture_output=True, text=True)
     shutil.rmtree(out, ignore_errors=True)
@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--work-dir", type=Path, default=Path.home() / ".cache" / "lightning_compress" / "memory_depth")
     parser.add_argument("--depths", type=int, nargs="+", default=[8, 16, 32, 64])
     parser.add_argument("--num-batches", type=int, nargs="+", default=[4, 16])
-    parser.add_argument("--schedule", default="staged")
+    parser.add_argument("--activation-budget", type=int, default=100_000_000)
     parser.add_argument("--json", type=Path, default=Path("outputs/memory_depth.json"))
     arguments = parser.parse_args()
     rows = []
@@ -58,7 +58,7 @@ def main() -> None:
         size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
         for num_batches in arguments.num_batches:
             row = {"depth": depth, "model_bytes": size, "num_samples": 4 * num_batches}
-            row |= run(model, num_batches, arguments.schedule, arguments.work_dir)
+            row |= run(model, num_batches, arguments.work_dir, "--activation-budget", str(arguments.activation_budget))
             rows.append(row)
             over = row["peak_bytes"] - row["idle_bytes"]
             print(

@@ -60,6 +60,7 @@ class Calibration:
     Attributes:
         traced: the graph; None where nothing has to run.
         needs: which statistics each source has to gather.
+        prefetch: read the next subgraph from disk while one is computed.
         masks: for a source, the input that marks its padding tokens.
     """
 
@@ -72,6 +73,7 @@ class Calibration:
     cache: ActivationCache
     store: WeightStore
     device: torch.device
+    prefetch: bool = True
 
 
 @torch.no_grad()
@@ -95,6 +97,8 @@ def calibrate(run: Calibration, output: Output) -> Iterator[SubgraphRecord]:
         reset_peak(run.device)
         with run.store.onload(subgraph.modules, subgraph.tensors):
             clock.lap("onload")
+            for following in run.subgraphs[index + 1 : index + 2] if run.prefetch else ():
+                run.store.prefetch(following.modules, following.tensors)
             if index < progress.num_finished:
                 _repeat(progress, subgraph, index, first_step)
                 record = output.finished[index]

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from lightning_compress.graph.stages import Schedule, Source, Subgraph, datafree
 from lightning_compress.graph.targets import sequential_modules
 from lightning_compress.graph.trace import Traced, flatten_batch, leaf_input, token_mask_for, trace, violated_guards
 from lightning_compress.memory.activations import ActivationCache
-from lightning_compress.memory.source import WeightSource
+from lightning_compress.memory.placement import Placement
 from lightning_compress.memory.store import WeightStore
 from lightning_compress.recipe.resolve import ResolvedRecipe
 from lightning_compress.statistics import Statistic
@@ -49,14 +48,10 @@ def prepare(
     target: Target,
     resolved: ResolvedRecipe,
     data: CalibrationSet | None,
+    placement: Placement,
     *,
     schedule: Schedule = Schedule.STAGED,
     sequential_targets: Sequence[str] | None = None,
-    device: torch.device,
-    cache_device: torch.device,
-    source: WeightSource | None = None,
-    activation_budget: int | None = None,
-    scratch_dir: Path | None = None,
 ) -> Calibration:
     """Trace the model and lay the run out.
 
@@ -64,12 +59,9 @@ def prepare(
         target: the model, in host memory and in eval mode (see `calibrating`).
         resolved: what happens to each module.
         data: the calibration set; None for schedule `datafree`.
+        placement: where weights and activations live.
         schedule: where the graph is cut.
         sequential_targets: what is onloaded at a time; None takes the model's layers.
-        device: where subgraphs run.
-        cache_device: where values wait between steps.
-        source: of parameters on the meta device.
-        activation_budget, scratch_dir: see `ActivationCache`.
 
     Raises:
         UnsupportedModelError: `datafree` with an algorithm that needs data, or a module that the forward never calls.
@@ -78,12 +70,12 @@ def prepare(
     """
     names = tuple(resolved.assignments)
     boundaries = check_layout(target, resolved, schedule, sequential_targets)
-    store = WeightStore(target.root, device, source)
+    device = placement.device
+    store = WeightStore(target.root, device, placement.source)
     if schedule is Schedule.DATAFREE:
         parts = datafree_subgraphs(_by_boundary(names, boundaries))
-        return Calibration(
-            target.root, resolved, parts, None, {}, {}, ActivationCache([], home=device, device=device), store, device
-        )
+        cache = ActivationCache([], home=device, device=device)
+        return Calibration(target.root, resolved, parts, None, {}, {}, cache, store, device, placement.prefetch)
     if data is None:
         raise CalibrationDataError(
             "This recipe needs calibration data: give `dataloaders`, a datamodule, or `calibration`."
@@ -97,10 +89,15 @@ def prepare(
     )
     _check_all_called(parts, names, target)
     cache = ActivationCache(
-        _inputs(traced, data), home=cache_device, device=device, budget=activation_budget, scratch_dir=scratch_dir
+        _inputs(traced, data),
+        home=placement.cache_device,
+        device=device,
+        budget=placement.activation_budget,
+        scratch_dir=placement.scratch_dir,
     )
     needs = _needs(parts, resolved)
-    return Calibration(target.root, resolved, parts, traced, needs, _masks(traced, needs), cache, store, device)
+    masks = _masks(traced, needs)
+    return Calibration(target.root, resolved, parts, traced, needs, masks, cache, store, device, placement.prefetch)
 
 
 @contextmanager

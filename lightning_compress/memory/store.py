@@ -9,7 +9,8 @@ Alternative not taken: moving modules with `.to(device)` and back. It transfers 
 between parameters, and touches modules that the subgraph does not run.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import final
 
@@ -33,6 +34,8 @@ class WeightStore:
         self._root = root
         self._device = device
         self._home: dict[int, Tensor] = {}
+        self._coming: dict[Load, Future[Mapping[str, Tensor]]] = {}
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="weights") if source is not None else None
         self._loaders: dict[str, Load] = dict(source.loaders) if source is not None else {}
         self._places: dict[int, list[tuple[str, nn.Module, str]]] = {}
         for path, module in root.named_modules():
@@ -49,17 +52,9 @@ class WeightStore:
         Ties survive: a tensor that several modules share is brought once. What was brought is freed on leaving, also
         when the body raises.
         """
-        found: dict[int, Tensor] = {}
-        for name in modules:
-            module = self._root.get_submodule(name)
-            for tensor in (*module.parameters(), *module.buffers()):
-                found[id(tensor)] = tensor
-        for name in tensors:
-            owner, _, key = name.rpartition(".")
-            tensor = getattr(self._root.get_submodule(owner), key)
-            found[id(tensor)] = tensor
-        absent = [tensor for tensor in found.values() if tensor.is_meta]
-        moved = [tensor for tensor in found.values() if not tensor.is_meta and self._is_away(tensor)]
+        found = self._found(modules, tensors)
+        absent = [tensor for tensor in found if tensor.is_meta]
+        moved = [tensor for tensor in found if not tensor.is_meta and self._is_away(tensor)]
         self._home = {id(tensor): tensor.data for tensor in moved}
         try:
             self._bring(absent)
@@ -73,6 +68,14 @@ class WeightStore:
                 self._place(tensor, tensor)
             self._home = {}
 
+    def prefetch(self, modules: Iterable[str], tensors: Iterable[str] = ()) -> None:
+        """Begin to read from disk what the next `onload` will bring; its size is in host memory from now on."""
+        for tensor in self._found(modules, tensors):
+            if tensor.is_meta:
+                _, load = self._loader(tensor)
+                if self._reader is not None and load not in self._coming:
+                    self._coming[load] = self._reader.submit(load)
+
     def write(self, tensor: Tensor, value: Tensor) -> None:
         """Replace the values of a parameter, on the device (where onloaded) and at home in host memory. Same shape and
         dtype."""
@@ -85,18 +88,36 @@ class WeightStore:
     def redirect(self, name: str, load: Callable[[], Tensor]) -> None:
         """From now on take the values of the parameter `name` from `load`, if its home is not the module."""
         if name in self._loaders:
+            self._coming.pop(self._loaders[name], None)
             self._loaders[name] = lambda: {name: load()}
 
     def _bring(self, absent: Iterable[Tensor]) -> None:
         """Read meta parameters, each stored tensor once, and put them into their modules."""
         read: dict[Load, dict[str, Tensor]] = {}
         for meta in absent:
-            names = [name for name, _, _ in self._places[id(meta)] if name in self._loaders]
-            load = self._loaders[names[0]]
+            name, load = self._loader(meta)
             if load not in read:
-                read[load] = dict(load())
-            value = read[load].pop(names[0]).to(dtype=meta.dtype).to(self._device)
+                coming = self._coming.pop(load, None)
+                read[load] = dict(load() if coming is None else coming.result())
+            value = read[load].pop(name).to(dtype=meta.dtype).to(self._device)
             self._place(meta, nn.Parameter(value, requires_grad=False))
+
+    def _found(self, modules: Iterable[str], tensors: Iterable[str]) -> list[Tensor]:
+        """The tensors of the modules (with their children), and those named; each once."""
+        found: dict[int, Tensor] = {}
+        for name in modules:
+            module = self._root.get_submodule(name)
+            found.update({id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())})
+        for name in tensors:
+            owner, _, key = name.rpartition(".")
+            tensor = getattr(self._root.get_submodule(owner), key)
+            found[id(tensor)] = tensor
+        return list(found.values())
+
+    def _loader(self, meta: Tensor) -> tuple[str, Load]:
+        """What reads a parameter, and the name by which it gives it."""
+        name = next(name for name, _, _ in self._places[id(meta)] if name in self._loaders)
+        return name, self._loaders[name]
 
     def _place(self, meta: Tensor, parameter: Tensor) -> None:
         for _, module, key in self._places[id(meta)]:

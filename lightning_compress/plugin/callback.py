@@ -47,6 +47,7 @@ class CompressionCallback(Callback):
         sequential_targets: class names, module names or `re:` patterns of what is onloaded at a time; by default the
             layers.
         cache_on_device: keep activations on the device between steps.
+        prefetch: where weights are read from disk, read the next subgraph's while one is computed.
         activation_budget: how much of the activations may wait in memory between steps (bytes, or "4GiB"); the rest
             waits in an unnamed file in `scratch_dir`. By default all of them wait in memory.
         scratch_dir: a folder with room; by default the system's temporary folder.
@@ -72,6 +73,7 @@ class CompressionCallback(Callback):
         schedule: Literal["staged", "recompute", "block", "basic", "datafree"] = "staged",
         sequential_targets: Sequence[str] | None = None,
         cache_on_device: bool = False,
+        prefetch: bool = True,
         activation_budget: int | str | None = None,
         scratch_dir: str | Path | None = None,
         verify: bool = True,
@@ -92,6 +94,7 @@ class CompressionCallback(Callback):
             schedule=Schedule(schedule),
             sequential_targets=None if sequential_targets is None else tuple(sequential_targets),
             cache_on_device=cache_on_device,
+            prefetch=prefetch,
             activation_budget=None if activation_budget is None else parse_bytes(activation_budget),
             scratch_dir=None if scratch_dir is None else Path(scratch_dir),
             verify=verify,

@@ -20,6 +20,7 @@ from lightning_compress.export.checkpoint import SavesPretrained, check_output_d
 from lightning_compress.export.verify import Verification, verify, verify_files
 from lightning_compress.export.writer import CheckpointWriter, Unwritten
 from lightning_compress.graph.stages import Schedule
+from lightning_compress.memory.placement import Placement
 from lightning_compress.memory.source import WeightSource, is_on_meta, weight_source
 from lightning_compress.recipe.config import Recipe
 from lightning_compress.recipe.resolve import ResolvedRecipe, resolve
@@ -35,6 +36,7 @@ class Settings:
         weights: checkpoint folder that the values of parameters on the meta device are read from.
         sequential_targets: what is onloaded at a time; None takes the model's layers.
         cache_on_device: keep activations on the device between steps instead of in host memory.
+        prefetch: read the next subgraph's weights from disk while one is computed.
         activation_budget: bytes of activations that may wait there; None: all. The others wait in a file.
         scratch_dir: folder of that file; None: the system's temporary folder.
         verify: read the checkpoint back and compare.
@@ -47,6 +49,7 @@ class Settings:
     schedule: Schedule = Schedule.STAGED
     sequential_targets: tuple[str, ...] | None = None
     cache_on_device: bool = False
+    prefetch: bool = True
     activation_budget: int | None = None
     scratch_dir: Path | None = None
     verify: bool = True
@@ -90,18 +93,22 @@ def prepare_job(module: nn.Module, data: CalibrationSet | None, settings: Settin
     if source is None:
         module.to("cpu")
     schedule = settings.schedule if needs_data(resolved) else Schedule.DATAFREE
+    placement = Placement(
+        device,
+        cache_device=device if settings.cache_on_device else torch.device("cpu"),
+        source=source,
+        prefetch=settings.prefetch,
+        activation_budget=settings.activation_budget,
+        scratch_dir=settings.scratch_dir,
+    )
     with calibrating(target.root):
         run = prepare(
             target,
             resolved,
             data,
+            placement,
             schedule=schedule,
             sequential_targets=settings.sequential_targets,
-            device=device,
-            cache_device=device if settings.cache_on_device else torch.device("cpu"),
-            source=source,
-            activation_budget=settings.activation_budget,
-            scratch_dir=settings.scratch_dir,
         )
     return Job(target, resolved, data, run, settings, schedule, source, time.perf_counter() - start)
 

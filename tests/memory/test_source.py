@@ -1,6 +1,7 @@
 """A model on the meta device whose weights are read from its checkpoint, one subgraph at a time."""
 
 import json
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from lightning_compress.calibration.loop import calibrate
 from lightning_compress.calibration.prepare import calibrating
 from lightning_compress.errors import CompressionError, SolveError, UnsupportedModelError
 from lightning_compress.export.writer import Unwritten
+from lightning_compress.memory import source as source_module
 from lightning_compress.memory.files import read_tensor, stored_tensors
 from lightning_compress.memory.source import is_on_meta, parameters_on_meta, weight_source
 from lightning_compress.memory.store import WeightStore
@@ -104,6 +106,26 @@ def test_memory_does_not_grow_with_depth(tmp_path: Path) -> None:
                     pass
         peaks.append(memory.peak_bytes - memory.live_bytes)
     assert peaks[1] <= 1.02 * peaks[0], peaks
+
+
+def test_the_next_subgraph_is_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tensor is read once, a subgraph's before the one in front of it is done; without prefetch when needed."""
+    model = tiny_llama(3)
+    empty = saved(model, tmp_path / "in")
+    reads: list[str] = []
+    offsets = {stored.offset: name for name, stored in stored_tensors(tmp_path / "in").items()}
+    monkeypatch.setattr(source_module, "read_tensor", lambda s: (reads.append(offsets[s.offset]), read_tensor(s))[1])
+    for prefetch in (True, False):
+        reads.clear()
+        job = prepare(empty, token_batches(), recipe(4), tmp_path / "out", weights=tmp_path / "in", prefetch=prefetch)
+        seen = []
+        with calibrating(empty):
+            for record in calibrate(job.run, Unwritten()):
+                if record.name.startswith("model.layers"):
+                    wait(job.run.store._coming.values())
+                    seen.append(max(int(name.split(".")[2]) for name in reads if ".layers." in name))
+        assert seen == ([1, 2, 2] if prefetch else [0, 1, 2])
+        assert len(reads) == len(set(reads)) == 3 * 9 + 1
 
 
 def test_an_interrupted_run_is_continued(tmp_path: Path) -> None:
