@@ -2,9 +2,9 @@
 
     python benchmarks/prefetch.py [--runs 5] [--num-batches 1 4] [--work-dir DIR]
 
-The 8-layer model of `memory_depth.py`, streamed; runs with and without prefetch alternate, each in a fresh process, from
-files in the page cache (warm) and from files that were dropped from it (cold). Medians. `hidden` is the fraction of the
-time spent waiting for weights that prefetch takes away.
+The 8-layer model of `memory_depth.py`, streamed; runs with and without prefetch alternate, each in a fresh process,
+from files in the page cache (warm) and from files that were dropped from it (cold). Medians. `hidden` is the
+fraction of the time spent waiting for weights that prefetch takes away.
 """
 
 import argparse

@@ -108,6 +108,7 @@ class CheckpointWriter:
             self._lines = read_manifest(folder, fingerprints)
             for leftover in folder.glob(".*.partial"):
                 leftover.unlink()
+        self._check_room()
 
     @property
     def finished(self) -> tuple[SubgraphRecord, ...]:
@@ -160,6 +161,29 @@ class CheckpointWriter:
         _write_json(self.folder / "config.json", config)
         (self.folder / INCOMPLETE).unlink()
         sync_folder(self.folder)
+
+    def _check_room(self) -> None:
+        """Refuse to begin what cannot be finished."""
+        state = self._root.state_dict(keep_vars=True)
+        needed = sum(self._packed_bytes(key, state[key]) for keys in self._parts[len(self._lines) :] for key in keys)
+        existing = next(path for path in (self.folder, *self.folder.absolute().parents) if path.exists())
+        free = shutil.disk_usage(existing).free
+        if self.folder.is_dir() and not self._is_begun:  # a finished checkpoint is replaced
+            free += sum(file.stat().st_size for file in self.folder.iterdir() if file.is_file())
+        if needed > free:
+            raise OutputDirectoryError(
+                f"The checkpoint needs about {needed / 1e6:.1f} MB, and {self.folder} has {free / 1e6:.1f} MB left. "
+                "Make room, or give an output_dir elsewhere."
+            )
+
+    def _packed_bytes(self, key: str, tensor: Tensor) -> int:
+        """About what a tensor takes in its shard: codes, and scales if there are many."""
+        module, _, name = key.rpartition(".")
+        if name != "weight" or module not in self._resolved.assignments:
+            return tensor.nbytes
+        args = self._resolved.assignments[module].weights
+        scales = tensor.nbytes // args.group_size if args.group_size and args.group_size > 0 else 0
+        return int(tensor.numel() * args.num_bits // 8 + scales)
 
     def _begin(self) -> None:
         """Make the folder an empty, unfinished one."""

@@ -6,6 +6,7 @@ quantized inputs of finished modules.
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -178,6 +179,18 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert report.num_resumed == 2
     run(prepare(tiny_llama(2), token_batches(), recipe(4), tmp_path / "whole"))
     assert contents(out) == contents(tmp_path / "whole")
+
+
+def test_too_small_a_disk_is_found_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is finished already, and what is replaced, does not count."""
+    run(prepare(tiny_llama(3), token_batches(), recipe(4), tmp_path / "whole", verify=False))
+    needed = sum(len(content) for name, content in contents(tmp_path / "whole").items() if "safetensors" in name)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=needed // 2))
+    with pytest.raises(OutputDirectoryError, match=r"needs about 0.0 MB, and .*out has 0.0 MB left. Make room"):
+        run(prepare(tiny_llama(3), token_batches(), recipe(4), tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+    run(prepare(tiny_llama(3), token_batches(), recipe(4), tmp_path / "whole", verify=False))
 
 
 def test_an_unfinished_folder_is_no_checkpoint(tmp_path: Path) -> None:
