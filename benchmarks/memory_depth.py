@@ -3,8 +3,8 @@
     python benchmarks/memory_depth.py [--depths 8 16 32 64] [--num-batches 4 16] [--work-dir DIR]
 
 Random Llamas in bfloat16, 1024 wide, intermediate 2816, vocabulary 4096 (26 MB a layer), written by this script;
-W4A16 GPTQ in groups of 128, samples of 256 tokens in batches of 4. Every run is a fresh process; its peak is VmHWM, its
-idle size that after imports. `finish_s` is the time from the last solved subgraph to the checkpoint's last file, with
+W4A16 GPTQ in groups of 128, samples of 256 tokens in batches of 4, activations in a file.
+Every run is a fresh process; its peak is VmHWM, its idle size that after imports. `finish_s` is the time from the last solved subgraph to the checkpoint's last file, with
 the checksums of all shards read back.
 """
 
@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--work-dir", type=Path, default=Path.home() / ".cache" / "lightning_compress" / "memory_depth")
     parser.add_argument("--depths", type=int, nargs="+", default=[8, 16, 32, 64])
     parser.add_argument("--num-batches", type=int, nargs="+", default=[4, 16])
-    parser.add_argument("--activation-budget", type=int, default=100_000_000)
+    parser.add_argument("--activation-budget", type=int, default=0)
     parser.add_argument("--json", type=Path, default=Path("outputs/memory_depth.json"))
     arguments = parser.parse_args()
     rows = []

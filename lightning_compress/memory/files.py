@@ -20,6 +20,7 @@ from huggingface_hub import parse_local_safetensors_file_metadata
 from torch import Tensor
 
 from lightning_compress.errors import CompressionError
+from lightning_compress.memory.buffers import host_buffer
 
 INDEX = "model.safetensors.index.json"
 _PIECE = 16 << 20
@@ -111,7 +112,7 @@ def read_tensor(stored: StoredTensor, pin: bool = False) -> Tensor:
     Raises:
         CompressionError: the file ends too early, or cannot be read.
     """
-    buffer = torch.empty(stored.nbytes, dtype=torch.uint8, pin_memory=pin)
+    buffer = host_buffer(stored.nbytes, pin)
     if stored.nbytes:
         view = memoryview(buffer.numpy())  # type: ignore[arg-type]
         descriptor = os.open(stored.file, os.O_RDONLY)

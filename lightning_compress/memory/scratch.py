@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_compress.errors import CompressionError
+from lightning_compress.memory.buffers import host_buffer
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class ScratchFile:
         return self._end
 
     def _read(self, stored: Stored) -> Tensor:
-        data = torch.empty(stored.nbytes, dtype=torch.uint8)
+        data = host_buffer(stored.nbytes)
         self._transfer(os.preadv, data, stored.offset)
         return data.view(stored.dtype).as_strided(stored.shape, stored.stride, stored.storage_offset)
 

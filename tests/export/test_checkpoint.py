@@ -167,6 +167,8 @@ def test_folder_of_somebody_else(tmp_path: Path) -> None:
 def test_folders_that_are_fine(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     check_output_dir(tmp_path / "empty")
+    (tmp_path / "empty" / ".INCOMPLETE.partial").touch()  # a run that was killed while making its first file
+    check_output_dir(tmp_path / "empty")
     check_output_dir(tmp_path / "not" / "yet" / "there")
     assert not (tmp_path / "not").exists()
 
