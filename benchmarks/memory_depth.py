@@ -3,9 +3,9 @@
     python benchmarks/memory_depth.py [--depths 8 16 32 64] [--num-batches 4 16] [--work-dir DIR]
 
 Random Llamas in bfloat16, 1024 wide, intermediate 2816, vocabulary 4096 (26 MB a layer), written by this script;
-W4A16 GPTQ in groups of 128, samples of 256 tokens in batches of 4, activations in a file.
-Every run is a fresh process; its peak is VmHWM, its idle size that after imports. `finish_s` is the time from the last solved subgraph to the checkpoint's last file, with
-the checksums of all shards read back.
+W4A16 GPTQ in groups of 128, samples of 256 tokens in batches of 4, activations in a file. Every run is a fresh process;
+its peak is VmHWM, its idle size that after imports. `finish_s` is the time from the last solved subgraph to the
+checkpoint's last file, with the checksums of all shards read back.
 """
 
 import argparse
