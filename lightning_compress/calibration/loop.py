@@ -30,7 +30,6 @@ from lightning_compress.graph.execute import execute
 from lightning_compress.graph.stages import Group, Source, Step, Subgraph, last_steps
 from lightning_compress.graph.trace import Leaf, Traced
 from lightning_compress.memory.activations import ActivationCache, versions
-from lightning_compress.memory.buffers import trim_heap
 from lightning_compress.memory.store import WeightStore
 from lightning_compress.memory.tracker import peak_bytes, reset_peak
 from lightning_compress.recipe.resolve import ResolvedRecipe
@@ -108,7 +107,6 @@ def calibrate(run: Calibration, output: Output) -> Iterator[SubgraphRecord]:
                 output.commit(subgraph, record)
                 _take_from_output(run, subgraph, index, output)
         first_step += len(subgraph.steps)
-        trim_heap()
         yield record
 
 

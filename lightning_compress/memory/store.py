@@ -17,6 +17,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from lightning_compress.memory.buffers import trim_heap
 from lightning_compress.memory.source import Load, WeightSource
 
 
@@ -67,6 +68,8 @@ class WeightStore:
             for tensor in absent:
                 self._place(tensor, tensor)
             self._home = {}
+            if absent:
+                trim_heap()
 
     def prefetch(self, modules: Iterable[str], tensors: Iterable[str] = ()) -> None:
         """Begin to read from disk what the next `onload` will bring; its size is in host memory from now on."""
