@@ -1,7 +1,7 @@
 """An interrupted run is continued to the very bytes of an uninterrupted one.
 
-Seen to fail: with activations of the unquantized prefix, with a manifest line written before its shard, and without the
-quantized inputs of finished modules.
+Seen to fail: with activations of the unquantized prefix, without the quantized inputs of finished modules, without the
+statistics that later subgraphs share, and with files that a killed process leaves in the folder.
 """
 
 import json
