@@ -8,8 +8,7 @@ Written against torch 2.11-2.13 and transformers 5.15-5.23. What is used and why
 - `nn.Module._compiled_call_impl`: an instance-level hook around `__call__`, made for `nn.Module.compile`. It sees a
   call with the module's own hooks inside and leaves `forward` alone, whoever else has replaced it.
 - `masking_utils.find_packed_sequence_indices` reads values; on fake tensors it assumes packing (no fast path).
-- `config._experts_implementation`: mixture-of-experts modules loop over the experts that were hit, which fake tensors
-  cannot tell; `batched_mm` has the same result shape and no such loop.
+- `config._experts_implementation`: the default loops over the experts that were hit; `batched_mm` does not.
 """
 
 import logging
