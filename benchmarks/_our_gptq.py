@@ -15,6 +15,7 @@ from lightning_compress.calibration.prepare import calibrating
 from lightning_compress.calibration.records import SubgraphRecord
 from lightning_compress.calibration.solve import QuantizedModule, Restored
 from lightning_compress.graph.stages import Schedule, Subgraph
+from lightning_compress.memory.placement import MemoryConfig
 from lightning_compress.plugin.job import Settings, prepare_job
 from lightning_compress.recipe.load import load_recipe
 
@@ -54,7 +55,7 @@ def solve(model: LlamaForCausalLM, loader: DataLoader[Batch], case: Case) -> Non
         load_recipe({"modifiers": [modifier]}),
         output_dir=None,
         schedule=Schedule(case.schedule),
-        activation_budget=case.activation_budget,
+        memory=MemoryConfig(activation_budget=case.activation_budget),
     )
     job = prepare_job(model, collect(loader), settings, torch.device("cpu"))
     with calibrating(job.target.root):

@@ -11,6 +11,7 @@ from transformers import AutoConfig, LlamaForCausalLM
 from lightning_compress.calibration.batches import collect
 from lightning_compress.calibration.prepare import calibrating
 from lightning_compress.graph.stages import Schedule
+from lightning_compress.memory.placement import MemoryConfig
 from lightning_compress.memory.source import parameters_on_meta
 from lightning_compress.memory.tracker import peak_bytes
 from lightning_compress.plugin.job import Settings, prepare_job, run_job
@@ -25,7 +26,7 @@ def main() -> None:
     parser.add_argument("output_dir", type=Path)
     parser.add_argument("--num-batches", type=int, default=4)
     parser.add_argument("--schedule", default="staged")
-    parser.add_argument("--no-prefetch", action="store_true")
+    parser.add_argument("--prefetch-depth", type=int, default=1)
     parser.add_argument("--activation-budget", type=int)
     arguments = parser.parse_args()
     torch.manual_seed(0)
@@ -38,8 +39,7 @@ def main() -> None:
         arguments.output_dir,
         weights=arguments.model,
         schedule=Schedule(arguments.schedule),
-        prefetch=not arguments.no_prefetch,
-        activation_budget=arguments.activation_budget,
+        memory=MemoryConfig(activation_budget=arguments.activation_budget, prefetch_depth=arguments.prefetch_depth),
         resume=False,
     )
     start = time.perf_counter()

@@ -48,7 +48,7 @@ def main() -> None:
         for name, prepare in (("warm", warm), ("cold", drop_from_page_cache)):
             taken: dict[str, list[dict[str, Any]]] = {"with": [], "without": []}
             for _ in range(arguments.runs):
-                for side, options in (("with", ()), ("without", ("--no-prefetch",))):
+                for side, options in (("with", ()), ("without", ("--prefetch-depth", "0"))):
                     prepare(model)
                     taken[side].append(run(model, num_batches, arguments.work_dir, *options))
             total = {

@@ -13,24 +13,24 @@ the activation cache and are dropped at their last use.
 """
 
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor
 
-from lightning_compress.calibration.observe import Statistics, observing, stretches
+from lightning_compress.calibration.flow import Flow, Values, onloaded, prefetch, run_step
+from lightning_compress.calibration.observe import Statistics, observing
 from lightning_compress.calibration.records import ModuleRecord, SubgraphRecord
 from lightning_compress.calibration.solve import QuantizedModule, Restored, apply, describe_scheme, put, solve_group
 from lightning_compress.errors import SolveError
-from lightning_compress.graph.execute import execute
-from lightning_compress.graph.stages import Group, Source, Step, Subgraph, last_steps
-from lightning_compress.graph.trace import Leaf, Traced
-from lightning_compress.memory.activations import ActivationCache, versions
-from lightning_compress.memory.store import WeightStore
+from lightning_compress.graph.stages import Group, Source, Step, Subgraph
+from lightning_compress.graph.trace import Leaf
 from lightning_compress.memory.tracker import peak_bytes, reset_peak
 from lightning_compress.recipe.resolve import ResolvedRecipe
 from lightning_compress.statistics import Statistic
@@ -58,22 +58,14 @@ class Calibration:
     """Everything a run needs, prepared and checked (see `prepare`).
 
     Attributes:
-        traced: the graph; None where nothing has to run.
+        flow: the model's subgraphs, and where their weights and the values between them are.
+        resolved: what happens to each module.
         needs: which statistics each source has to gather.
-        prefetch: read the next subgraph from disk while one is computed.
-        masks: for a source, the input that marks its padding tokens.
     """
 
-    root: nn.Module
+    flow: Flow
     resolved: ResolvedRecipe
-    subgraphs: tuple[Subgraph, ...]
-    traced: Traced | None
     needs: Mapping[Source, tuple[type[Statistic], ...]]
-    masks: Mapping[Source, fx.Node]
-    cache: ActivationCache
-    store: WeightStore
-    device: torch.device
-    prefetch: bool = True
 
 
 @torch.no_grad()
@@ -88,32 +80,32 @@ def calibrate(run: Calibration, output: Output) -> Iterator[SubgraphRecord]:
     Yields:
         A record of each finished subgraph. The model holds the quantized weights of all subgraphs yielded so far.
     """
-    progress = _Progress(run, output, last_steps(run.subgraphs), {}, len(output.finished))
+    flow = run.flow
+    progress = _Progress(run, output, {}, len(output.finished))
     first_step = 0
-    for index, subgraph in enumerate(run.subgraphs):
+    for index, subgraph in enumerate(flow.subgraphs):
         if index < progress.num_finished:
-            _take_from_output(run, subgraph, index, output)
-        clock = _Clock(run.device)
-        reset_peak(run.device)
-        with run.store.onload(subgraph.modules, subgraph.tensors):
+            _take_from_output(flow, subgraph, index, output)
+        clock = _Clock(flow.device)
+        reset_peak(flow.device)
+        with onloaded(flow, index):
             clock.lap("onload")
-            for following in run.subgraphs[index + 1 : index + 2] if run.prefetch else ():
-                run.store.prefetch(following.modules, following.tensors)
+            prefetch(flow, index)
             if index < progress.num_finished:
                 _repeat(progress, subgraph, index, first_step)
                 record = output.finished[index]
             else:
                 record = _solve(progress, subgraph, index, first_step, clock)
                 output.commit(subgraph, record)
-                _take_from_output(run, subgraph, index, output)
+                _take_from_output(flow, subgraph, index, output)
         first_step += len(subgraph.steps)
         yield record
 
 
-def _take_from_output(run: Calibration, subgraph: Subgraph, index: int, output: Output) -> None:
+def _take_from_output(flow: Flow, subgraph: Subgraph, index: int, output: Output) -> None:
     """A weight that is at home on disk is quantized from now on; later subgraphs that share it read the output."""
     for name in subgraph.solved:
-        run.store.redirect(f"{name}.weight", partial(_restored_weight, output, index, name))
+        flow.store.redirect(f"{name}.weight", partial(_restored_weight, output, index, name))
 
 
 def _restored_weight(output: Output, index: int, name: str) -> Tensor:
@@ -125,13 +117,11 @@ class _Progress:
     """What goes on through all subgraphs.
 
     Attributes:
-        last: the number of the last step that reads a value.
         num_finished: subgraphs that an earlier run finished.
     """
 
     run: Calibration
     output: Output
-    last: Mapping[fx.Node, int]
     statistics: Statistics
     num_finished: int
 
@@ -147,24 +137,24 @@ def _solve(progress: _Progress, subgraph: Subgraph, index: int, first_step: int,
         for group in step.solve:
             gathered = _merged(run, group, statistics)
             num_tokens = max([num_tokens, *(statistic.num_tokens for statistic in gathered.values())])
-            for quantized in solve_group(group, run.root, run.resolved, gathered):
+            for quantized in solve_group(group, run.flow.root, run.resolved, gathered):
                 packed = progress.output.pack(quantized)
                 modules.append(_record(run, subgraph, group, quantized, gathered, packed))
-                apply(quantized, run.root, run.store)
+                apply(quantized, run.flow.root, run.flow.store)
         for source in step.forget:
             statistics.pop(source, None)
         clock.lap("solve")
     return SubgraphRecord(
         name=subgraph.name,
         index=index,
-        num_subgraphs=len(run.subgraphs),
+        num_subgraphs=len(run.flow.subgraphs),
         modules=tuple(modules),
         num_tokens=num_tokens,
         onload_s=clock.seconds["onload"],
         run_s=clock.seconds["run"],
         solve_s=clock.seconds["solve"],
-        activation_bytes=run.cache.num_bytes,
-        peak_bytes=peak_bytes(run.device),
+        activation_bytes=run.flow.cache.num_bytes,
+        peak_bytes=peak_bytes(run.flow.device),
     )
 
 
@@ -175,8 +165,8 @@ def _repeat(progress: _Progress, subgraph: Subgraph, index: int, first_step: int
     """
     run, output = progress.run, progress.output
     for name in subgraph.solved:
-        put(output.restore(index, name), name, run.resolved.assignments[name].scheme, run.root, run.store)
-    remaining = run.subgraphs[progress.num_finished :]
+        put(output.restore(index, name), name, run.resolved.assignments[name].scheme, run.flow.root, run.flow.store)
+    remaining = run.flow.subgraphs[progress.num_finished :]
     shared = {s for part in remaining for step in part.steps for group in step.solve for s in group.sources}
     for number, step in enumerate(subgraph.steps, first_step):
         observe = tuple(source for source in step.observe if source in shared)
@@ -186,38 +176,12 @@ def _repeat(progress: _Progress, subgraph: Subgraph, index: int, first_step: int
 
 def _run_step(progress: _Progress, step: Step, number: int) -> None:
     """Run a step's nodes on every batch and gather the statistics of its sources."""
-    run, last, statistics = progress.run, progress.last, progress.statistics
-    if run.traced is None or not (step.nodes or step.observe):
-        return
-    masks = {source: run.masks[source] for source in step.observe if source in run.masks}
-    read = {node for computed in step.nodes for node in computed.all_input_nodes}
-    observed = {source.node for source in step.observe} | set(masks.values())
-    outliving = {node for node, use in last.items() if use > number} | set(run.masks.values())
-    pieces = stretches(step)
-    needed_at_end = {source.node for source in pieces[-1][1]} | set(masks.values())
-    drop_after = _drops(step, needed_at_end | outliving if step.keep else needed_at_end)
-    for batch in range(len(run.cache)):
-        values = run.cache.load(batch, read | observed, copy=not step.keep)
-        before = {node: versions(value) for node, value in values.items()}
-        for nodes, sources in pieces:
-            with observing(run.root, sources, values, masks, run.needs, statistics):
-                execute(nodes, values, run.root, run.traced.constants, run.device, drop_after)
-        if step.keep:
-            changed = {node: value for node, value in values.items() if before.get(node) != versions(value)}
-            run.cache.store(batch, {node: value for node, value in changed.items() if node in outliving})
-            run.cache.retain(batch, outliving)
+    flow, needs, statistics = progress.run.flow, progress.run.needs, progress.statistics
 
+    def watch(sources: Sequence[Source], values: Values) -> AbstractContextManager[None]:
+        return observing(flow.root, sources, values, flow.masks, needs, statistics)
 
-def _drops(step: Step, kept: set[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """For each node of a step the values that nothing reads after it: freed at once, within the batch."""
-    last: dict[fx.Node, fx.Node] = {}
-    for node in step.nodes:
-        last.update(dict.fromkeys((*node.all_input_nodes, node), node))
-    drops: dict[fx.Node, list[fx.Node]] = {}
-    for value, node in last.items():
-        if value not in kept:
-            drops.setdefault(node, []).append(value)
-    return drops
+    deque(run_step(flow, step, number, watch), maxlen=0)  # keeps no batch's values while the next one runs
 
 
 def _merged(run: Calibration, group: Group, statistics: Statistics) -> dict[type[Statistic], Statistic]:
@@ -250,8 +214,8 @@ def _record(
     gathered: Mapping[type[Statistic], Statistic],
     packed: int,
 ) -> ModuleRecord:
-    weight: Tensor = run.root.get_submodule(quantized.module).get_parameter("weight")
-    nodes = run.traced.graph.nodes if run.traced is not None else ()
+    weight: Tensor = run.flow.root.get_submodule(quantized.module).get_parameter("weight")
+    nodes = run.flow.traced.graph.nodes if run.flow.traced is not None else ()
     calls = sum(1 for node in nodes if isinstance(node.target, Leaf) and node.target.name == quantized.module)
     return ModuleRecord(
         module=quantized.module,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from lightning_compress.calibration.batches import CalibrationSet
+from lightning_compress.calibration.flow import Flow, last_uses
 from lightning_compress.calibration.loop import Calibration
 from lightning_compress.calibration.solve import group_key, needed_statistics
 from lightning_compress.calibration.target import Target
@@ -19,6 +20,7 @@ from lightning_compress.graph.trace import Traced, flatten_batch, leaf_input, to
 from lightning_compress.memory.activations import ActivationCache
 from lightning_compress.memory.placement import Placement
 from lightning_compress.memory.store import WeightStore
+from lightning_compress.memory.transfer import Lane
 from lightning_compress.recipe.resolve import ResolvedRecipe
 from lightning_compress.statistics import Statistic
 
@@ -71,11 +73,12 @@ def prepare(
     names = tuple(resolved.assignments)
     boundaries = check_layout(target, resolved, schedule, sequential_targets)
     device = placement.device
-    store = WeightStore(target.root, device, placement.source)
+    store = WeightStore(target.root, Lane(device), placement.source)
     if schedule is Schedule.DATAFREE:
         parts = datafree_subgraphs(_by_boundary(names, boundaries))
         cache = ActivationCache([], home=device, device=device)
-        return Calibration(target.root, resolved, parts, None, {}, {}, cache, store, device, placement.prefetch)
+        flow = Flow(target.root, parts, None, cache, store, placement, {}, {})
+        return Calibration(flow, resolved, {})
     if data is None:
         raise CalibrationDataError(
             "This recipe needs calibration data: give `dataloaders`, a datamodule, or `calibration`."
@@ -97,7 +100,8 @@ def prepare(
     )
     needs = _needs(parts, resolved)
     masks = _masks(traced, needs)
-    return Calibration(target.root, resolved, parts, traced, needs, masks, cache, store, device, placement.prefetch)
+    last = last_uses(parts, tuple(masks.values()))
+    return Calibration(Flow(target.root, parts, traced, cache, store, placement, last, masks), resolved, needs)
 
 
 @contextmanager

@@ -1,11 +1,77 @@
 """Where the bytes of a run live, in one place."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from lightning_compress.memory.source import WeightSource
+from lightning_compress.memory.tracker import parse_bytes
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    """What a user says about memory. Sizes are bytes, or text like "4GiB".
+
+    Attributes:
+        device_budget: how much of the device's memory the run may take; None: whatever it needs.
+        host_budget: how much host memory the process may take; None: whatever it needs.
+        activation_budget: how much of the activations may wait in memory between steps, the rest waits in an unnamed
+            file; None: all of them, or what `host_budget` leaves.
+        cache_on_device: keep activations on the device between steps instead of in host memory.
+        prefetch_depth: how many subgraphs ahead of the one that computes weights are brought; 0: none.
+        scratch_dir: a folder with room for that file; None: the system's temporary folder.
+
+    Raises:
+        ValueError: a size that is none, or a negative depth.
+    """
+
+    device_budget: int | str | None = None
+    host_budget: int | str | None = None
+    activation_budget: int | str | None = None
+    cache_on_device: bool = False
+    prefetch_depth: int = 1
+    scratch_dir: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("device_budget", "host_budget", "activation_budget"):
+            self.num_bytes(name)
+        if self.prefetch_depth < 0:
+            raise ValueError(f"prefetch_depth={self.prefetch_depth} is negative; 0 reads nothing ahead.")
+
+    def num_bytes(self, name: str) -> int | None:
+        """A budget in bytes."""
+        size = getattr(self, name)
+        return None if size is None else parse_bytes(size)
+
+
+def memory_config(value: "MemoryConfig | Mapping[str, Any] | None") -> MemoryConfig:
+    """The options in a mapping (or as they are, or the defaults).
+
+    Raises:
+        ValueError: an unknown key (names the nearest known one), or what `MemoryConfig` refuses.
+    """
+    if value is None or isinstance(value, MemoryConfig):
+        return value or MemoryConfig()
+    known = [field.name for field in fields(MemoryConfig)]
+    for key in value:
+        if key not in known:
+            near = get_close_matches(str(key), known, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}."
+            raise ValueError(f"memory has no option {key!r}; {hint}")
+    return MemoryConfig(**value)
+
+
+class Tier(StrEnum):
+    """A place for weights while nothing computes with them."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
 
 
 @dataclass(frozen=True)
@@ -16,7 +82,9 @@ class Placement:
         device: where subgraphs run.
         cache_device: where activations wait between steps.
         source: where the values of parameters on the meta device are; all others are in host memory.
-        prefetch: read the next subgraph's weights from `source` while one is computed.
+        weights: where the weights of a subgraph (by number) wait once they have been used; those of the others are kept
+            by their home only.
+        prefetch_depth: how many subgraphs ahead of the one that computes weights are read and copied; 0: none.
         activation_budget: bytes of activations that may wait on `cache_device`; None: all of them.
         scratch_dir: folder of the file for the others; None: the system's temporary folder.
     """
@@ -24,6 +92,7 @@ class Placement:
     device: torch.device
     cache_device: torch.device
     source: WeightSource | None = None
-    prefetch: bool = True
+    weights: Mapping[int, Tier] = field(default_factory=dict)
+    prefetch_depth: int = 1
     activation_budget: int | None = None
     scratch_dir: Path | None = None

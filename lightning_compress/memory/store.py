@@ -9,16 +9,19 @@ Alternative not taken: moving modules with `.to(device)` and back. It transfers 
 between parameters, and touches modules that the subgraph does not run.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import final
 
-import torch
 from torch import Tensor, nn
 
 from lightning_compress.memory.buffers import trim_heap
+from lightning_compress.memory.placement import Tier
 from lightning_compress.memory.source import Load, WeightSource
+from lightning_compress.memory.transfer import Lane, Sent
+
+_Coming = Future[dict[str, Sent]]
 
 
 @final
@@ -27,16 +30,17 @@ class WeightStore:
 
     Args:
         root: the model.
-        device: where subgraphs run.
+        lane: the way to the device where subgraphs run.
         source: of the values of parameters on the meta device.
     """
 
-    def __init__(self, root: nn.Module, device: torch.device, source: WeightSource | None = None) -> None:
+    def __init__(self, root: nn.Module, lane: Lane, source: WeightSource | None = None) -> None:
         self._root = root
-        self._device = device
-        self._home: dict[int, Tensor] = {}
-        self._coming: dict[Load, Future[Mapping[str, Tensor]]] = {}
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="weights") if source is not None else None
+        self._lane = lane
+        self._homes: dict[int, tuple[Tensor, Tensor]] = {}
+        self._present: dict[int, Tensor] = {}
+        self._coming: dict[Load | int, _Coming] = {}
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self._loaders: dict[str, Load] = dict(source.loaders) if source is not None else {}
         self._places: dict[int, list[tuple[str, nn.Module, str]]] = {}
         for path, module in root.named_modules():
@@ -46,47 +50,55 @@ class WeightStore:
                     self._places.setdefault(id(parameter), []).append((name, module, key))
 
     @contextmanager
-    def onload(self, modules: Iterable[str], tensors: Iterable[str] = ()) -> Iterator[None]:
+    def onload(
+        self, modules: Iterable[str], tensors: Iterable[str] = (), *, stay: Tier | None = None
+    ) -> Iterator[None]:
         """Parameters and buffers of `modules` (with their children), and `tensors`, are on the device inside the
         context.
 
         Ties survive: a tensor that several modules share is brought once. What was brought is freed on leaving, also
-        when the body raises.
+        when the body raises. Contexts may be nested.
+
+        Args:
+            modules: names.
+            tensors: qualified names of parameters and buffers.
+            stay: leave the weights on the device afterwards, or (those from disk) in host memory, until `close`; None:
+                only their homes keep them.
         """
         found = self._found(modules, tensors)
         absent = [tensor for tensor in found if tensor.is_meta]
-        moved = [tensor for tensor in found if not tensor.is_meta and self._is_away(tensor)]
-        self._home = {id(tensor): tensor.data for tensor in moved}
+        moved = [tensor for tensor in found if self._is_at_home(tensor) and self._lane.is_away(tensor)]
+        is_done = False
         try:
             self._bring(absent)
-            for tensor in moved:
-                tensor.data = self._copy(tensor.data)
+            self._move(moved)
             yield
+            is_done = True
         finally:
-            for tensor in moved:
-                tensor.data = self._home[id(tensor)]
-            for tensor in absent:
-                self._place(tensor, tensor)
-            self._home = {}
-            if absent:
-                trim_heap()
+            if not (is_done and stay is Tier.DEVICE):
+                self._lane.give_back()
+                self._leave(absent, moved, in_host=is_done and stay is Tier.HOST)
 
     def prefetch(self, modules: Iterable[str], tensors: Iterable[str] = ()) -> None:
-        """Begin to read from disk what the next `onload` will bring; its size is in host memory from now on."""
+        """Begin to read from disk, and to copy to the device, what a later `onload` will bring.
+
+        Its size is in host memory (what is read) and on the device from now on.
+        """
         for tensor in self._found(modules, tensors):
             if tensor.is_meta:
                 _, load = self._loader(tensor)
-                if self._reader is not None and load not in self._coming:
-                    self._coming[load] = self._reader.submit(load)
+                self._begin(load, load)
+            elif self._is_at_home(tensor) and self._lane.is_away(tensor):
+                self._begin(id(tensor), lambda home=tensor.data: {"": home})  # type: ignore[misc]
 
     def write(self, tensor: Tensor, value: Tensor) -> None:
         """Replace the values of a parameter, on the device (where onloaded) and at home in host memory. Same shape and
         dtype."""
         assert tensor.shape == value.shape
         tensor.data.copy_(value)
-        home = self._home.get(id(tensor))
-        if home is not None:
-            home.copy_(value)
+        self._coming.pop(id(tensor), None)
+        if id(tensor) in self._homes:
+            self._homes[id(tensor)][1].copy_(value)
 
     def redirect(self, name: str, load: Callable[[], Tensor]) -> None:
         """From now on take the values of the parameter `name` from `load`, if its home is not the module."""
@@ -94,16 +106,63 @@ class WeightStore:
             self._coming.pop(self._loaders[name], None)
             self._loaders[name] = lambda: {name: load()}
 
+    def close(self) -> None:
+        """Only their homes keep the weights; what is on its way is dropped."""
+        self._coming.clear()
+        self._lane.give_back()
+        self._leave(list(self._present.values()), [tensor for tensor, _ in self._homes.values()])
+
+    def _begin(self, key: Load | int, load: Load) -> None:
+        if key not in self._coming:
+            self._coming[key] = self._worker.submit(self._send, load)
+
+    def _send(self, load: Load) -> dict[str, Sent]:
+        return {name: self._lane.send(value) for name, value in load().items()}
+
+    def _arrived(self, key: Load | int, load: Load) -> dict[str, Tensor]:
+        coming = self._coming.pop(key, None)
+        sent = self._send(load) if coming is None else coming.result()
+        return {name: self._lane.receive(value) for name, value in sent.items()}
+
     def _bring(self, absent: Iterable[Tensor]) -> None:
         """Read meta parameters, each stored tensor once, and put them into their modules."""
         read: dict[Load, dict[str, Tensor]] = {}
         for meta in absent:
             name, load = self._loader(meta)
             if load not in read:
-                coming = self._coming.pop(load, None)
-                read[load] = dict(load() if coming is None else coming.result())
-            value = read[load].pop(name).to(dtype=meta.dtype).to(self._device)
+                read[load] = self._arrived(load, load)
+            value = read[load].pop(name).to(dtype=meta.dtype)
+            self._present[id(meta)] = meta
             self._place(meta, nn.Parameter(value, requires_grad=False))
+
+    def _move(self, moved: Iterable[Tensor]) -> None:
+        """Let parameters and buffers in host memory point to a copy on the device."""
+        for tensor in moved:
+            home = tensor.data
+            (copy,) = self._arrived(id(tensor), lambda home=home: {"": home}).values()  # type: ignore[misc]
+            self._homes[id(tensor)] = tensor, home
+            tensor.data = copy
+
+    def _leave(self, absent: Iterable[Tensor], moved: Iterable[Tensor], *, in_host: bool = False) -> None:
+        """Undo `_bring` (but for what shall stay in host memory) and `_move`, as far as they came."""
+        for tensor in moved:
+            if id(tensor) in self._homes:
+                _, tensor.data = self._homes.pop(id(tensor))
+        metas = [meta for meta in absent if id(meta) in self._present]
+        for meta in metas:
+            if in_host:
+                _, module, key = self._places[id(meta)][0]
+                parameter = module.get_parameter(key)
+                parameter.data = parameter.data.cpu()
+            else:
+                del self._present[id(meta)]
+                self._place(meta, meta)
+        if metas:
+            trim_heap()
+
+    def _is_at_home(self, tensor: Tensor) -> bool:
+        """Whether it is in host memory, and no copy of it on the device."""
+        return not tensor.is_meta and id(tensor) not in self._homes
 
     def _found(self, modules: Iterable[str], tensors: Iterable[str]) -> list[Tensor]:
         """The tensors of the modules (with their children), and those named; each once."""
@@ -125,9 +184,3 @@ class WeightStore:
     def _place(self, meta: Tensor, parameter: Tensor) -> None:
         for _, module, key in self._places[id(meta)]:
             module._parameters[key] = parameter  # type: ignore[assignment]
-
-    def _is_away(self, tensor: Tensor) -> bool:
-        return tensor.device != self._device
-
-    def _copy(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._device)

@@ -1,6 +1,6 @@
 """The callback that adds a compression stage to a Trainer run."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -16,7 +16,7 @@ from lightning_compress.calibration.prepare import calibrating, needs_data
 from lightning_compress.errors import CalibrationDataError, UnsupportedModelError
 from lightning_compress.export.checkpoint import SavesPretrained
 from lightning_compress.graph.stages import Schedule
-from lightning_compress.memory.tracker import parse_bytes
+from lightning_compress.memory.placement import MemoryConfig, memory_config
 from lightning_compress.plugin import compat
 from lightning_compress.plugin.data import calibration_set
 from lightning_compress.plugin.job import Job, Settings, plan_recipe, prepare_job
@@ -46,11 +46,7 @@ class CompressionCallback(Callback):
         schedule: `staged`, `recompute`, `block`, `basic` or `datafree`.
         sequential_targets: class names, module names or `re:` patterns of what is onloaded at a time; by default the
             layers.
-        cache_on_device: keep activations on the device between steps.
-        prefetch: where weights are read from disk, read the next subgraph's while one is computed.
-        activation_budget: how much of the activations may wait in memory between steps (bytes, or "4GiB"); the rest
-            waits in an unnamed file in `scratch_dir`. By default all of them wait in memory.
-        scratch_dir: a folder with room; by default the system's temporary folder.
+        memory: options of `MemoryConfig` (a mapping will do): budgets, where activations wait, prefetch depth.
         verify: read the checkpoint back and compare it with the module.
         tokenizer: saved with the checkpoint; a tokenizer or processor.
         weights: checkpoint folder that a model with parameters on the meta device (built within
@@ -72,10 +68,7 @@ class CompressionCallback(Callback):
         max_samples: int | None = None,
         schedule: Literal["staged", "recompute", "block", "basic", "datafree"] = "staged",
         sequential_targets: Sequence[str] | None = None,
-        cache_on_device: bool = False,
-        prefetch: bool = True,
-        activation_budget: int | str | None = None,
-        scratch_dir: str | Path | None = None,
+        memory: MemoryConfig | Mapping[str, Any] | None = None,
         verify: bool = True,
         tokenizer: SavesPretrained | None = None,
         weights: str | Path | None = None,
@@ -93,10 +86,7 @@ class CompressionCallback(Callback):
             output_dir=None if output_dir is None else Path(output_dir),
             schedule=Schedule(schedule),
             sequential_targets=None if sequential_targets is None else tuple(sequential_targets),
-            cache_on_device=cache_on_device,
-            prefetch=prefetch,
-            activation_budget=None if activation_budget is None else parse_bytes(activation_budget),
-            scratch_dir=None if scratch_dir is None else Path(scratch_dir),
+            memory=memory_config(memory),
             verify=verify,
             weights=None if weights is None else Path(weights),
             resume=resume == "auto",
@@ -235,7 +225,7 @@ class Adapter(pl.LightningModule):
 
 def _first_quantizing(job: Job) -> int:
     """How many subgraphs it takes to reach one that quantizes something: the embeddings come before the layers."""
-    return next(number for number, subgraph in enumerate(job.run.subgraphs, 1) if subgraph.solved)
+    return next(number for number, subgraph in enumerate(job.run.flow.subgraphs, 1) if subgraph.solved)
 
 
 def _replace_run(trainer: pl.Trainer, callback: CompressionCallback) -> None:

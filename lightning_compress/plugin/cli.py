@@ -96,6 +96,7 @@ def run_compress(config: DictConfig, output_dir: Path) -> Report:
         tokenizer=tokenizer,
         max_samples=config.data.num_samples,
         weights=config.model.path if from_disk else None,
+        memory=cast(dict[str, Any], OmegaConf.to_container(config.memory, resolve=True)),
         **options,
     )
 

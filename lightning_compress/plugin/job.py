@@ -3,7 +3,7 @@ drives."""
 
 import time
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -20,7 +20,7 @@ from lightning_compress.export.checkpoint import SavesPretrained, check_output_d
 from lightning_compress.export.verify import Verification, verify, verify_files
 from lightning_compress.export.writer import CheckpointWriter, Unwritten
 from lightning_compress.graph.stages import Schedule
-from lightning_compress.memory.placement import Placement
+from lightning_compress.memory.placement import MemoryConfig, Placement
 from lightning_compress.memory.source import WeightSource, is_on_meta, weight_source
 from lightning_compress.recipe.config import Recipe
 from lightning_compress.recipe.resolve import ResolvedRecipe, resolve
@@ -35,10 +35,7 @@ class Settings:
         output_dir: where the checkpoint goes; None quantizes the model in memory only.
         weights: checkpoint folder that the values of parameters on the meta device are read from.
         sequential_targets: what is onloaded at a time; None takes the model's layers.
-        cache_on_device: keep activations on the device between steps instead of in host memory.
-        prefetch: read the next subgraph's weights from disk while one is computed.
-        activation_budget: bytes of activations that may wait there; None: all. The others wait in a file.
-        scratch_dir: folder of that file; None: the system's temporary folder.
+        memory: budgets, and what waits where.
         verify: read the checkpoint back and compare.
         resume: continue an interrupted run that is the same, if `output_dir` holds one.
     """
@@ -48,10 +45,7 @@ class Settings:
     weights: Path | None = None
     schedule: Schedule = Schedule.STAGED
     sequential_targets: tuple[str, ...] | None = None
-    cache_on_device: bool = False
-    prefetch: bool = True
-    activation_budget: int | None = None
-    scratch_dir: Path | None = None
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     verify: bool = True
     resume: bool = True
     tokenizer: SavesPretrained | None = None
@@ -93,13 +87,14 @@ def prepare_job(module: nn.Module, data: CalibrationSet | None, settings: Settin
     if source is None:
         module.to("cpu")
     schedule = settings.schedule if needs_data(resolved) else Schedule.DATAFREE
+    memory = settings.memory
     placement = Placement(
         device,
-        cache_device=device if settings.cache_on_device else torch.device("cpu"),
+        cache_device=device if memory.cache_on_device else torch.device("cpu"),
         source=source,
-        prefetch=settings.prefetch,
-        activation_budget=settings.activation_budget,
-        scratch_dir=settings.scratch_dir,
+        prefetch_depth=memory.prefetch_depth,
+        activation_budget=memory.num_bytes("activation_budget"),
+        scratch_dir=None if memory.scratch_dir is None else Path(memory.scratch_dir),
     )
     with calibrating(target.root):
         run = prepare(
@@ -160,7 +155,7 @@ def run_job(job: Job, max_subgraphs: int | None = None) -> Generator[SubgraphRec
         except Exception as error:
             error.add_note(_what_changed(job, records))
             raise
-        partial = len(records) < len(job.run.subgraphs)
+        partial = len(records) < len(job.run.flow.subgraphs)
         verification = None
         if writer is not None and not partial:
             writer.close(job.settings.tokenizer)
@@ -186,10 +181,10 @@ def _report(
         model=type(job.target.root).__name__,
         recipe=job.resolved.recipe.to_dict(),
         schedule=job.schedule.value,
-        device=_device_name(job.run.device),
+        device=_device_name(job.run.flow.device),
         subgraphs=tuple(records),
         excluded=job.resolved.excluded,
-        fallbacks=job.run.traced.fallbacks if job.run.traced is not None else (),
+        fallbacks=job.run.flow.traced.fallbacks if job.run.flow.traced is not None else (),
         num_batches=len(job.data.batches) if job.data is not None else 0,
         has_padding=job.data is not None and job.data.has_padding,
         bytes_before=bytes_before,
@@ -198,30 +193,37 @@ def _report(
         total_s=total_s,
         output_dir=None if writer is None else str(writer.folder),
         verification=verification,
-        is_partial=len(records) < len(job.run.subgraphs),
+        is_partial=len(records) < len(job.run.flow.subgraphs),
         num_resumed=num_resumed,
         extra={},
     )
 
 
 def _writer(job: Job, output_dir: Path) -> CheckpointWriter:
+    flow = job.run.flow
     layout = {
         "schedule": job.schedule.value,
-        "subgraphs": [(part.name, part.solved) for part in job.run.subgraphs],
-        "device": job.run.device.type,
+        "subgraphs": [(part.name, part.solved) for part in flow.subgraphs],
+        "device": flow.device.type,
     }
     batches = job.data.batches if job.data is not None else ()
     weights = "" if job.source is None else job.source.fingerprint
     given = fingerprints(job.resolved.recipe.to_dict(), layout, job.target.root, weights, batches)
     return CheckpointWriter(
-        output_dir, job.target.root, job.resolved, job.run.subgraphs, job.run.store, given, resume=job.settings.resume
+        output_dir,
+        job.target.root,
+        job.resolved,
+        flow.subgraphs,
+        flow.store,
+        given,
+        resume=job.settings.resume,
     )
 
 
 def _what_changed(job: Job, records: Sequence[SubgraphRecord]) -> str:
     """For a run that failed: the model in memory is as before but for these."""
-    changed = ", ".join(part.name for part in job.run.subgraphs[: len(records)] if part.solved) or "none"
-    failed = job.run.subgraphs[min(len(records), len(job.run.subgraphs) - 1)].name
+    changed = ", ".join(part.name for part in job.run.flow.subgraphs[: len(records)] if part.solved) or "none"
+    failed = job.run.flow.subgraphs[min(len(records), len(job.run.flow.subgraphs) - 1)].name
     written = "Nothing was written."
     if job.settings.output_dir is not None and records:
         written = f"{len(records)} finished subgraphs are in {job.settings.output_dir}; the same run continues there."

@@ -41,13 +41,13 @@ class CompressionLoop(compat.FitLoop):
         super().__init__(trainer, min_epochs=0, max_epochs=1)
         self._job = job
         self._max_subgraphs = max_subgraphs
-        self.max_batches = len(job.run.subgraphs[:max_subgraphs])
+        self.max_batches = len(job.run.flow.subgraphs[:max_subgraphs])
         self.record: SubgraphRecord | None = None
         self.report: Report | None = None
 
     def run(self) -> None:
         trainer = self.trainer
-        names = [subgraph.name for subgraph in self._job.run.subgraphs[: self._max_subgraphs]]
+        names = [subgraph.name for subgraph in self._job.run.flow.subgraphs[: self._max_subgraphs]]
         compat.call_callbacks(trainer, "on_train_start")
         compat.call_callbacks(trainer, "on_train_epoch_start")
         stop = False

@@ -26,8 +26,9 @@ from lightning_compress.errors import NonFiniteError, SolveError, UnsupportedMod
 from lightning_compress.export.checkpoint import INCOMPLETE
 from lightning_compress.export.writer import Unwritten
 from lightning_compress.memory.activations import ActivationCache
-from lightning_compress.memory.store import WeightStore
+from lightning_compress.memory.placement import MemoryConfig
 from lightning_compress.memory.tracker import LiveMemory
+from lightning_compress.memory.transfer import Lane, Sent
 from lightning_compress.plugin.job import run_job
 
 LAYER = "model.layers.{}"
@@ -260,8 +261,8 @@ def test_memory_does_not_grow_with_depth(monkeypatch: pytest.MonkeyPatch, schedu
     Onloading copies, as to a device. Seen to fail: with weights that stay onloaded, with values that stay in the cache
     after their last use, and with statistics that are never forgotten.
     """
-    monkeypatch.setattr(WeightStore, "_is_away", lambda *_: True)
-    monkeypatch.setattr(WeightStore, "_copy", lambda _, tensor: tensor.clone())
+    monkeypatch.setattr(Lane, "is_away", lambda *_: True)
+    monkeypatch.setattr(Lane, "send", lambda _, tensor: Sent(tensor.clone()))
     peaks, left = {}, {}
     for depth in (2, 4, 8):
         job = prepare(
@@ -318,7 +319,7 @@ def test_values_are_dropped_at_their_last_use() -> None:
     hidden = 4 * 2 * 16 * 32 * 4
     assert sizes[1] == sizes[2] == sizes[3]
     assert hidden <= sizes[1] < 2 * hidden
-    assert len(job.run.cache) == 4
+    assert len(job.run.flow.cache) == 4
 
 
 def test_recompute_gives_the_same_weights_in_less_memory() -> None:
@@ -338,9 +339,9 @@ def test_recompute_gives_the_same_weights_in_less_memory() -> None:
 
 
 def test_cached_values_may_live_on_the_device() -> None:
-    job = prepare(tiny_llama(1), token_batches(), recipe(4), cache_on_device=True)
-    assert isinstance(job.run.cache, ActivationCache)
-    assert job.run.cache._home == CPU
+    job = prepare(tiny_llama(1), token_batches(), recipe(4), memory=MemoryConfig(cache_on_device=True))
+    assert isinstance(job.run.flow.cache, ActivationCache)
+    assert job.run.flow.cache._home == CPU
     assert len(run(job).modules) == 7
 
 

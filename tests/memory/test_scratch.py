@@ -15,6 +15,7 @@ from lightning_compress.errors import CompressionError
 from lightning_compress.export.writer import Unwritten
 from lightning_compress.memory import activations
 from lightning_compress.memory.activations import ActivationCache
+from lightning_compress.memory.placement import MemoryConfig
 from lightning_compress.memory.scratch import ScratchFile
 from lightning_compress.memory.tracker import LiveMemory, parse_bytes
 
@@ -91,7 +92,9 @@ def test_the_weights_do_not_depend_on_the_budget(monkeypatch: pytest.MonkeyPatch
     results = []
     for budget in (None, 0, 10_000):
         model = tiny_llama(2)
-        compress_in_memory(model, batches(), recipe(4), schedule=schedule, activation_budget=budget)
+        compress_in_memory(
+            model, batches(), recipe(4), schedule=schedule, memory=MemoryConfig(activation_budget=budget)
+        )
         results.append(list(model.parameters()))
     for others in results[1:]:
         assert all(torch.equal(*pair) for pair in zip(results[0], others, strict=True))
@@ -118,7 +121,7 @@ def test_values_that_are_changed_in_place(monkeypatch: pytest.MonkeyPatch) -> No
         torch.manual_seed(0)
         model = Adds()
         batches = [torch.randn(2, 5, 16) for _ in range(3)]
-        compress_in_memory(model, batches, recipe(4), activation_budget=budget)
+        compress_in_memory(model, batches, recipe(4), memory=MemoryConfig(activation_budget=budget))
         weights.append(list(model.parameters()))
     assert all(torch.equal(*pair) for pair in zip(*weights, strict=True))
 
@@ -128,7 +131,7 @@ def test_memory_does_not_grow_with_the_samples() -> None:
     peaks = []
     for count in (8, 32):
         model = tiny_llama(2, hidden_size=128, intermediate_size=512)
-        job = prepare(model, token_batches(count, rows=8), recipe(4), activation_budget=0)
+        job = prepare(model, token_batches(count, rows=8), recipe(4), memory=MemoryConfig(activation_budget=0))
         with calibrating(model), LiveMemory() as memory:
             memory.ignore(*model.state_dict().values())
             for _ in calibrate(job.run, Unwritten()):
@@ -144,7 +147,9 @@ def test_no_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(activations, "_LEAST_SPILLED", 1)
     monkeypatch.setattr(os, "pwritev", full)
     with pytest.raises(CompressionError, match=r"could not be kept in .*No space left.*scratch_dir, or raise"):
-        compress_in_memory(tiny_llama(2), token_batches(), recipe(4), activation_budget=0, scratch_dir=tmp_path)
+        compress_in_memory(
+            tiny_llama(2), token_batches(), recipe(4), memory=MemoryConfig(activation_budget=0, scratch_dir=tmp_path)
+        )
 
 
 def test_sizes() -> None:

@@ -18,9 +18,11 @@ from lightning_compress.errors import CompressionError, SolveError, UnsupportedM
 from lightning_compress.export.writer import Unwritten
 from lightning_compress.memory import source as source_module
 from lightning_compress.memory.files import read_tensor, stored_tensors
+from lightning_compress.memory.placement import MemoryConfig
 from lightning_compress.memory.source import is_on_meta, parameters_on_meta, weight_source
 from lightning_compress.memory.store import WeightStore
 from lightning_compress.memory.tracker import LiveMemory
+from lightning_compress.memory.transfer import Lane
 from lightning_compress.plugin.job import run_job
 
 
@@ -85,7 +87,7 @@ def test_fused_and_stacked_weights(tmp_path: Path) -> None:
     empty = saved(model, tmp_path / "in")
     assert any(".experts.11." in key for key in stored_tensors(tmp_path / "in"))
     source = weight_source(empty, tmp_path / "in")
-    store = WeightStore(empty, CPU, source)
+    store = WeightStore(empty, Lane(CPU), source)
     with store.onload([name for name, _ in model.named_children()]):
         for (name, mine), (_, other) in zip(model.named_parameters(), empty.named_parameters(), strict=True):
             assert torch.equal(mine, other), name
@@ -115,16 +117,17 @@ def test_the_next_subgraph_is_read_ahead(tmp_path: Path, monkeypatch: pytest.Mon
     reads: list[str] = []
     offsets = {stored.offset: name for name, stored in stored_tensors(tmp_path / "in").items()}
     monkeypatch.setattr(source_module, "read_tensor", lambda s: (reads.append(offsets[s.offset]), read_tensor(s))[1])
-    for prefetch in (True, False):
+    for depth in (0, 1, 2):
         reads.clear()
-        job = prepare(empty, token_batches(), recipe(4), tmp_path / "out", weights=tmp_path / "in", prefetch=prefetch)
+        memory = MemoryConfig(prefetch_depth=depth)
+        job = prepare(empty, token_batches(), recipe(4), tmp_path / "out", weights=tmp_path / "in", memory=memory)
         seen = []
         with calibrating(empty):
             for record in calibrate(job.run, Unwritten()):
                 if record.name.startswith("model.layers"):
-                    wait(job.run.store._coming.values())
+                    wait(job.run.flow.store._coming.values())
                     seen.append(max(int(name.split(".")[2]) for name in reads if ".layers." in name))
-        assert seen == ([1, 2, 2] if prefetch else [0, 1, 2])
+        assert seen == ([0, 1, 2], [1, 2, 2], [2, 2, 2])[depth]
         assert len(reads) == len(set(reads)) == 3 * 9 + 1
 
 

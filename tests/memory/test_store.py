@@ -1,11 +1,18 @@
 """Weights at home and on the device. Copies are made real on a CPU by saying that every tensor is away from it."""
 
+from concurrent.futures import wait
+from pathlib import Path
+
 import pytest
 import torch
 from helpers import CPU
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from lightning_compress.memory.placement import Tier
+from lightning_compress.memory.source import parameters_on_meta, weight_source
 from lightning_compress.memory.store import WeightStore
+from lightning_compress.memory.transfer import Lane, Sent
 
 
 @pytest.fixture
@@ -13,12 +20,12 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """Every tensor that is onloaded, in order; onloading copies."""
     made: list[Tensor] = []
 
-    def copy(_: WeightStore, tensor: Tensor) -> Tensor:
+    def send(_: Lane, tensor: Tensor) -> Sent:
         made.append(tensor)
-        return tensor.clone()
+        return Sent(tensor.clone())
 
-    monkeypatch.setattr(WeightStore, "_is_away", lambda *_: True)
-    monkeypatch.setattr(WeightStore, "_copy", copy)
+    monkeypatch.setattr(Lane, "is_away", lambda *_: True)
+    monkeypatch.setattr(Lane, "send", send)
     return made
 
 
@@ -35,7 +42,7 @@ class Tied(nn.Module):
 def test_only_what_is_named_is_onloaded_and_comes_home(copies: list[Tensor]) -> None:
     model = Tied()
     home = {name: tensor.data_ptr() for name, tensor in model.state_dict(keep_vars=True).items()}
-    with WeightStore(model, CPU).onload(["norm"], ["table"]):
+    with WeightStore(model, Lane(CPU)).onload(["norm"], ["table"]):
         away = {name for name, tensor in model.state_dict(keep_vars=True).items() if tensor.data_ptr() != home[name]}
         assert away == {
             "norm.weight",
@@ -51,7 +58,7 @@ def test_only_what_is_named_is_onloaded_and_comes_home(copies: list[Tensor]) -> 
 def test_tied_weights_are_onloaded_once_and_stay_tied(copies: list[Tensor]) -> None:
     """Broken once by collecting tensors in a list instead of by identity."""
     model = Tied()
-    with WeightStore(model, CPU).onload(["embed", "head"]):
+    with WeightStore(model, Lane(CPU)).onload(["embed", "head"]):
         assert len(copies) == 1
         assert model.head.weight is model.embed.weight
     assert model.head.weight is model.embed.weight
@@ -60,7 +67,7 @@ def test_tied_weights_are_onloaded_once_and_stay_tied(copies: list[Tensor]) -> N
 def test_written_values_reach_both_copies(copies: list[Tensor]) -> None:
     """Broken once by writing to the device copy alone."""
     model = Tied()
-    store = WeightStore(model, CPU)
+    store = WeightStore(model, Lane(CPU))
     with store.onload(["head"]):
         store.write(model.head.weight, torch.full((5, 4), 3.0))
         assert torch.equal(model.head.weight, torch.full((5, 4), 3.0))
@@ -70,7 +77,7 @@ def test_written_values_reach_both_copies(copies: list[Tensor]) -> None:
 def test_nothing_is_left_after_an_error(copies: list[Tensor]) -> None:
     model = Tied()
     home = model.table.data_ptr()
-    with pytest.raises(RuntimeError, match="stop"), WeightStore(model, CPU).onload([], ["table"]):
+    with pytest.raises(RuntimeError, match="stop"), WeightStore(model, Lane(CPU)).onload([], ["table"]):
         raise RuntimeError("stop")
     assert model.table.data_ptr() == home
 
@@ -81,15 +88,15 @@ def test_a_failing_copy_brings_the_others_home(monkeypatch: pytest.MonkeyPatch) 
     home = {name: tensor.data_ptr() for name, tensor in model.state_dict(keep_vars=True).items()}
     done: list[int] = []
 
-    def copy(_: WeightStore, tensor: Tensor) -> Tensor:
+    def send(_: Lane, tensor: Tensor) -> Sent:
         if len(done) == 3:
             raise torch.OutOfMemoryError("full")
         done.append(1)
-        return tensor.clone()
+        return Sent(tensor.clone())
 
-    monkeypatch.setattr(WeightStore, "_is_away", lambda *_: True)
-    monkeypatch.setattr(WeightStore, "_copy", copy)
-    with pytest.raises(torch.OutOfMemoryError), WeightStore(model, CPU).onload(["norm"]):
+    monkeypatch.setattr(Lane, "is_away", lambda *_: True)
+    monkeypatch.setattr(Lane, "send", send)
+    with pytest.raises(torch.OutOfMemoryError), WeightStore(model, Lane(CPU)).onload(["norm"]):
         pass
     assert {name: tensor.data_ptr() for name, tensor in model.state_dict(keep_vars=True).items()} == home
 
@@ -97,15 +104,69 @@ def test_a_failing_copy_brings_the_others_home(monkeypatch: pytest.MonkeyPatch) 
 def test_nothing_is_copied_where_home_is_the_device() -> None:
     model = Tied()
     pointer = model.table.data_ptr()
-    with WeightStore(model, CPU).onload(["embed"], ["table"]):
+    with WeightStore(model, Lane(CPU)).onload(["embed"], ["table"]):
         assert model.table.data_ptr() == pointer
+
+
+def test_contexts_may_be_nested(copies: list[Tensor]) -> None:
+    model = Tied()
+    home = {name: tensor.data_ptr() for name, tensor in model.state_dict(keep_vars=True).items()}
+    store = WeightStore(model, Lane(CPU))
+    with store.onload([], ["table"]):
+        on_device = model.table.data_ptr()
+        with store.onload(["norm"]):
+            assert model.norm.weight.data_ptr() != home["norm.weight"]
+        assert model.norm.weight.data_ptr() == home["norm.weight"]
+        assert model.table.data_ptr() == on_device != home["table"]
+    assert {name: tensor.data_ptr() for name, tensor in model.state_dict(keep_vars=True).items()} == home
+
+
+def test_what_is_prefetched_is_copied_once_and_anew_when_it_was_written(copies: list[Tensor]) -> None:
+    """Broken once by keeping what was on its way when its home was written to."""
+    model = Tied()
+    store = WeightStore(model, Lane(CPU))
+    store.prefetch([], ["table"])
+    with store.onload([], ["table"]):
+        assert len(copies) == 1
+    store.prefetch([], ["table"])
+    wait(store._coming.values())
+    with torch.no_grad():
+        store.write(model.table, torch.full((3,), 2.0))
+    with store.onload([], ["table"]):
+        assert torch.equal(model.table, torch.full((3,), 2.0))
+
+
+@pytest.mark.parametrize("tier", list(Tier))
+def test_weights_wait_where_they_are_told_until_the_store_is_closed(
+    tier: Tier, copies: list[Tensor], tmp_path: Path
+) -> None:
+    """For a model in memory and one on disk; `disk` is home to the second only. Seen to fail with `stay` ignored and
+    with a `close` that does nothing."""
+    whole = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    save_file(whole.state_dict(), tmp_path / "model.safetensors")
+    with parameters_on_meta():
+        empty = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    for model, source in ((whole, None), (empty, weight_source(empty, tmp_path))):
+        copies.clear()
+        home = model[0].weight.data_ptr() if source is None else 0
+        store = WeightStore(model, Lane(CPU), source)
+        for _ in range(2):
+            with store.onload(["0"], stay=tier):
+                assert torch.equal(model[0].weight, whole[0].weight)
+        stays = tier is Tier.DEVICE
+        assert (source is not None and tier is Tier.DISK) == model[0].weight.is_meta
+        if source is None:
+            assert (model[0].weight.data_ptr() == home) != stays
+        store.close()
+        assert (model[0].weight.data_ptr() == home) if source is None else model[0].weight.is_meta
+        assert model[1].weight.is_meta == (source is not None)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu() -> None:
     model = Tied()
-    store = WeightStore(model, torch.device("cuda", torch.cuda.current_device()))
+    store = WeightStore(model, Lane(torch.device("cuda", torch.cuda.current_device())))
     before = torch.cuda.memory_allocated()
     with store.onload(["embed", "head"]):
         assert model.head.weight.is_cuda

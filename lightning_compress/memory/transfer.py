@@ -1,0 +1,57 @@
+"""Copies between host memory and the device, beside the device's computing.
+
+On CUDA they run on a stream of their own, from and to pinned memory (PyTorch's host allocator keeps and reuses it), and
+events order them with the computing stream: what computes waits for what arrives, and memory that is given back is
+written to by later copies only when what used it has run. On one device there is nothing to copy.
+"""
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A tensor on its way: `value` may be used after `event`."""
+
+    value: Tensor
+    event: torch.cuda.Event | None = None
+
+
+@final
+class Lane:
+    """The way between host memory and one device.
+
+    Args:
+        device: the other end.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def is_away(self, tensor: Tensor) -> bool:
+        """Whether the tensor has to be copied to be used on the device."""
+        return tensor.device != self.device
+
+    def send(self, tensor: Tensor) -> Sent:
+        """Begin to copy to the device; do not change the tensor before it is received. May be called in any thread."""
+        if self._stream is None or not self.is_away(tensor):
+            return Sent(tensor.to(self.device))
+        with torch.cuda.stream(self._stream):
+            pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
+            value = pinned.to(self.device, non_blocking=True)
+            return Sent(value, self._stream.record_event())
+
+    def receive(self, sent: Sent) -> Tensor:
+        """The tensor on the device, for what the calling thread computes from now on."""
+        if sent.event is not None:
+            torch.cuda.current_stream(self.device).wait_event(sent.event)
+        return sent.value
+
+    def give_back(self) -> None:
+        """Call before tensors that were received are dropped: later copies wait for what has been using them."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
