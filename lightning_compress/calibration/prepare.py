@@ -83,7 +83,7 @@ def prepare(
         raise CalibrationDataError(
             "This recipe needs calibration data: give `dataloaders`, a datamodule, or `calibration`."
         )
-    traced = _trace(target, names, boundaries, data)
+    traced = trace_on(target, names, boundaries, data)
     parts = subgraphs(
         traced,
         frozenset(names),
@@ -91,13 +91,7 @@ def prepare(
         schedule,
     )
     _check_all_called(parts, names, target)
-    cache = ActivationCache(
-        _inputs(traced, data),
-        home=placement.cache_device,
-        device=device,
-        budget=placement.activation_budget,
-        scratch_dir=placement.scratch_dir,
-    )
+    cache = cached_inputs(traced, data, placement)
     needs = _needs(parts, resolved)
     masks = _masks(traced, needs)
     last = last_uses(parts, tuple(masks.values()))
@@ -106,11 +100,18 @@ def prepare(
 
 @contextmanager
 def calibrating(root: nn.Module) -> Iterator[None]:
+    """As `evaluating`; gradients are dropped for good."""
+    for parameter in root.parameters():
+        parameter.grad = None
+    with evaluating(root):
+        yield
+
+
+@contextmanager
+def evaluating(root: nn.Module) -> Iterator[None]:
     """Eval mode and no gradients inside; every module's mode is as before afterwards."""
     modes = {module: module.training for module in root.modules()}
     root.eval()
-    for parameter in root.parameters():
-        parameter.grad = None
     try:
         with torch.no_grad():
             yield
@@ -119,12 +120,24 @@ def calibrating(root: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def _trace(target: Target, names: Sequence[str], boundaries: Sequence[str], data: CalibrationSet) -> Traced:
+def trace_on(target: Target, leaves: Sequence[str], boundaries: Sequence[str], data: CalibrationSet) -> Traced:
+    """Record the model on the largest batch.
+
+    Args:
+        target: the model.
+        leaves: modules that are single calls.
+        boundaries: the sequential targets.
+        data: the batches that the graph has to serve.
+
+    Raises:
+        UntraceableModelError: the forward cannot be recorded.
+        CalibrationDataError: another batch would take another path.
+    """
     largest = max(
         data.batches,
         key=lambda batch: sum(leaf.numel() for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)),
     )
-    traced = trace(target.root, target.step, largest, leaf_names=names, boundary_names=boundaries)
+    traced = trace(target.root, target.step, largest, leaf_names=leaves, boundary_names=boundaries)
     for number, batch in enumerate(data.batches):
         violated = violated_guards(traced, batch)
         if violated:
@@ -136,9 +149,16 @@ def _trace(target: Target, names: Sequence[str], boundaries: Sequence[str], data
     return traced
 
 
-def _inputs(traced: Traced, data: CalibrationSet) -> list[dict[fx.Node, object]]:
+def cached_inputs(traced: Traced, data: CalibrationSet, placement: Placement) -> ActivationCache:
+    """The cache as it is at the start: with the inputs."""
     placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
-    return [dict(zip(placeholders, flatten_batch(batch)[0], strict=True)) for batch in data.batches]
+    return ActivationCache(
+        [dict(zip(placeholders, flatten_batch(batch)[0], strict=True)) for batch in data.batches],
+        home=placement.cache_device,
+        device=placement.device,
+        budget=placement.activation_budget,
+        scratch_dir=placement.scratch_dir,
+    )
 
 
 def _needs(parts: Sequence[Subgraph], resolved: ResolvedRecipe) -> dict[Source, tuple[type[Statistic], ...]]:

@@ -1,40 +1,48 @@
 """Perplexity of a causal language model on batches of tokens (torchmetrics' `Perplexity`)."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import closing
 
 import torch
 from torch import Tensor, nn
 from torchmetrics.text import Perplexity
 
-from lightning_compress.errors import CalibrationDataError
+from lightning_compress.calibration.batches import collect
+from lightning_compress.calibration.evaluate import outputs, prepare_evaluation
+from lightning_compress.calibration.prepare import evaluating
+from lightning_compress.calibration.target import find_target
+from lightning_compress.errors import CalibrationDataError, UnsupportedModelError
+from lightning_compress.memory.placement import Placement
 
 _IGNORED = -100
 
+Batch = Mapping[str, Tensor]
 
-def perplexity(model: nn.Module, batches: Iterable[Mapping[str, Tensor]]) -> float:
+
+def perplexity(model: nn.Module, batches: Iterable[Batch], placement: Placement | None = None) -> float:
     """exp of the mean negative log-likelihood (natural, per predicted token) over all batches together.
 
-    model: called as `model(**batch)`, returning logits [B, L, V] or an object that has them as `.logits`. Runs where
-        its parameters are, in eval mode; every module's mode is restored.
-    batches: with "input_ids" [B, L], and where padded "attention_mask" [B, L]. Every token but the first of its row
-        is predicted; padding is not.
+    Args:
+        model: called as `model(**batch)`, returning logits [B, L, V] or an object that has them as `.logits`. It runs
+            in eval mode; every module's mode is restored.
+        batches: with "input_ids" [B, L], and where padded "attention_mask" [B, L]. Every token but the first of its row
+            is predicted; padding is not.
+        placement: run all batches through one layer after the other, with weights and activations where this says.
+            None: the model runs as it is, where its parameters are.
 
-    Raises CalibrationDataError where there is not one token to predict.
+    Raises:
+        CalibrationDataError: there is not one token to predict.
+        UnsupportedModelError: with `placement`, a model that returns no logits.
+        UntraceableModelError: with `placement`, a model that cannot be recorded.
     """
-    device = next(model.parameters()).device
+    device = next(model.parameters()).device if placement is None else placement.device
     metric = Perplexity(ignore_index=_IGNORED).to(device)
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        with torch.no_grad():
-            for batch in batches:
-                on_device = {name: value.to(device) for name, value in batch.items()}
-                output = model(**on_device)
-                logits = output if isinstance(output, Tensor) else output.logits
-                metric.update(logits[:, :-1].float(), _targets(on_device))
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+    kept = [dict(batch) for batch in batches]
+    with evaluating(model):
+        found = _logits(model, kept, device) if placement is None else _logits_by_layer(model, kept, placement)
+        with closing(found):
+            for batch, logits in zip(kept, found, strict=True):
+                metric.update(logits[:, :-1].float(), _targets(batch).to(device))
     if metric.count == 0:
         raise CalibrationDataError(
             "perplexity: the batches hold no token to predict (are they empty, or one token long?)."
@@ -42,7 +50,27 @@ def perplexity(model: nn.Module, batches: Iterable[Mapping[str, Tensor]]) -> flo
     return float(metric.compute())
 
 
-def _targets(batch: Mapping[str, Tensor]) -> Tensor:
+def _logits(model: nn.Module, batches: Iterable[Batch], device: torch.device) -> Generator[Tensor, None, None]:
+    for batch in batches:
+        output = model(**{name: value.to(device) for name, value in batch.items()})
+        yield output if isinstance(output, Tensor) else output.logits
+
+
+def _logits_by_layer(model: nn.Module, batches: Iterable[Batch], placement: Placement) -> Generator[Tensor, None, None]:
+    evaluation = prepare_evaluation(find_target(model), collect(batches), placement)
+    found = {"logits", ""} & evaluation.results.keys()
+    if not found:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} returns no logits but {', '.join(evaluation.results)}, so it has no perplexity."
+        )
+    (path,) = found
+    for output in outputs(evaluation):
+        logits = output[path]
+        assert isinstance(logits, Tensor)
+        yield logits
+
+
+def _targets(batch: Batch) -> Tensor:
     """The token after each position [B, L-1], ignored where it is padding."""
     targets = batch["input_ids"][:, 1:]
     if "attention_mask" not in batch:

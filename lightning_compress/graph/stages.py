@@ -268,6 +268,14 @@ def subgraphs(traced: Traced, quantizable: frozenset[str], key: GroupKey, schedu
     return _placed([name for name, _ in laid_out], _with_reuse(_trimmed(steps)), traced.constants)
 
 
+def forward_subgraphs(traced: Traced) -> tuple[Subgraph, ...]:
+    """The whole graph, a segment per subgraph, of one step each; nothing is solved, and the last step's values, which
+    are the model's outputs, are not kept."""
+    parts = segments(traced)
+    steps = [[Step(part.nodes, keep=number < len(parts))] for number, part in enumerate(parts, 1)]
+    return _placed([part.name for part in parts], steps, traced.constants)
+
+
 def datafree_subgraphs(names: Sequence[tuple[str, Sequence[str]]]) -> tuple[Subgraph, ...]:
     """Subgraphs (name, modules to quantize) that are solved without running anything."""
     return tuple(

@@ -1,0 +1,88 @@
+"""Evaluation of a model larger than memory: all batches through one subgraph after the other.
+
+Weights are read once for all batches, where running batch after batch would read them for each. The sequential targets
+run as the modules they are (single calls of the graph), so the outputs are those of the model itself, bit for bit.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from lightning_compress.calibration.batches import CalibrationSet
+from lightning_compress.calibration.flow import Flow, Values, last_uses, onloaded, prefetch, run_step
+from lightning_compress.calibration.prepare import cached_inputs, trace_on
+from lightning_compress.calibration.target import Target
+from lightning_compress.graph.stages import forward_subgraphs
+from lightning_compress.graph.targets import sequential_modules
+from lightning_compress.memory.placement import Placement
+from lightning_compress.memory.store import WeightStore
+from lightning_compress.memory.transfer import Lane
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A forward pass that is prepared and checked.
+
+    Attributes:
+        flow: the model's subgraphs, and where their weights and the values between them are.
+        results: the value of each tensor that the model returns, by its key path ("logits"; "" for a lone tensor).
+    """
+
+    flow: Flow
+    results: Mapping[str, fx.Node]
+
+
+def prepare_evaluation(
+    target: Target, data: CalibrationSet, placement: Placement, sequential_targets: Sequence[str] | None = None
+) -> Evaluation:
+    """Trace the model's forward.
+
+    Args:
+        target: the model, in eval mode (see `prepare.evaluating`).
+        data: the batches.
+        placement: where weights and activations live.
+        sequential_targets: what is onloaded at a time; None takes the model's layers.
+
+    Raises:
+        UntraceableModelError: the forward cannot be recorded.
+        CalibrationDataError: batches that would take different paths through the model.
+    """
+    with_weights = [name for name, module in target.root.named_modules() if name and list(module.parameters(False))]
+    boundaries = sequential_modules(target.root, sequential_targets, with_weights)
+    traced = trace_on(target, boundaries, boundaries, data)
+    parts = forward_subgraphs(traced)
+    (end,) = (node for node in traced.graph.nodes if node.op == "output")
+    results = dict(zip(traced.outputs, end.args[0], strict=True))
+    store = WeightStore(target.root, Lane(placement.device), placement.source)
+    cache = cached_inputs(traced, data, placement)
+    last = last_uses(parts, tuple(results.values()))
+    return Evaluation(Flow(target.root, parts, traced, cache, store, placement, last, {}), results)
+
+
+@torch.no_grad()
+def outputs(evaluation: Evaluation) -> Iterator[dict[str, object]]:
+    """Run it.
+
+    Yields:
+        For each batch, in order, what the model returns for it, by key path, on the device. The last subgraph runs when
+        they are asked for, so the outputs of one batch are there at a time.
+    """
+    flow, results = evaluation.flow, evaluation.results
+    *before, end = range(len(flow.subgraphs))
+    number = 0
+    for index in before:
+        with onloaded(flow, index):
+            prefetch(flow, index)
+            for step in flow.subgraphs[index].steps:
+                deque(run_step(flow, step, number), maxlen=0)
+                number += 1
+
+    def returned(values: Values) -> dict[str, object]:
+        return {path: values[node] for path, node in results.items()}
+
+    with onloaded(flow, end):
+        (step,) = flow.subgraphs[end].steps
+        yield from map(returned, run_step(flow, step, number, wanted=frozenset(results.values())))
