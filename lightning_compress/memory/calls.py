@@ -1,0 +1,95 @@
+"""Weights that are on the device while their module runs: for code that calls the model in ways nobody can foresee.
+
+A `validation_step` is the user's own Python, so it is not traced: hooks bring a layer's weights when it is called, and
+begin to bring the next one's. Unlike evaluation by subgraphs (`calibration.evaluate`) this reads what does not stay
+once for every batch.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+
+from torch import nn
+
+from lightning_compress.memory.placement import Tier
+from lightning_compress.memory.store import WeightStore
+
+
+@contextmanager
+def onloaded_when_called(
+    root: nn.Module,
+    layers: Sequence[str],
+    store: WeightStore,
+    *,
+    stay: Mapping[str, Tier],
+    prefetch_depth: int = 1,
+) -> Iterator[None]:
+    """Inside the context a module's own parameters and buffers, and a layer's with all its children, are on the device
+    from the call of the module to its return; those of `root` itself always.
+
+    Args:
+        root: the model.
+        layers: names of what is brought at a time.
+        store: of the model's weights; closed at the end.
+        stay: where a layer's weights wait after its call, by name; of the others only their homes keep them.
+        prefetch_depth: how many layers ahead to bring; behind the last comes the first.
+    """
+    own = {name: tuple(_own_tensors(name, module)) for name, module in root.named_modules()}
+
+    def bring(name: str) -> AbstractContextManager[None]:
+        if name not in layers:
+            return store.onload((), own[name])
+        return store.onload([name], stay=stay.get(name))
+
+    def read_ahead(name: str) -> None:
+        position = layers.index(name) + 1
+        for following in [*layers[position:], *layers[: position - 1]][:prefetch_depth]:
+            store.prefetch([following])
+
+    with ExitStack() as stack:
+        stack.callback(store.close)
+        stack.enter_context(bring(""))
+        for name, module in root.named_modules():
+            if name and (name in layers or own[name]):
+                stack.enter_context(_around_calls(module, bring, name, read_ahead if name in layers else None))
+        yield
+
+
+@contextmanager
+def _around_calls(
+    module: nn.Module,
+    bring: Callable[[str], AbstractContextManager[None]],
+    name: str,
+    read_ahead: Callable[[str], None] | None,
+) -> Iterator[None]:
+    """Inside: `bring(name)` is entered before each call of `module` and left after it."""
+    entered: list[ExitStack] = []  # one per call that has not returned: a module may call itself
+
+    def before(*_: object) -> None:
+        stack = ExitStack()
+        stack.enter_context(bring(name))
+        entered.append(stack)
+        if read_ahead is not None:
+            read_ahead(name)
+
+    def after(*_: object) -> None:
+        if entered:  # not if `before` failed
+            entered.pop().close()
+
+    handles = [
+        module.register_forward_pre_hook(before, prepend=True),
+        module.register_forward_hook(after, always_call=True),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        while entered:
+            entered.pop().close()
+
+
+def _own_tensors(name: str, module: nn.Module) -> Iterator[str]:
+    prefix = f"{name}." if name else ""
+    for kind in (module.named_parameters, module.named_buffers):
+        for key, _ in kind(recurse=False):
+            yield f"{prefix}{key}"

@@ -1,0 +1,101 @@
+"""Weights that come when a module is called. Onloading is made real on a CPU by saying that every tensor is away."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import CPU, tiny_llama, token_batches
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from lightning_compress.memory.calls import onloaded_when_called
+from lightning_compress.memory.placement import Tier
+from lightning_compress.memory.source import is_on_meta, parameters_on_meta, weight_source
+from lightning_compress.memory.store import WeightStore
+from lightning_compress.memory.tracker import LiveMemory
+from lightning_compress.memory.transfer import Lane, Sent
+
+
+def layers_of(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if type(module).__name__ == "LlamaDecoderLayer"]
+
+
+class Plain(nn.Module):
+    """A parameter of the root, of a container, and of leaves; a layer that is passed by; one that calls itself."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4))
+
+        def forward(self, x: Tensor, again: bool = True) -> Tensor:
+            return self(x * self.weight, again=False) * self.weight if again else x + self.weight
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(4))
+        self.layers = nn.ModuleList([nn.Linear(4, 4), self.Twice(), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[1](self.layers[0](x))
+        inner: Tensor = self.layers[2][0](x)  # type: ignore[index]
+        return inner + self.bias
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_outputs_are_those_of_the_whole_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
+    """From disk and from host memory; afterwards everything is at home."""
+    torch.manual_seed(0)
+    whole = Plain().eval()
+    save_file(whole.state_dict(), tmp_path / "model.safetensors")
+    with parameters_on_meta():
+        empty = Plain().eval()
+    x = torch.randn(3, 4)
+    layers = ["layers.0", "layers.1", "layers.2"]
+    with torch.no_grad():
+        expected = whole(x)
+        store = WeightStore(empty, Lane(CPU), weight_source(empty, tmp_path))
+        with onloaded_when_called(empty, layers, store, stay={}, prefetch_depth=depth):
+            assert all(torch.equal(empty(x), expected) for _ in range(2))
+            assert not empty.bias.is_meta
+        assert is_on_meta(empty)
+        assert empty.bias.is_meta
+        monkeypatch.setattr(Lane, "is_away", lambda *_: True)
+        monkeypatch.setattr(Lane, "send", lambda _, tensor: Sent(tensor.clone()))
+        home = {name: tensor.data_ptr() for name, tensor in whole.state_dict().items()}
+        store = WeightStore(whole, Lane(CPU))
+        with onloaded_when_called(whole, layers, store, stay={"layers.0": Tier.DEVICE}, prefetch_depth=depth):
+            assert all(torch.equal(whole(x), expected) for _ in range(2))
+            away = {name for name, tensor in whole.state_dict().items() if tensor.data_ptr() != home[name]}
+            assert away == {"bias", "layers.0.weight", "layers.0.bias"}
+        assert {name: tensor.data_ptr() for name, tensor in whole.state_dict().items()} == home
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in whole.modules())
+
+
+def test_one_layer_is_there_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen to fail with contexts that are entered and never left."""
+    monkeypatch.setattr(Lane, "is_away", lambda *_: True)
+    monkeypatch.setattr(Lane, "send", lambda _, tensor: Sent(tensor.clone()))
+    peaks = []
+    for depth in (2, 8):
+        model = tiny_llama(depth)
+        at_home = list(model.state_dict().values())
+        store = WeightStore(model, Lane(CPU))
+        with torch.no_grad(), LiveMemory() as memory:
+            memory.ignore(*at_home)
+            with onloaded_when_called(model, layers_of(model), store, stay={}, prefetch_depth=0):
+                for batch in token_batches(2):
+                    model(**batch, use_cache=False)
+        peaks.append(memory.peak_bytes)
+    assert peaks[1] <= 1.02 * peaks[0]
+
+
+def test_an_error_in_the_model_brings_everything_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Plain()
+    monkeypatch.setattr(Lane, "is_away", lambda *_: True)
+    monkeypatch.setattr(Lane, "send", lambda _, tensor: Sent(tensor.clone()))
+    home = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
+    calls = onloaded_when_called(model, ["layers.0"], WeightStore(model, Lane(CPU)), stay={})
+    with pytest.raises(RuntimeError, match="cannot be multiplied"), torch.no_grad(), calls:
+        model(torch.randn(3, 5))
+    assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()} == home
