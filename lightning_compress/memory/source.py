@@ -77,6 +77,8 @@ def weight_source(root: nn.Module, weights: Path, place: str = "") -> WeightSour
         CompressionError: `weights` cannot be read, lacks parameters of the model, has other shapes, may be matched in
             several ways, or contradicts parameters that are in memory.
     """
+    if not weights.exists():
+        raise CompressionError(f"weights={weights}: there is no such file or folder.")
     is_pickled = weights.is_file() and weights.suffix != ".safetensors"
     stored = stored_state_dict(weights) if is_pickled else stored_tensors(weights)
     found = _in_state_dict(root, stored, place, weights) if is_pickled else _in_folder(root, stored, weights)
