@@ -119,17 +119,20 @@ class CompressionCallback(Callback):
         self._num_sanity_val_steps: int | float | None = None
         self._is_pending = False
         self._continues: Progress | None = None
-        self._loop: CompressionLoop | None = None
 
     @property
     def state_key(self) -> str:
         """The name of this callback's state in checkpoints."""
         return STATE_KEY
 
-    def state_dict(self) -> dict[str, Any]:
-        """Called when a checkpoint is saved; during `when="only"` it carries how far the compression is."""
-        progress = self._loop.progress if self._loop is not None and self.when == "only" else None
-        return {} if progress is None else progress.to_state()
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Called when a checkpoint is saved: one without weights carries how far the compression is."""
+        # not in `state_dict`, since Lightning refuses two callbacks that have one before `setup` can say why
+        loop = trainer.fit_loop
+        if isinstance(loop, CompressionLoop) and loop.progress is not None and onloads(trainer):
+            checkpoint["callbacks"][STATE_KEY] = loop.progress.to_state()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Called for `ckpt_path`, before `on_fit_start`: the run that it was saved in is the one to be continued."""
@@ -213,7 +216,7 @@ class CompressionCallback(Callback):
                 job = prepare_job(compressed_module(pl_module), self._data, self.settings, onload_device(trainer))
             is_trial = bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
             trial_length = _first_quantizing(job) if is_trial else None
-            self._loop = loop = CompressionLoop(trainer, job, trial_length, self._continues)
+            loop = CompressionLoop(trainer, job, trial_length, self._continues)
             compat.set_logged_steps(loop, compat.logged_steps(training_loop))
             saves = self.when == "only" and onloads(trainer) and loop.progress is not None
             present = bystanders(compat.callbacks(trainer), self, checkpoints=saves)
@@ -233,7 +236,6 @@ class CompressionCallback(Callback):
         self._data = None
         self._is_pending = False
         self._continues = None
-        self._loop = None
         if self._num_sanity_val_steps is not None:
             trainer.num_sanity_val_steps = cast(int, self._num_sanity_val_steps)
             self._num_sanity_val_steps = None
