@@ -193,8 +193,10 @@ class CompressionCallback(Callback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Called when `fit` ends by an exception, an interrupt or SIGTERM."""
-        if isinstance(exception, NotImplementedError) and is_on_meta(pl_module) and not onloads(trainer):
-            exception.add_note(_meta_under(trainer, pl_module))  # `configure_model` runs behind `setup`
+        if is_on_meta(pl_module) and not onloads(trainer):
+            compat.detach_model(trainer)
+            if isinstance(exception, NotImplementedError):  # of a model that `configure_model` built, behind `setup`
+                exception.add_note(_meta_under(trainer, pl_module))
         if self._is_pending:
             rank_zero_warn(
                 f"`fit` ended by {type(exception).__name__} before the compression stage: nothing was compressed or "

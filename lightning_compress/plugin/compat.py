@@ -142,6 +142,11 @@ def replaced(trainer: pl.Trainer, **attributes: object) -> Iterator[None]:
             setattr(trainer, name, value)
 
 
+def detach_model(trainer: pl.Trainer) -> None:
+    """Spare a model that cannot be moved the strategy's teardown, which would fail on it and hide an earlier error."""
+    trainer.strategy._lightning_module = None
+
+
 def free_optimizers(trainer: pl.Trainer) -> None:
     """Drop the optimizers and their state: training is over, and the memory is needed."""
     for optimizer in trainer.strategy.optimizers:
