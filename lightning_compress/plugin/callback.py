@@ -222,7 +222,8 @@ class CompressionCallback(Callback):
             compat.set_logged_steps(loop, compat.logged_steps(training_loop))
             saves = self.when == "only" and onloads(trainer) and loop.progress is not None
             present = bystanders(compat.callbacks(trainer), self, checkpoints=saves)
-            with compat.replaced(trainer, fit_loop=loop, callbacks=present, log_every_n_steps=1, should_stop=False):
+            stage = compat.replaced(trainer, fit_loop=loop, callbacks=present, log_every_n_steps=1, should_stop=False)
+            with stage, compat.own_steps(present):
                 loop.run()
         self.report = loop.report
         if self.report is not None:

@@ -130,6 +130,20 @@ def profile(trainer: pl.Trainer, section: str) -> AbstractContextManager[None]:
 
 
 @contextmanager
+def own_steps(callbacks: list[Callback]) -> Iterator[None]:
+    """Inside, checkpoint callbacks count from 0; afterwards they know again which of training's steps they saved."""
+    savers = [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
+    before = [callback._last_global_step_saved for callback in savers]
+    for callback in savers:
+        callback._last_global_step_saved = 0
+    try:
+        yield
+    finally:
+        for callback, step in zip(savers, before, strict=True):
+            callback._last_global_step_saved = step
+
+
+@contextmanager
 def replaced(trainer: pl.Trainer, **attributes: object) -> Iterator[None]:
     """The trainer with other values of some attributes; the old ones are back afterwards."""
     saved = {name: getattr(trainer, name) for name in attributes}

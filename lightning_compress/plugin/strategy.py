@@ -18,7 +18,7 @@ from torch import nn
 from lightning_compress.errors import UnsupportedModelError
 from lightning_compress.memory.source import is_on_meta, parameters_on_meta
 from lightning_compress.plugin import compat
-from lightning_compress.plugin.callback import CompressionCallback
+from lightning_compress.plugin.callback import CompressionCallback, compressed_module
 from lightning_compress.plugin.loop import CompressionLoop
 from lightning_compress.plugin.progress import saved_progress
 
@@ -117,8 +117,9 @@ class SequentialOnloadStrategy(DDPStrategy):
             isinstance(value, torch.Tensor) and not value.is_meta for value in state.values()
         ):
             raise UnsupportedModelError(
-                f"Parameters of {type(module).__name__} are on the meta device, where `ckpt_path` would load nothing. "
-                "Give the checkpoint as weights= of the CompressionCallback instead; it is read piece by piece."
+                f"Parameters of {type(compressed_module(module)).__name__} are on the meta device, where `ckpt_path` "
+                "would load nothing. Give the checkpoint as weights= of the CompressionCallback instead; it is read "
+                "piece by piece."
             )
         super().load_model_state_dict(checkpoint, strict)
 

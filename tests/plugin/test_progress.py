@@ -122,6 +122,20 @@ def test_compressor_continues_too(make_trainer: Any, tmp_path: Path) -> None:
     assert again.num_resumed == 0
 
 
+def test_training_afterwards_saves_its_own_steps(make_trainer: Any, tmp_path: Path) -> None:
+    """Fails when the callback still knows of the stage's last step: training's step of that number is left out."""
+    trainer = make_trainer(
+        saver(tmp_path / "saved", every_n_train_steps=2, save_last=None),
+        strategy="sequential_onload",
+        enable_checkpointing=True,
+    )
+    Compressor(trainer).compress(tiny_model(), recipe=RTN, output_dir=tmp_path / "out")
+    assert len(list((tmp_path / "saved").iterdir())) == 1
+    training = make_trainer(*trainer.callbacks, enable_checkpointing=True)
+    training.fit(TinyModule(), loader())
+    assert len(list((tmp_path / "saved").iterdir())) == 1 + 2
+
+
 def test_other_runs_are_not_continued(make_trainer: Any, tmp_path: Path, output_dir: Path) -> None:
     """Each of them would start over without being asked to, or take another run's shards."""
     checkpoint = killed(make_trainer, tmp_path)
