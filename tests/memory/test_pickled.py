@@ -169,15 +169,13 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     refused("holds no weights: there is no `state_dict` with tensors", tmp_path / "none.ckpt")
     torch.save([1, 2], tmp_path / "list.ckpt")
     refused("holds no weights", tmp_path / "list.ckpt")
-    for name, compression in (("deflated", zipfile.ZIP_DEFLATED), ("repacked", zipfile.ZIP_STORED)):
-        other = tmp_path / f"{name}.ckpt"
-        with zipfile.ZipFile(file) as source, zipfile.ZipFile(other, "w", compression) as target:
-            for record in reversed(source.namelist()):
-                target.writestr(record, source.read(record))
-        if name == "deflated":
-            refused("is compressed or a TorchScript archive", other)
-        else:
-            assert torch.equal(read_tensor(stored_state_dict(other)["w"]), torch.ones(1000))
+    with (
+        zipfile.ZipFile(file) as source,
+        zipfile.ZipFile(tmp_path / "packed.ckpt", "w", zipfile.ZIP_DEFLATED) as target,
+    ):
+        for record in source.namelist():
+            target.writestr(record, source.read(record))
+    refused("is compressed or a TorchScript archive", tmp_path / "packed.ckpt")
 
 
 def test_a_file_that_another_program_packed(tmp_path: Path) -> None:

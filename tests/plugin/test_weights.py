@@ -104,6 +104,24 @@ def test_a_transformers_model_from_a_lightning_checkpoint(make_trainer: Any, tmp
     assert files_of(output_dir) == files_of(tmp_path / "memory")
 
 
+def test_a_checkpoint_with_a_second_like_model(make_trainer: Any, tmp_path: Path, output_dir: Path) -> None:
+    """The LightningModule says where its model is in there; of a model alone that is not known."""
+    trained(make_trainer, tmp_path / "trained.ckpt")
+    content = torch.load(tmp_path / "trained.ckpt", weights_only=True)
+    averages = {name.replace("model.", "ema.", 1): value + 1 for name, value in content["state_dict"].items()}
+    torch.save({"state_dict": {**averages, **content["state_dict"]}}, tmp_path / "both.ckpt")
+    for name in ("trained", "both"):
+        with parameters_on_meta():
+            module = TinyModule()
+        callback = compression(RTN, tmp_path / name, when="only", weights=tmp_path / f"{name}.ckpt")
+        make_trainer(callback, strategy="sequential_onload").fit(module, loader())
+    assert files_of(tmp_path / "both") == files_of(tmp_path / "trained")
+    with pytest.raises(CompressionError, match="holds 2 models that LlamaForCausalLM may be: ema, model"):
+        Compressor(make_trainer(strategy="sequential_onload")).compress(
+            module.model, recipe=RTN, output_dir=output_dir, weights=tmp_path / "both.ckpt"
+        )
+
+
 def test_configure_model_keeps_its_values_where_nothing_is_read(
     make_trainer: Any, tmp_path: Path, output_dir: Path
 ) -> None:
