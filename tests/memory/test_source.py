@@ -214,6 +214,22 @@ def read(source: Any, name: str) -> Tensor:
     return tensor
 
 
+def test_tied_and_stacked_weights_in_a_lightning_checkpoint(tmp_path: Path) -> None:
+    """Names and shapes are the module's own: nothing is converted, and both names of a tie are there."""
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    mixtral = MixtralForCausalLM(
+        MixtralConfig(vocab_size=64, num_hidden_layers=1, num_local_experts=2, num_experts_per_tok=2, **sizes)
+    ).eval()
+    for name, model in (("tied", tiny_llama(2, tie_word_embeddings=True)), ("mixtral", mixtral)):
+        empty = saved(model, tmp_path / name)
+        torch.save({"state_dict": {f"net.{k}": v for k, v in model.state_dict().items()}}, tmp_path / f"{name}.ckpt")
+        given = recipe(4, group_size=8)
+        compress(empty, token_batches(), given, tmp_path / f"{name}-out", weights=tmp_path / f"{name}.ckpt")
+        compress(model, token_batches(), given, tmp_path / f"{name}-memory", verify=False)
+        assert files_of(tmp_path / f"{name}-out") == files_of(tmp_path / f"{name}-memory")
+
+
 def test_a_folder_of_the_one_transformers_model_inside(tmp_path: Path) -> None:
     """Fails without the prefix; for converted weights (Mixtral's experts) too."""
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
