@@ -1,4 +1,5 @@
-"""Weights in the safetensors files of a checkpoint, read tensor by tensor, by position.
+"""Weights in the files of a checkpoint, read tensor by tensor, by position: where they are, in safetensors files, and
+how they are read, in any.
 
 Nothing is mapped, and nothing but what is asked for is read.
 
@@ -9,7 +10,7 @@ a cold disk alike (a mapped file faults in page by page).
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
@@ -43,17 +44,25 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies: `nbytes` bytes from `offset` of `file` on."""
+    """Where a tensor lies: `nbytes` bytes from `offset` of `file` on.
+
+    Attributes:
+        stride: of elements in the file; None: contiguous.
+    """
 
     file: Path
     offset: int
     shape: tuple[int, ...]
     dtype: torch.dtype
+    stride: tuple[int, ...] | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor."""
-        return prod(self.shape) * self.dtype.itemsize
+        """Bytes from the first to the last element."""
+        count = prod(self.shape)
+        if self.stride is not None and count:
+            count = 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+        return count * self.dtype.itemsize
 
 
 def has_safetensors(folder: Path) -> bool:
@@ -62,7 +71,7 @@ def has_safetensors(folder: Path) -> bool:
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """The tensors of a checkpoint folder by name, from the files' headers.
+    """The tensors of a checkpoint folder (or of one safetensors file) by name, from the files' headers.
 
     Raises:
         CompressionError: no safetensors files, a shard that the index names is missing, or one is cut off.
@@ -91,6 +100,8 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _files(folder: Path) -> list[Path]:
+    if folder.is_file():
+        return [folder]
     index = folder / INDEX
     if index.is_file():
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
@@ -102,8 +113,24 @@ def _files(folder: Path) -> list[Path]:
     if not files:
         raise CompressionError(
             f"{folder} holds no safetensors files, so weights cannot be read from there piece by piece."
+            f"{_remedy(folder)}"
         )
     return files
+
+
+def _remedy(folder: Path) -> str:
+    """For the folders that Lightning's sharded strategies write as checkpoints."""
+    if (folder / ".metadata").is_file():  # torch.distributed.checkpoint: FSDP, ModelParallelStrategy
+        return (
+            " It is a sharded checkpoint: make one file of it with "
+            f"`python -m lightning.pytorch.utilities.consolidate_checkpoint {folder}`, and give that."
+        )
+    if (folder / "checkpoint").is_dir() or (folder / "latest").is_file():
+        return (
+            " It looks like a DeepSpeed checkpoint: make one file of it with "
+            "`lightning.pytorch.utilities.deepspeed.convert_zero_checkpoint_to_fp32_state_dict`, and give that."
+        )
+    return ""
 
 
 def read_tensor(stored: StoredTensor, pin: bool = False) -> Tensor:
@@ -127,7 +154,10 @@ def read_tensor(stored: StoredTensor, pin: bool = False) -> Tensor:
             raise CompressionError(f"{stored.file} cannot be read: {error}") from error
         finally:
             os.close(descriptor)
-    return buffer.view(stored.dtype).reshape(stored.shape)
+    values = buffer.view(stored.dtype)
+    if stored.stride is None or 0 in stored.shape:
+        return values.reshape(stored.shape)
+    return values.as_strided(stored.shape, stored.stride).contiguous()
 
 
 def _read_piece(descriptor: int, view: memoryview, offset: int) -> None:
@@ -138,21 +168,21 @@ def _read_piece(descriptor: int, view: memoryview, offset: int) -> None:
         view, offset = view[count:], offset + count
 
 
-def files_fingerprint(folder: Path) -> str:
-    """A digest of the files' names, sizes, headers, and 64 bytes from the middle of every tensor."""
+def files_fingerprint(tensors: Mapping[str, StoredTensor]) -> str:
+    """A digest of the files' names and sizes, where each tensor lies, and 64 bytes from the middle of each."""
     digest = hashlib.sha256()
-    for part in _sampled(folder):
+    for part in _sampled(tensors):
         digest.update(len(part).to_bytes(8, "little") + part)
     return digest.hexdigest()
 
 
-def _sampled(folder: Path) -> Iterator[bytes]:
+def _sampled(tensors: Mapping[str, StoredTensor]) -> Iterator[bytes]:
     by_file: dict[Path, list[tuple[str, StoredTensor]]] = {}
-    for name, stored in stored_tensors(folder).items():
+    for name, stored in tensors.items():
         by_file.setdefault(stored.file, []).append((name, stored))
     for file, entries in by_file.items():
         yield f"{file.name} {file.stat().st_size}".encode()
         with file.open("rb") as opened:
             for name, stored in entries:
-                yield f"{name} {stored.offset} {stored.shape} {stored.dtype}".encode()
+                yield f"{name} {stored.offset} {stored.shape} {stored.stride} {stored.dtype}".encode()
                 yield os.pread(opened.fileno(), 64, stored.offset + stored.nbytes // 2)

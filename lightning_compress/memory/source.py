@@ -1,10 +1,11 @@
-"""Models whose parameters are on the meta device, and where their values come from: a checkpoint folder.
+"""Models whose parameters are on the meta device, and where their values come from: a folder of safetensors files, or
+a Lightning checkpoint.
 
-Which stored tensors make up a parameter is transformers' own knowledge (renamed keys, fused and stacked weights); its
-conversions are run here on one subgraph's tensors at a time.
+Which tensors of a transformers folder make up a parameter is transformers' own knowledge (renamed keys, fused and
+stacked weights); its conversions are run here on one subgraph's tensors at a time.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from lightning_compress.errors import CompressionError
 from lightning_compress.memory.files import StoredTensor, files_fingerprint, read_tensor, stored_tensors
+from lightning_compress.memory.pickled import stored_state_dict
 
 Load = Callable[[], Mapping[str, Tensor]]
 
@@ -44,7 +46,8 @@ def is_on_meta(root: nn.Module) -> bool:
 def parameters_on_meta() -> Iterator[None]:
     """Modules built inside have their parameters on the meta device, whatever their size, and their buffers for real.
 
-    Buffers that no checkpoint stores (rotary frequencies) are thus computed by the model's own code.
+    Buffers that no checkpoint stores (rotary frequencies) are thus computed by the model's own code. Values that
+    parameters would get inside, also those that `from_pretrained` reads, are gone: they are read anew from `weights=`.
     """
     register = nn.Module.register_parameter
 
@@ -60,73 +63,194 @@ def parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def weight_source(root: nn.Module, folder: Path) -> WeightSource:
-    """Match a checkpoint folder to a model. Buffers that the checkpoint stores are read at once.
+def weight_source(root: nn.Module, weights: Path, place: str = "") -> WeightSource:
+    """Match what is stored to a model. Buffers that are stored, too, are read at once.
+
+    Args:
+        root: the model.
+        weights: a folder of safetensors files (or one such file), or a checkpoint that `torch.save` wrote. Names in
+            safetensors are those of `root`, or those of the transformers model in it; names in a checkpoint are those
+            of the LightningModule around `root`.
+        place: the path of `root` in that LightningModule, where it is known.
 
     Raises:
-        CompressionError: the folder holds no readable safetensors, or not all of the model's parameters.
+        CompressionError: `weights` cannot be read, lacks parameters of the model, has other shapes, may be matched in
+            several ways, or contradicts parameters that are in memory.
     """
-    stored = stored_tensors(folder)
-    loaders = _transformers_loaders(root, stored) if isinstance(root, PreTrainedModel) else _plain_loaders(stored)
-    state = root.state_dict(keep_vars=True)
-    known = {id(state[name]) for name in loaders if name in state}
-    missing = [name for name, tensor in state.items() if tensor.is_meta and id(tensor) not in known]
+    if not weights.exists():
+        raise CompressionError(f"weights={weights}: there is no such file or folder.")
+    is_pickled = weights.is_file() and weights.suffix != ".safetensors"
+    stored = stored_state_dict(weights) if is_pickled else stored_tensors(weights)
+    found = _in_state_dict(root, stored, place, weights) if is_pickled else _in_folder(root, stored, weights)
+    missing = _missing(root, found)
     if missing:
-        shapes = ", ".join(f"{name} {list(state[name].shape)}" for name in missing[:5])
-        raise CompressionError(f"{folder} lacks {len(missing)} parameters of {type(root).__name__}: {shapes}.")
+        shapes = _with_shapes(root, missing)
+        raise CompressionError(
+            f"{weights} lacks {len(missing)} parameters of {type(root).__name__}: {shapes}. Build what it does not "
+            "hold outside `parameters_on_meta()`, with its values, or give a checkpoint of the whole model."
+        )
+    state = _tensors(root)
+    wrong = [name for name, entry in found.items() if name in state and entry.shape != tuple(state[name].shape)]
+    if wrong:
+        shapes = ", ".join(f"{name} {list(found[name].shape)} for {list(state[name].shape)}" for name in wrong[:5])
+        raise CompressionError(
+            f"{weights} holds {len(wrong)} tensors of another shape than {type(root).__name__} has: {shapes}. Build "
+            "the model with the configuration that the weights were trained with."
+        )
+    _settle_memory(root, found, weights)
+    return WeightSource({name: entry.load for name, entry in found.items()}, files_fingerprint(stored))
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What reads a tensor of the model, and the shape it will have."""
+
+    load: Load
+    shape: tuple[int, ...]
+
+
+def _tensors(root: nn.Module) -> dict[str, Tensor]:
+    """The state dict without extra states, the module's own objects."""
+    return {name: value for name, value in root.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+
+
+def _missing(root: nn.Module, found: Collection[str]) -> list[str]:
+    """Meta tensors of which no name is found."""
+    state = _tensors(root)
+    known = {id(state[name]) for name in found if name in state}
+    return [name for name, tensor in state.items() if tensor.is_meta and id(tensor) not in known]
+
+
+def _with_shapes(root: nn.Module, names: Sequence[str]) -> str:
+    state = _tensors(root)
+    return ", ".join(f"{name} {list(state[name].shape)}" for name in names[:5])
+
+
+def _settle_memory(root: nn.Module, found: Mapping[str, _Found], weights: Path) -> None:
+    """Read stored buffers. Parameters in memory keep their values, which must not contradict what is stored."""
+    other: list[str] = []
     with torch.no_grad():
-        for name, tensor in state.items():
-            if not tensor.is_meta and name in loaders:
-                tensor.copy_(loaders[name]()[name])
-    return WeightSource(loaders, files_fingerprint(folder))
+        for name, tensor in _tensors(root).items():
+            if tensor.is_meta or name not in found:
+                continue
+            value = found[name].load()[name].to(dtype=tensor.dtype, device=tensor.device)
+            if not isinstance(tensor, nn.Parameter):
+                tensor.copy_(value)
+            elif not torch.equal(tensor, value):
+                other.append(name)
+    if other:
+        raise CompressionError(
+            f"{len(other)} parameters of {type(root).__name__} are in memory and, with other values, in {weights}: "
+            f"{_with_shapes(root, other)}. Build the whole model within `parameters_on_meta()` to take the stored "
+            "values, or give weights that do not hold them to keep those in memory."
+        )
 
 
-def _plain_loaders(stored: Mapping[str, StoredTensor]) -> dict[str, Load]:
-    return {name: _reading(name, tensor) for name, tensor in stored.items()}
+def _in_state_dict(root: nn.Module, stored: Mapping[str, StoredTensor], place: str, weights: Path) -> dict[str, _Found]:
+    """A part of a LightningModule's state dict: the one at `place`, else the only one that holds all of the model."""
+    prefixes = [f"{place}." if place else "", ""]
+    for prefix in prefixes:
+        if not _missing(root, found := _named(stored, prefix)):
+            return found
+    longest = max((name for name, tensor in _tensors(root).items() if tensor.is_meta), key=len)
+    ends = sorted({key.removesuffix(longest) for key in stored if f".{key}".endswith(f".{longest}")})
+    whole = [prefix for prefix in ends if not _missing(root, _named(stored, prefix))]
+    if len(whole) > 1:
+        names = ", ".join(prefix.removesuffix(".") for prefix in whole)
+        raise CompressionError(
+            f"{weights} holds {len(whole)} models that {type(root).__name__} may be: {names}. Give the LightningModule "
+            "that the checkpoint is of, or a file with the state dict of the one that is meant."
+        )
+    return _named(stored, (whole or ends or prefixes)[0])
 
 
-def _reading(name: str, tensor: StoredTensor) -> Load:
-    return lambda: {name: read_tensor(tensor)}
+def _in_folder(root: nn.Module, stored: Mapping[str, StoredTensor], weights: Path) -> dict[str, _Found]:
+    """Names of the model itself, or of the transformers model in it whose values are wanted."""
+    if isinstance(root, PreTrainedModel):
+        return _transformers_tensors(root, stored)
+    found = _named(stored)
+    inner = {path: model for path, model in _transformers_models(root).items() if is_on_meta(model)}
+    if not inner or not _missing(root, found):
+        return found
+    if len(inner) > 1:
+        models = ", ".join(f"{path} ({type(model).__name__})" for path, model in inner.items())
+        raise CompressionError(
+            f"{type(root).__name__} holds {len(inner)} transformers models without values ({models}), and {weights} "
+            "does not name its tensors as it does, so whose they are is not clear. Give a checkpoint of the "
+            f"{type(root).__name__} (`trainer.save_checkpoint`), or build one of the models with its values."
+        )
+    ((path, model),) = inner.items()
+    return _transformers_tensors(model, stored, f"{path}.")
 
 
-def _transformers_loaders(root: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> dict[str, Load]:
-    conversions = get_model_conversion_mapping(root)
+def _transformers_models(root: nn.Module, path: str = "") -> dict[str, PreTrainedModel]:
+    """The outermost transformers models in a module, by path."""
+    if isinstance(root, PreTrainedModel):
+        return {path: root}
+    children = ((f"{path}.{name}" if path else name, child) for name, child in root.named_children())
+    return {place: model for name, child in children for place, model in _transformers_models(child, name).items()}
+
+
+def _named(stored: Mapping[str, StoredTensor], prefix: str = "") -> dict[str, _Found]:
+    """The tensors whose names begin with `prefix`, without it."""
+    return {
+        key.removeprefix(prefix): _reading(key.removeprefix(prefix), tensor)
+        for key, tensor in stored.items()
+        if key.startswith(prefix)
+    }
+
+
+def _reading(name: str, tensor: StoredTensor) -> _Found:
+    return _Found(lambda: {name: read_tensor(tensor)}, tensor.shape)
+
+
+def _transformers_tensors(
+    model: PreTrainedModel, stored: Mapping[str, StoredTensor], prefix: str = ""
+) -> dict[str, _Found]:
+    """What a transformers checkpoint holds of `model`; names get a prefix: the model's place in a larger one."""
+    conversions = get_model_conversion_mapping(model)
     renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    state = root.state_dict()
-    loaders: dict[str, Load] = {}
+    state = model.state_dict()
+    found: dict[str, _Found] = {}
     converted: dict[str, tuple[WeightConverter, list[tuple[str, str]]]] = {}
     for key in sorted(stored, key=_natural):
-        name, pattern = rename_source_key(key, renamings, converters, root.base_model_prefix, state)
+        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
         if name not in state and key in state:
             name, pattern = key, None
         if name not in state:
             continue
         if pattern is None:
-            loaders[name] = _reading(name, stored[key])
+            found[prefix + name] = _reading(prefix + name, stored[key])
         else:
             converted.setdefault(name, (by_pattern[pattern], []))[1].append((key, pattern))
     for name, (converter, sources) in converted.items():
-        load = _converting(root, name, converter, sources, stored)
-        loaders.update(dict.fromkeys(_convert(root, name, converter, sources, lambda k: _empty(stored[k])), load))
+        load = _converting(model, name, converter, sources, stored, prefix)
+        shapes = _convert(model, name, converter, sources, lambda k: _empty(stored[k]))
+        found.update({prefix + key: _Found(load, tuple(value.shape)) for key, value in shapes.items()})
     used = [conversion for conversion in conversions if conversion.was_used()]
-    object.__setattr__(root, "_weight_conversions", used)  # as `from_pretrained` leaves it, for writing
-    return loaders
+    object.__setattr__(model, "_weight_conversions", used)  # as `from_pretrained` leaves it, for writing
+    return found
 
 
 def _converting(
-    root: PreTrainedModel,
+    model: PreTrainedModel,
     name: str,
     converter: WeightConverter,
     sources: Sequence[tuple[str, str]],
     stored: Mapping[str, StoredTensor],
+    prefix: str,
 ) -> Load:
-    return lambda: _convert(root, name, converter, sources, lambda key: read_tensor(stored[key]))
+    def load() -> dict[str, Tensor]:
+        values = _convert(model, name, converter, sources, lambda key: read_tensor(stored[key]))
+        return {prefix + key: value for key, value in values.items()}
+
+    return load
 
 
 def _convert(
-    root: PreTrainedModel,
+    model: PreTrainedModel,
     name: str,
     converter: WeightConverter,
     sources: Sequence[tuple[str, str]],
@@ -136,7 +260,7 @@ def _convert(
     mapping = deepcopy(converter)
     for key, pattern in sources:
         mapping.add_tensor(name, key, pattern, read(key))  # type: ignore[arg-type]
-    values = mapping.convert(name, model=root, config=root.config)
+    values = mapping.convert(name, model=model, config=model.config)
     return {key: value[0] if isinstance(value, list) else value for key, value in values.items()}
 
 

@@ -7,6 +7,7 @@ from typing import Any, Literal, cast
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
@@ -17,10 +18,12 @@ from lightning_compress.errors import CalibrationDataError, UnsupportedModelErro
 from lightning_compress.export.checkpoint import SavesPretrained
 from lightning_compress.graph.stages import Schedule
 from lightning_compress.memory.placement import MemoryConfig, memory_config
+from lightning_compress.memory.source import is_on_meta
 from lightning_compress.plugin import compat
 from lightning_compress.plugin.data import calibration_set
 from lightning_compress.plugin.job import Job, Settings, plan_recipe, prepare_job
 from lightning_compress.plugin.loop import CompressionLoop, bystanders
+from lightning_compress.plugin.progress import STATE_KEY, Progress, from_state
 from lightning_compress.recipe.load import RecipeLike, load_recipe
 from lightning_compress.report.report import Report
 
@@ -49,8 +52,11 @@ class CompressionCallback(Callback):
         memory: options of `MemoryConfig` (a mapping will do): budgets, where activations wait, prefetch depth.
         verify: read the checkpoint back and compare it with the module.
         tokenizer: saved with the checkpoint; a tokenizer or processor.
-        weights: checkpoint folder that a model with parameters on the meta device (built within
-            `parameters_on_meta()`) is read from, a subgraph at a time; such a model is not changed.
+        weights: what parameters on the meta device are read from, a subgraph at a time: a folder of safetensors files
+            (of the module, or of the transformers model in it), or a Lightning checkpoint (`.ckpt`), of which only the
+            `state_dict` is read. Needs `when="only"`, `strategy="sequential_onload"` and a model built within
+            `parameters_on_meta()`, `trainer.init_module(empty_init=True)` or `configure_model`. Such parameters are not
+            changed; others, which are in memory, are compressed as ever.
         resume: `auto` continues an interrupted run with the same recipe, model and data that `output_dir` holds;
             `never` starts over.
         seed: for shuffling calibration loaders.
@@ -77,6 +83,8 @@ class CompressionCallback(Callback):
     ) -> None:
         if when not in ("after_train", "only"):
             raise ValueError(f"when={when!r} is not known; use 'after_train' or 'only'.")
+        if weights is not None and when != "only":
+            raise ValueError("weights= is read in place of a training; use when='only' with it.")
         if resume not in ("auto", "never"):
             raise ValueError(f"resume={resume!r} is not known; use 'auto' or 'never'.")
         if max_samples is not None and max_samples < 1:
@@ -100,6 +108,25 @@ class CompressionCallback(Callback):
         self._data: CalibrationSet | None = None
         self._num_sanity_val_steps: int | float | None = None
         self._is_pending = False
+        self._continues: Progress | None = None
+
+    @property
+    def state_key(self) -> str:
+        """The name of this callback's state in checkpoints."""
+        return STATE_KEY
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Called when a checkpoint is saved: one without weights carries how far the compression is."""
+        # not in `state_dict`, since Lightning refuses two callbacks that have one before `setup` can say why
+        loop = trainer.fit_loop
+        if isinstance(loop, CompressionLoop) and loop.progress is not None and onloads(trainer):
+            checkpoint["callbacks"][STATE_KEY] = loop.progress.to_state()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Called for `ckpt_path`, before `on_fit_start`: the run that it was saved in is the one to be continued."""
+        self._continues = from_state(state_dict)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Called before the model is configured; refuses what cannot work whatever the model."""
@@ -115,6 +142,8 @@ class CompressionCallback(Callback):
                 f"Compression on {trainer.world_size} ranks is not supported yet; use Trainer(devices=1, num_nodes=1) "
                 "for it, or load the trained checkpoint in a second run with when='only'."
             )
+        if stage == "fit" and is_on_meta(pl_module) and self._would_be_moved(trainer):
+            raise UnsupportedModelError(_meta_under(trainer, pl_module))
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Called when model and data exist, before training: checks the recipe and reads the calibration set."""
@@ -154,6 +183,10 @@ class CompressionCallback(Callback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Called when `fit` ends by an exception, an interrupt or SIGTERM."""
+        if is_on_meta(pl_module) and not onloads(trainer):
+            compat.detach_model(trainer)
+            if isinstance(exception, NotImplementedError):  # of a model that `configure_model` built, behind `setup`
+                exception.add_note(_meta_under(trainer, pl_module))
         if self._is_pending:
             rank_zero_warn(
                 f"`fit` ended by {type(exception).__name__} before the compression stage: nothing was compressed or "
@@ -174,19 +207,28 @@ class CompressionCallback(Callback):
             with compat.profile(trainer, "prepare"):
                 job = prepare_job(compressed_module(pl_module), self._data, self.settings, onload_device(trainer))
             is_trial = bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
-            loop = CompressionLoop(trainer, job, max_subgraphs=_first_quantizing(job) if is_trial else None)
+            trial_length = _first_quantizing(job) if is_trial else None
+            loop = CompressionLoop(trainer, job, trial_length, self._continues)
             compat.set_logged_steps(loop, compat.logged_steps(training_loop))
-            present = bystanders(compat.callbacks(trainer), self)
-            with compat.replaced(trainer, fit_loop=loop, callbacks=present, log_every_n_steps=1, should_stop=False):
+            saves = self.when == "only" and onloads(trainer) and loop.progress is not None
+            present = bystanders(compat.callbacks(trainer), self, checkpoints=saves)
+            stage = compat.replaced(trainer, fit_loop=loop, callbacks=present, log_every_n_steps=1, should_stop=False)
+            with stage, compat.own_steps(present):
                 loop.run()
         self.report = loop.report
         if self.report is not None:
             rank_zero_info(self.report.summary())
 
+    def _would_be_moved(self, trainer: pl.Trainer) -> bool:
+        """Whether the strategy treats parameters without values as others; sharded training gives them some."""
+        plain = isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy)
+        return not onloads(trainer) and (plain or self.when == "only")
+
     def _restore(self, trainer: pl.Trainer) -> None:
         trainer.fit_loop.__dict__.pop("run", None)
         self._data = None
         self._is_pending = False
+        self._continues = None
         if self._num_sanity_val_steps is not None:
             trainer.num_sanity_val_steps = cast(int, self._num_sanity_val_steps)
             self._num_sanity_val_steps = None
@@ -195,6 +237,11 @@ class CompressionCallback(Callback):
 def compressed_module(pl_module: nn.Module) -> nn.Module:
     """What is compressed: the module that an adapter carries, else the LightningModule itself."""
     return pl_module.model if isinstance(pl_module, Adapter) else pl_module
+
+
+def onloads(trainer: pl.Trainer) -> bool:
+    """Whether the Trainer's strategy is `SequentialOnloadStrategy`, which knows this module, not the other way."""
+    return getattr(trainer.strategy, "strategy_name", None) == "sequential_onload"
 
 
 def onload_device(trainer: pl.Trainer) -> torch.device:
@@ -221,6 +268,16 @@ class Adapter(pl.LightningModule):
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
         """Demanded by `Trainer.fit`; there is nothing to optimize."""
         return []
+
+
+def _meta_under(trainer: pl.Trainer, pl_module: pl.LightningModule) -> str:
+    """What to do about a model without values under a strategy that wants them."""
+    return (
+        f"Parameters of {type(compressed_module(pl_module)).__name__} are on the meta device, and "
+        f"{type(trainer.strategy).__name__} moves the whole model to its device. Use "
+        "Trainer(strategy='sequential_onload'), and say with weights= where the values are; or build the model with "
+        "values."
+    )
 
 
 def _first_quantizing(job: Job) -> int:

@@ -95,7 +95,7 @@ def run_compress(config: DictConfig, output_dir: Path) -> Report:
         dataloaders=dataloader,
         tokenizer=tokenizer,
         max_samples=config.data.num_samples,
-        weights=config.model.path if from_disk else None,
+        weights=(config.model.get("weights") or config.model.path) if from_disk else None,
         memory=cast(dict[str, Any], OmegaConf.to_container(config.memory, resolve=True)),
         **options,
     )
@@ -123,6 +123,8 @@ def reads_from_disk(config: DictConfig) -> bool:
     folder = Path(config.path)
     if config.load not in ("auto", "memory", "disk"):
         raise CompressionError(f"model.load={config.load} is not known; use auto, memory or disk.")
+    if config.get("weights") is not None and config.load == "auto":
+        return True
     if config.load != "auto" or not folder.is_dir():
         return bool(config.load == "disk")
     return sum(file.stat().st_size for file in folder.glob("*.safetensors")) > available_bytes() // 2
@@ -141,6 +143,10 @@ def load_model(config: DictConfig, from_disk: bool) -> tuple[nn.Module, PreTrain
         )
     if not Path(config.path).exists() and (Path(config.path).is_absolute() or config.path.startswith(".")):
         raise CompressionError(f"model.path={config.path}: there is no such folder.")
+    if config.get("weights") is not None and not from_disk:
+        raise CompressionError(
+            f"model.weights={config.weights} is read during a compression, with model.load=auto or disk, and only then."
+        )
     extra = {} if config.attn_implementation is None else {"attn_implementation": config.attn_implementation}
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(

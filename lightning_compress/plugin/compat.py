@@ -10,10 +10,11 @@ from typing import Any
 import lightning
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback, RichProgressBar, TQDMProgressBar
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
 TESTED_MINOR = (2, 6)
 
@@ -41,6 +42,12 @@ def check_class_tree(obj: object) -> None:
         )
 
 
+def is_fitting(module: pl.LightningModule) -> bool:
+    """Whether a Trainer's `fit` is running with this module."""
+    state = None if module._trainer is None else module.trainer.state
+    return state is not None and state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
+
+
 def call_callbacks(trainer: pl.Trainer, hook: str, *args: Any) -> None:
     """Call a hook of the trainer's callbacks, with Lightning's profiling and logging context."""
     call._call_callback_hooks(trainer, hook, *args)
@@ -63,13 +70,26 @@ def begin_step(trainer: pl.Trainer) -> None:
     trainer._logger_connector.on_batch_start(None)
 
 
+def count_step(loop: FitLoop) -> None:
+    """Advance `global_step`, as an optimizer's step would: before `on_train_batch_end`."""
+    loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.increment_completed()
+    loop.epoch_loop.manual_optimization.optim_step_progress.increment_completed()
+
+
 def end_step(trainer: pl.Trainer, loop: FitLoop) -> None:
-    """Close the step: hand what was logged to the loggers, and advance `global_step`."""
+    """Close the step: hand what was logged to the loggers."""
     trainer._logger_connector.on_batch_end()
     trainer._logger_connector.update_train_step_metrics()
     loop.epoch_loop._batches_that_stepped += 1
-    loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.increment_completed()
-    loop.epoch_loop.manual_optimization.optim_step_progress.increment_completed()
+
+
+def saves_between_steps(callback: Callback) -> bool:
+    """Whether a callback saves whole checkpoints at steps or times, not only behind epochs or validation."""
+    return (
+        isinstance(callback, ModelCheckpoint)
+        and not callback.save_weights_only
+        and (callback._every_n_train_steps > 0 or callback._train_time_interval is not None)
+    )
 
 
 def end_epoch(trainer: pl.Trainer) -> None:
@@ -110,6 +130,20 @@ def profile(trainer: pl.Trainer, section: str) -> AbstractContextManager[None]:
 
 
 @contextmanager
+def own_steps(callbacks: list[Callback]) -> Iterator[None]:
+    """Inside, checkpoint callbacks count from 0; afterwards they know again which of training's steps they saved."""
+    savers = [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
+    before = [callback._last_global_step_saved for callback in savers]
+    for callback in savers:
+        callback._last_global_step_saved = 0
+    try:
+        yield
+    finally:
+        for callback, step in zip(savers, before, strict=True):
+            callback._last_global_step_saved = step
+
+
+@contextmanager
 def replaced(trainer: pl.Trainer, **attributes: object) -> Iterator[None]:
     """The trainer with other values of some attributes; the old ones are back afterwards."""
     saved = {name: getattr(trainer, name) for name in attributes}
@@ -120,6 +154,11 @@ def replaced(trainer: pl.Trainer, **attributes: object) -> Iterator[None]:
     finally:
         for name, value in saved.items():
             setattr(trainer, name, value)
+
+
+def detach_model(trainer: pl.Trainer) -> None:
+    """Spare a model that cannot be moved the strategy's teardown, which would fail on it and hide an earlier error."""
+    trainer.strategy._lightning_module = None
 
 
 def free_optimizers(trainer: pl.Trainer) -> None:

@@ -31,6 +31,7 @@ class Compressor:
         output_dir: Any,
         dataloaders: Any | None = None,
         datamodule: pl.LightningDataModule | None = None,
+        ckpt_path: Any | None = None,
         **options: Any,
     ) -> Report:
         """Quantize `model` and write it to `output_dir`.
@@ -41,6 +42,8 @@ class Compressor:
             output_dir: folder of the checkpoint and the report, or None.
             dataloaders: calibration data: a DataLoader, a collection of them, or any iterable of batches.
             datamodule: instead of `dataloaders`; its `calibration_dataloader()`, else its `train_dataloader()`.
+            ckpt_path: a checkpoint that is loaded before, as by `trainer.fit`: of the LightningModule's weights; or one
+                that was saved during this compression, which is then continued.
             options: further arguments of `CompressionCallback`.
 
         Raises:
@@ -54,7 +57,7 @@ class Compressor:
         carried = model if _can_fit(model) else Adapter(model)
         others = [other for other in compat.callbacks(self._trainer) if not isinstance(other, CompressionCallback)]
         with compat.replaced(self._trainer, callbacks=[callback, *others]):
-            self._trainer.fit(carried, datamodule=datamodule)
+            self._trainer.fit(carried, datamodule=datamodule, ckpt_path=ckpt_path)
         if callback.report is None:
             raise RuntimeError("The run was interrupted before it ended; nothing was written.")
         return callback.report

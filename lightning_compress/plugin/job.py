@@ -2,7 +2,7 @@
 drives."""
 
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from lightning_compress.export.writer import CheckpointWriter, Unwritten
 from lightning_compress.graph.stages import Schedule
 from lightning_compress.memory.placement import MemoryConfig, Placement
 from lightning_compress.memory.source import WeightSource, is_on_meta, weight_source
+from lightning_compress.plugin.progress import Progress, check_continues
 from lightning_compress.recipe.config import Recipe
 from lightning_compress.recipe.resolve import ResolvedRecipe, resolve
 from lightning_compress.report.report import Report
@@ -33,7 +34,7 @@ class Settings:
 
     Attributes:
         output_dir: where the checkpoint goes; None quantizes the model in memory only.
-        weights: checkpoint folder that the values of parameters on the meta device are read from.
+        weights: folder or checkpoint that the values of parameters on the meta device are read from.
         sequential_targets: what is onloaded at a time; None takes the model's layers.
         memory: budgets, and what waits where.
         verify: read the checkpoint back and compare.
@@ -53,7 +54,11 @@ class Settings:
 
 @dataclass(frozen=True)
 class Job:
-    """A compression that is prepared and checked, and has not changed anything yet."""
+    """A compression that is prepared and checked, and has not changed anything yet.
+
+    Attributes:
+        fingerprints: of everything that decides the result, where it is written; see `calibration.resume`.
+    """
 
     target: Target
     resolved: ResolvedRecipe
@@ -62,12 +67,15 @@ class Job:
     settings: Settings
     schedule: Schedule
     source: WeightSource | None
+    fingerprints: Mapping[str, str]
     prepare_s: float
 
 
 def plan_recipe(module: nn.Module, settings: Settings) -> tuple[Target, ResolvedRecipe]:
-    """Everything that can be checked without data: the recipe against the model, and the output folder."""
+    """Everything that can be checked without data: the recipe against the model, where the weights are, and the
+    output folder."""
     target = find_target(module)
+    _check_weights(target.root, settings)
     if settings.output_dir is not None:
         check_output_dir(settings.output_dir)
     resolved = resolve(settings.recipe, target.root)
@@ -83,7 +91,10 @@ def prepare_job(module: nn.Module, data: CalibrationSet | None, settings: Settin
     """
     start = time.perf_counter()
     target, resolved = plan_recipe(module, settings)
-    source = _source(target.root, settings)
+    source = None
+    if settings.weights is not None:
+        place = next(name for name, part in module.named_modules() if part is target.root)
+        source = weight_source(target.root, settings.weights, place)
     if source is None:
         module.to("cpu")
     schedule = settings.schedule if needs_data(resolved) else Schedule.DATAFREE
@@ -105,27 +116,42 @@ def prepare_job(module: nn.Module, data: CalibrationSet | None, settings: Settin
             schedule=schedule,
             sequential_targets=settings.sequential_targets,
         )
-    return Job(target, resolved, data, run, settings, schedule, source, time.perf_counter() - start)
+    given: Mapping[str, str] = {}
+    if settings.output_dir is not None:
+        given = _fingerprints(target, resolved, data, run, schedule, source)
+    return Job(target, resolved, data, run, settings, schedule, source, given, time.perf_counter() - start)
 
 
-def _source(root: nn.Module, settings: Settings) -> WeightSource | None:
-    """Where the weights are read from, if they are not in memory."""
-    if not is_on_meta(root):
-        return None
-    if settings.weights is None or settings.output_dir is None:
-        missing = "weights=FOLDER that says where to read them" if settings.weights is None else "an output_dir"
+def _check_weights(root: nn.Module, settings: Settings) -> None:
+    """Every weight is to be read, or is there."""
+    if is_on_meta(root):
+        if settings.weights is None or settings.output_dir is None:
+            missing = (
+                "weights=, a folder or checkpoint to read them from (values that they were given within "
+                "`parameters_on_meta()`, also by `from_pretrained`, are not kept)"
+                if settings.weights is None
+                else "an output_dir"
+            )
+            raise UnsupportedModelError(
+                f"Parameters of {type(root).__name__} are on the meta device, so compressing it needs {missing}."
+            )
+    elif settings.weights is not None:
         raise UnsupportedModelError(
-            f"Parameters of {type(root).__name__} are on the meta device, so compressing it needs {missing}."
+            f"weights={settings.weights} was given, but all parameters of {type(root).__name__} are in memory, and "
+            "those would be compressed. Leave `weights` out; or build the model without values, within "
+            "`parameters_on_meta()` or, under strategy='sequential_onload', in `configure_model`."
         )
-    return weight_source(root, settings.weights)
 
 
-def run_job(job: Job, max_subgraphs: int | None = None) -> Generator[SubgraphRecord, bool | None, Report]:
+def run_job(
+    job: Job, max_subgraphs: int | None = None, continues: Progress | None = None
+) -> Generator[SubgraphRecord, bool | None, Report]:
     """Quantize, write, verify.
 
     Args:
         job: from `prepare_job`.
         max_subgraphs: stop after so many, without writing anything.
+        continues: the run that a Lightning checkpoint was saved in, if it has to be that one.
 
     Yields:
         A record per finished subgraph. Sending True in return stops the run there: the report says partial, and what is
@@ -143,6 +169,8 @@ def run_job(job: Job, max_subgraphs: int | None = None) -> Generator[SubgraphRec
     output_dir = job.settings.output_dir if max_subgraphs is None else None
     writer = None if output_dir is None else _writer(job, output_dir)
     num_resumed = 0 if writer is None else len(writer.finished)
+    if continues is not None and writer is not None:
+        check_continues(continues, job.fingerprints, str(output_dir), num_resumed, job.settings.resume)
     records: list[SubgraphRecord] = []
     stop: bool | None = False
     with calibrating(root):
@@ -153,7 +181,7 @@ def run_job(job: Job, max_subgraphs: int | None = None) -> Generator[SubgraphRec
                 if stop or len(records) == max_subgraphs:
                     break
         except Exception as error:
-            error.add_note(_what_changed(job, records))
+            error.add_note(_what_changed(job, records, writer))
             raise
         partial = len(records) < len(job.run.flow.subgraphs)
         verification = None
@@ -200,37 +228,54 @@ def _report(
 
 
 def _writer(job: Job, output_dir: Path) -> CheckpointWriter:
-    flow = job.run.flow
-    layout = {
-        "schedule": job.schedule.value,
-        "subgraphs": [(part.name, part.solved) for part in flow.subgraphs],
-        "device": flow.device.type,
-    }
-    batches = job.data.batches if job.data is not None else ()
-    weights = "" if job.source is None else job.source.fingerprint
-    given = fingerprints(job.resolved.recipe.to_dict(), layout, job.target.root, weights, batches)
     return CheckpointWriter(
         output_dir,
         job.target.root,
         job.resolved,
-        flow.subgraphs,
-        flow.store,
-        given,
+        job.run.flow.subgraphs,
+        job.run.flow.store,
+        job.fingerprints,
         resume=job.settings.resume,
     )
 
 
-def _what_changed(job: Job, records: Sequence[SubgraphRecord]) -> str:
-    """For a run that failed: the model in memory is as before but for these."""
-    changed = ", ".join(part.name for part in job.run.flow.subgraphs[: len(records)] if part.solved) or "none"
-    failed = job.run.flow.subgraphs[min(len(records), len(job.run.flow.subgraphs) - 1)].name
+def _fingerprints(
+    target: Target,
+    resolved: ResolvedRecipe,
+    data: CalibrationSet | None,
+    run: Calibration,
+    schedule: Schedule,
+    source: WeightSource | None,
+) -> dict[str, str]:
+    layout = {
+        "schedule": schedule.value,
+        "subgraphs": [(part.name, part.solved) for part in run.flow.subgraphs],
+        "device": run.flow.device.type,
+    }
+    batches = data.batches if data is not None else ()
+    weights = "" if source is None else source.fingerprint
+    return fingerprints(resolved.recipe.to_dict(), layout, target.root, weights, batches)
+
+
+def _what_changed(job: Job, records: Sequence[SubgraphRecord], writer: CheckpointWriter | None) -> str:
+    """For a run that failed: which weights in memory it has replaced, and what is in the output folder."""
+    in_memory = [part for part in job.run.flow.subgraphs if any(_is_in_memory(job, name) for name in part.solved)]
+    failed = job.run.flow.subgraphs[min(len(records), len(job.run.flow.subgraphs) - 1)]
+    changed = ", ".join(part.name for part in job.run.flow.subgraphs[: len(records)] if part in in_memory) or "none"
+    perhaps = f"; perhaps some of {failed.name}, where it failed" if failed in in_memory else ""
+    model = f"Subgraphs of the model in memory that hold quantized weights already: {changed}{perhaps}."
+    if not in_memory:
+        model = (
+            f"It failed in {failed.name}. The model holds no weights and is as before; those it was given are intact."
+        )
     written = "Nothing was written."
-    if job.settings.output_dir is not None and records:
-        written = f"{len(records)} finished subgraphs are in {job.settings.output_dir}; the same run continues there."
-    return (
-        f"Subgraphs of the model in memory that hold quantized weights already: {changed}; perhaps some of {failed}, "
-        f"where it failed. {written}"
-    )
+    if writer is not None and records:
+        written = f"{len(records)} finished subgraphs are in {writer.folder}; the same run continues there."
+    return f"{model} {written}"
+
+
+def _is_in_memory(job: Job, module: str) -> bool:
+    return not job.target.root.get_submodule(module).get_parameter("weight").is_meta
 
 
 def _verified(job: Job, folder: Path) -> Verification | None:

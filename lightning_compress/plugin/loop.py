@@ -2,14 +2,16 @@
 
 It subclasses Lightning's fit loop because logging, progress bars and profilers ask for that type. Only bystander
 callbacks take part: others would react to weights and metrics that are not training (early stopping has raised,
-averaging has overwritten compressed weights, pruning has corrupted them).
+averaging has overwritten compressed weights, pruning has corrupted them). Where nothing is trained, a ModelCheckpoint
+that saves between steps may save between subgraphs (see `plugin.progress`); its best and last training checkpoints are
+not at stake then.
 
 Alternative not taken: one epoch per subgraph. Progress bars then start anew for each, and show no time to go.
 """
 
 from collections.abc import Generator
 from contextlib import closing
-from typing import final
+from typing import Any, final
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, DeviceStatsMonitor, ModelSummary, ProgressBar, Timer
@@ -17,14 +19,25 @@ from lightning.pytorch.callbacks import Callback, DeviceStatsMonitor, ModelSumma
 from lightning_compress.calibration.records import SubgraphRecord
 from lightning_compress.plugin import compat
 from lightning_compress.plugin.job import Job, run_job
+from lightning_compress.plugin.progress import Progress
 from lightning_compress.report.report import Report
 
 BYSTANDERS = (ProgressBar, ModelSummary, Timer, DeviceStatsMonitor)
 
 
-def bystanders(callbacks: list[Callback], own: Callback) -> list[Callback]:
-    """The callbacks that may take part in the compression stage, in their order."""
-    return [callback for callback in callbacks if callback is own or isinstance(callback, BYSTANDERS)]
+def bystanders(callbacks: list[Callback], own: Callback, checkpoints: bool) -> list[Callback]:
+    """The callbacks that may take part in the compression stage, in their order.
+
+    Args:
+        callbacks: the Trainer's.
+        own: ours.
+        checkpoints: whether checkpoints between subgraphs are small and can be continued from.
+    """
+    return [
+        callback
+        for callback in callbacks
+        if callback is own or isinstance(callback, BYSTANDERS) or (checkpoints and compat.saves_between_steps(callback))
+    ]
 
 
 @final
@@ -35,15 +48,34 @@ class CompressionLoop(compat.FitLoop):
         trainer: whose stage this is.
         job: the prepared compression.
         max_subgraphs: stop after so many (`fast_dev_run`).
+        continues: the run that it has to continue, if `ckpt_path` says so.
     """
 
-    def __init__(self, trainer: pl.Trainer, job: Job, max_subgraphs: int | None) -> None:
+    def __init__(
+        self, trainer: pl.Trainer, job: Job, max_subgraphs: int | None, continues: Progress | None = None
+    ) -> None:
         super().__init__(trainer, min_epochs=0, max_epochs=1)
+        self._training = trainer.fit_loop
         self._job = job
         self._max_subgraphs = max_subgraphs
+        self._continues = continues
         self.max_batches = len(job.run.flow.subgraphs[:max_subgraphs])
         self.record: SubgraphRecord | None = None
         self.report: Report | None = None
+
+    @property
+    def progress(self) -> Progress | None:
+        """What a checkpoint that is saved now carries; None where nothing is written."""
+        output_dir = self._job.settings.output_dir
+        if output_dir is None or self._max_subgraphs is not None:
+            return None
+        done = 0 if self.record is None else self.record.index + 1
+        return Progress(self._job.fingerprints, done, str(output_dir.absolute()))
+
+    def state_dict(self, destination: dict[str, Any] | None = None, prefix: str = "") -> dict[str, Any]:
+        """The training loop's: a checkpoint of this stage says nothing of training, and is loaded by that loop."""
+        state: dict[str, Any] = self._training.state_dict(destination, prefix)
+        return state
 
     def run(self) -> None:
         trainer = self.trainer
@@ -51,13 +83,14 @@ class CompressionLoop(compat.FitLoop):
         compat.call_callbacks(trainer, "on_train_start")
         compat.call_callbacks(trainer, "on_train_epoch_start")
         stop = False
-        with closing(run_job(self._job, self._max_subgraphs)) as job:
+        with closing(run_job(self._job, self._max_subgraphs, self._continues)) as job:
             for index, name in enumerate(names):
                 compat.describe_progress(trainer, f"Compressing {name}")
                 compat.begin_step(trainer)
                 compat.call_callbacks(trainer, "on_train_batch_start", None, index)
                 with compat.profile(trainer, "subgraph"):
                     self.record = next(job)
+                compat.count_step(self)
                 compat.call_callbacks(trainer, "on_train_batch_end", None, None, index)
                 compat.end_step(trainer, self)
                 stop = trainer.should_stop or trainer.received_sigterm

@@ -4,8 +4,9 @@ What a plain strategy would do to a model that does not fit the device, and what
 each method. Registered as "sequential_onload".
 """
 
-from contextlib import nullcontext
-from typing import Any, final
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any, TypeGuard, final
 
 import lightning.pytorch as pl
 import torch
@@ -15,9 +16,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 from lightning_compress.errors import UnsupportedModelError
-from lightning_compress.memory.source import is_on_meta
+from lightning_compress.memory.source import is_on_meta, parameters_on_meta
 from lightning_compress.plugin import compat
-from lightning_compress.plugin.callback import CompressionCallback
+from lightning_compress.plugin.callback import CompressionCallback, compressed_module
+from lightning_compress.plugin.loop import CompressionLoop
+from lightning_compress.plugin.progress import saved_progress
 
 NAME = "sequential_onload"
 _DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
@@ -72,9 +75,53 @@ class SequentialOnloadStrategy(DDPStrategy):
         self.optimizers = []
         self.lr_scheduler_configs = []
 
-    def tensor_init_context(self, empty_init: bool | None = None) -> Any:
-        # around configure_model; DDP would allocate all weights on the device
-        return nullcontext()
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        # in `trainer.init_module` and around `configure_model`; DDP would allocate all weights on the device
+        without_values = self._reads_weights() if empty_init is None else empty_init
+        with parameters_on_meta() if without_values else nullcontext(), self.precision_plugin.tensor_init_context():
+            yield
+
+    def _reads_weights(self) -> bool:
+        """Whether a callback of this run reads weights from disk; those made in `configure_model` would be lost."""
+        module = self.lightning_module
+        if module is None or not compat.is_fitting(module):
+            return False
+        callbacks = compat.callbacks(module.trainer)
+        return any(_replaces_training(one) and one.settings.weights is not None for one in callbacks)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        # in every checkpoint; during a compression that is written to shards, those hold the weights
+        assert self.lightning_module is not None
+        loop = self.lightning_module.trainer.fit_loop
+        if isinstance(loop, CompressionLoop) and loop.progress is not None:
+            return {}
+        return super().lightning_module_state_dict()
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        # for `ckpt_path`, behind configure_model
+        module, state = self.lightning_module, checkpoint["state_dict"]
+        assert module is not None
+        progress = saved_progress(checkpoint)
+        if progress is not None and not state:
+            if module.trainer.state.fn == TrainerFn.FITTING and any(
+                map(_replaces_training, compat.callbacks(module.trainer))
+            ):
+                return  # the model keeps its weights, and the callback continues with the shards
+            raise UnsupportedModelError(
+                "The checkpoint in `ckpt_path` was saved during a compression, so it holds no weights: they are in "
+                f"{progress.output_dir}. Continue it with CompressionCallback(when='only'), or use "
+                "`load_compressed(module, folder)` once it is finished."
+            )
+        if is_on_meta(module) and any(
+            isinstance(value, torch.Tensor) and not value.is_meta for value in state.values()
+        ):
+            raise UnsupportedModelError(
+                f"Parameters of {type(compressed_module(module)).__name__} are on the meta device, where `ckpt_path` "
+                "would load nothing. Give the checkpoint as weights= of the CompressionCallback instead; it is read "
+                "piece by piece."
+            )
+        super().load_model_state_dict(checkpoint, strict)
 
     def model_to_device(self) -> None:
         # evaluation (`trainer.test`) runs the whole model, so it goes where its data goes
@@ -118,7 +165,7 @@ def register() -> None:
         )
 
 
-def _replaces_training(callback: Callback) -> bool:
+def _replaces_training(callback: Callback) -> TypeGuard[CompressionCallback]:
     return isinstance(callback, CompressionCallback) and callback.when == "only"
 
 

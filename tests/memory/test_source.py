@@ -10,7 +10,15 @@ import torch
 from helpers import CPU, compress, prepare, recipe, run, tiny_llama, token_batches
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AlbertConfig, AlbertModel, AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    AlbertConfig,
+    AlbertModel,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 from lightning_compress.calibration.loop import calibrate
 from lightning_compress.calibration.prepare import calibrating
@@ -177,8 +185,122 @@ def test_what_is_missing_or_broken(tmp_path: Path) -> None:
     file.unlink()
     with pytest.raises(CompressionError, match="holds no safetensors files"):
         attempt()
-    with pytest.raises(UnsupportedModelError, match="are on the meta device, so compressing it needs weights=FOLDER"):
+    with pytest.raises(
+        UnsupportedModelError, match="are on the meta device, so compressing it needs weights=, a folder or"
+    ):
         compress(empty, token_batches(), recipe(4), tmp_path / "out")
+
+
+class Around(nn.Module):
+    """Transformers models and weights of its own."""
+
+    def __init__(self, **models: nn.Module) -> None:
+        super().__init__()
+        for name, model in models.items():
+            self.add_module(name, model)
+        self.head = nn.Linear(4, 3)
+        self.register_buffer("mean", torch.zeros(2))
+
+
+def on_meta(make: Any) -> Any:
+    with parameters_on_meta():
+        return make()
+
+
+def empty_llama(num_layers: int = 1, **overrides: Any) -> Any:
+    config = LlamaConfig(**{**tiny_llama(num_layers).config.to_dict(), **overrides})
+    return on_meta(lambda: LlamaForCausalLM(config))
+
+
+def read(source: Any, name: str) -> Tensor:
+    tensor: Tensor = source.loaders[name]()[name]
+    return tensor
+
+
+def test_tied_and_stacked_weights_in_a_lightning_checkpoint(tmp_path: Path) -> None:
+    """Names and shapes are the module's own: nothing is converted, and both names of a tie are there."""
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    mixtral = MixtralForCausalLM(
+        MixtralConfig(vocab_size=64, num_hidden_layers=1, num_local_experts=2, num_experts_per_tok=2, **sizes)
+    ).eval()
+    for name, model in (("tied", tiny_llama(2, tie_word_embeddings=True)), ("mixtral", mixtral)):
+        empty = saved(model, tmp_path / name)
+        torch.save({"state_dict": {f"net.{k}": v for k, v in model.state_dict().items()}}, tmp_path / f"{name}.ckpt")
+        given = recipe(4, group_size=8)
+        compress(empty, token_batches(), given, tmp_path / f"{name}-out", weights=tmp_path / f"{name}.ckpt")
+        compress(model, token_batches(), given, tmp_path / f"{name}-memory", verify=False)
+        assert files_of(tmp_path / f"{name}-out") == files_of(tmp_path / f"{name}-memory")
+
+
+def test_a_folder_of_the_one_transformers_model_inside(tmp_path: Path) -> None:
+    """Fails without the prefix; for converted weights (Mixtral's experts) too."""
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = MixtralConfig(vocab_size=64, num_hidden_layers=1, num_local_experts=2, num_experts_per_tok=2, **sizes)
+    model, teacher = MixtralForCausalLM(config), tiny_llama(1)
+    model.save_pretrained(tmp_path)
+    root = Around(teacher=teacher, student=on_meta(lambda: MixtralForCausalLM(config)))
+    source = weight_source(root, tmp_path)
+    assert set(source.loaders) == {f"student.{name}" for name in model.state_dict()}
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(read(source, f"student.{name}"), tensor), name
+
+
+def test_weights_that_may_be_several_models(tmp_path: Path) -> None:
+    pair = Around(student=tiny_llama(1), teacher=tiny_llama(1, seed=1))
+    torch.save({"state_dict": pair.state_dict()}, tmp_path / "pair.ckpt")
+    pair.get_submodule("student").save_pretrained(tmp_path / "folder")  # type: ignore[operator]
+    models = {name: empty_llama() for name in ("student", "teacher")}
+    empty = on_meta(lambda: Around(**models))
+    with pytest.raises(CompressionError, match=r"holds 2 models that LlamaForCausalLM may be: student, teacher\. Give"):
+        weight_source(empty.student, tmp_path / "pair.ckpt")
+    with pytest.raises(CompressionError, match=r"2 transformers models without values \(student \(Llama\w+\), teacher"):
+        weight_source(empty, tmp_path / "folder")
+    for place in ("student", "teacher"):  # as it is known of a LightningModule
+        model = pair.get_submodule(place)
+        source = weight_source(empty.get_submodule(place), tmp_path / "pair.ckpt", place)
+        assert torch.equal(read(source, "lm_head.weight"), model.get_parameter("lm_head.weight"))
+    whole = weight_source(empty, tmp_path / "pair.ckpt")
+    assert whole.loaders.keys() == pair.state_dict().keys()
+    with pytest.raises(CompressionError, match=r"pair.ckpt lacks 9 parameters of LlamaForCausalLM: model.layers.1"):
+        weight_source(empty_llama(2), tmp_path / "pair.ckpt")
+
+
+def test_parameters_in_memory_keep_their_values(tmp_path: Path) -> None:
+    """Those that are stored with other values are refused: either choice would surprise someone. Buffers are read."""
+    stored = Around()
+    stored.get_buffer("mean").fill_(3)
+    torch.save(stored.state_dict(), tmp_path / "all.pt")
+    partly = on_meta(Around)
+    partly.head.bias = nn.Parameter(stored.head.bias.detach().clone())
+    source = weight_source(partly, tmp_path / "all.pt")
+    assert torch.equal(partly.mean, stored.get_buffer("mean"))
+    assert torch.equal(read(source, "head.weight"), stored.head.weight)
+    with torch.no_grad():
+        partly.head.bias[1] += 1
+    with pytest.raises(
+        CompressionError,
+        match=r"1 parameters of Around are in memory and, with other values, in \S+all.pt: head.bias \[3\]",
+    ):
+        weight_source(partly, tmp_path / "all.pt")
+
+
+def test_other_shapes_are_refused(tmp_path: Path) -> None:
+    tiny_llama(1).save_pretrained(tmp_path)
+    empty = empty_llama(intermediate_size=48)
+    with pytest.raises(
+        CompressionError, match=r"3 tensors of another shape.*gate_proj.weight \[64, 32\] for \[48, 32\]"
+    ):
+        weight_source(empty, tmp_path)
+    with pytest.raises(CompressionError, match=r"nowhere: there is no such file or folder"):
+        weight_source(empty, tmp_path / "nowhere")
+
+
+def test_a_single_safetensors_file(tmp_path: Path) -> None:
+    model = tiny_llama(1)
+    empty = saved(model, tmp_path)
+    source = weight_source(empty, tmp_path / "model.safetensors")
+    assert torch.equal(read(source, "lm_head.weight"), model.lm_head.weight)
 
 
 def test_a_shard_that_the_index_names_is_missing(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The command, as a user types it: real processes for what Hydra owns, composition in-process for every group."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 
 from lightning_compress.data.config import load_data_config
 from lightning_compress.data.sources import load_documents
+from lightning_compress.errors import CompressionError
 from lightning_compress.plugin.cli import run_compress
 from lightning_compress.recipe.load import config_dir, load_recipe
 
@@ -96,6 +98,32 @@ def test_weights_may_stay_on_disk(checkpoint: Path, tmp_path: Path) -> None:
         timed = ("report.json", "report.html", "manifest.jsonl")
         written[load] = {p.name: p.read_bytes() for p in (tmp_path / load).iterdir() if p.name not in timed}
     assert written["memory"] == written["disk"]
+
+
+def test_weights_of_a_lightning_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
+    """Configuration and tokenizer come from `model.path`, whose own weights are not used."""
+    trained = AutoModelForCausalLM.from_pretrained(checkpoint)
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter.mul_(1.5)
+    torch.save(
+        {"state_dict": {f"net.{name}": value for name, value in trained.state_dict().items()}}, tmp_path / "t.ckpt"
+    )
+    shutil.copytree(checkpoint, tmp_path / "trained")
+    trained.save_pretrained(tmp_path / "trained")
+    written = {}
+    for name, overrides in (
+        ("ckpt", [f"model.path={checkpoint}", f"model.weights={tmp_path / 't.ckpt'}"]),
+        ("folder", [f"model.path={tmp_path / 'trained'}"]),
+    ):
+        with initialize_config_dir(str(config_dir()), version_base="1.3"):
+            config = compose("compress", overrides=[*overrides, "output_dir=unused", *SMALL])
+        run_compress(config, tmp_path / name)
+        written[name] = {p.name: p.read_bytes() for p in (tmp_path / name).glob("*.safetensors")}
+    assert written["ckpt"] == written["folder"]
+    config.model.weights, config.model.load = str(tmp_path / "t.ckpt"), "memory"
+    with pytest.raises(CompressionError, match=r"model.weights=\S+ is read during a compression, with model.load=auto"):
+        run_compress(config, tmp_path / "none")
 
 
 def test_multirun_writes_a_folder_per_recipe_and_evaluate_reads_them(checkpoint: Path, tmp_path: Path) -> None:

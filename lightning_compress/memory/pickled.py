@@ -1,0 +1,129 @@
+"""Weights in a file that `torch.save` wrote (a Lightning checkpoint), located without reading them.
+
+Such a file is a zip archive of uncompressed records: a pickle, and one record per storage. Only the pickle is read.
+Tensors are rebuilt on the meta device, where torch notes at which byte of the file each storage begins; so optimizer
+states, which lie in the same file, are never touched.
+
+A pickle may name any class (hyper-parameters, states of callbacks). Whatever is not part of a plain tensor becomes an
+inert object: nothing is imported, and no code of the file's choice runs. Alternative not taken:
+`torch.load(weights_only=True)` is as safe, but refuses the whole file for one unknown class in the hyper-parameters.
+"""
+
+import pickle
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from lightning_compress.errors import CompressionError
+from lightning_compress.memory.files import StoredTensor
+
+_TENSOR_PARTS = {
+    ("collections", "OrderedDict"),
+    ("torch", "Size"),
+    ("torch._utils", "_rebuild_parameter"),
+    ("torch._utils", "_rebuild_parameter_with_state"),
+    ("torch._utils", "_rebuild_tensor"),
+    ("torch._utils", "_rebuild_tensor_v2"),
+    ("torch._utils", "_rebuild_tensor_v3"),
+    ("torch.nn.parameter", "Parameter"),
+    ("torch.storage", "UntypedStorage"),
+}
+_LOCAL_HEADER_BYTES = 30
+
+
+def stored_state_dict(file: Path) -> dict[str, StoredTensor]:
+    """The tensors of the `state_dict` in a Lightning checkpoint, or of the state dict that the file itself is.
+
+    Raises:
+        CompressionError: not such a file, of torch's format before 1.6, cut off, or without tensors.
+    """
+    starts = _record_starts(file)
+    try:
+        content = torch.load(
+            file,
+            map_location="meta",
+            weights_only=False,  # `_TensorsOnly` builds nothing else
+            pickle_module=SimpleNamespace(Unpickler=_TensorsOnly, __name__=__name__),
+        )
+    except Exception as error:
+        raise CompressionError(f"{file} cannot be read as a checkpoint: {error}") from error
+    state = content.get("state_dict", content) if isinstance(content, dict) else {}
+    found = {
+        name: _located(file, tensor, starts)
+        for name, tensor in (state.items() if isinstance(state, Mapping) else ())
+        if isinstance(tensor, Tensor) and not (tensor.is_conj() or tensor.is_neg())
+    }
+    if not found:
+        raise CompressionError(
+            f"{file} holds no weights: there is no `state_dict` with tensors in it. Give a checkpoint that "
+            "`trainer.save_checkpoint` wrote, or a folder of safetensors files."
+        )
+    return found
+
+
+def _record_starts(file: Path) -> frozenset[int]:
+    """The bytes at which the archive's records begin."""
+    if not zipfile.is_zipfile(file):
+        raise CompressionError(
+            f"{file} is no file that `torch.save` of torch 1.6 or later wrote, or it is cut off. An older one is "
+            "rewritten by `torch.save(torch.load(file), file)`."
+        )
+    starts = set()
+    with zipfile.ZipFile(file) as archive, file.open("rb") as opened:
+        for entry in archive.infolist():
+            if entry.compress_type != zipfile.ZIP_STORED or entry.filename.endswith("/constants.pkl"):
+                raise CompressionError(
+                    f"{file} is compressed or a TorchScript archive, so its tensors cannot be read piece by piece. "
+                    "Save the state dict with `torch.save`."
+                )
+            opened.seek(entry.header_offset)
+            header = opened.read(_LOCAL_HEADER_BYTES)
+            lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+            starts.add(entry.header_offset + _LOCAL_HEADER_BYTES + lengths)
+    return frozenset(starts)
+
+
+def _located(file: Path, tensor: Tensor, starts: frozenset[int]) -> StoredTensor:
+    # torch computes the offsets of later records from the first; the archive's own directory is the proof
+    start = tensor.untyped_storage()._checkpoint_offset
+    if start not in starts:
+        raise CompressionError(
+            f"{file} is not laid out as `torch.save` does it. Rewrite it with "
+            "`torch.save(torch.load(file, weights_only=False), file)`."
+        )
+    offset = start + int(tensor.storage_offset()) * tensor.element_size()
+    stride = None if tensor.is_contiguous() else tensor.stride()
+    return StoredTensor(file, offset, tuple(tensor.shape), tensor.dtype, stride)
+
+
+@final
+class _Inert:
+    """Stands for an object of any other class: accepts whatever a pickle does to objects, and forgets it."""
+
+    def __new__(cls, *args: object, **kwargs: object) -> "_Inert":
+        return object.__new__(cls)
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        pass
+
+    def _ignore(self, *args: object, **kwargs: object) -> None:
+        pass
+
+    __setstate__ = __setitem__ = append = extend = add = _ignore
+
+    def __call__(self, *args: object, **kwargs: object) -> "_Inert":
+        return self
+
+
+@final
+class _TensorsOnly(pickle.Unpickler):
+    """Builds tensors and plain containers, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        return super().find_class(module, name) if is_dtype or (module, name) in _TENSOR_PARTS else _Inert
