@@ -71,6 +71,23 @@ def nbytes(packed: PackedModule) -> int:
     return sum(tensor.nbytes for tensor in packed.values())
 
 
+def checkpoint_names(root: nn.Module) -> dict[str, str]:
+    """Module names as the original checkpoint has them, where transformers renames on loading."""
+    conversions = getattr(root, "_weight_conversions", None)
+    if not conversions:
+        return {}
+    inverted = [conversion.reverse_transform() for conversion in reversed(conversions)]
+    names: dict[str, str] = {}
+    for name, module in root.named_modules():
+        if isinstance(module, nn.Linear):
+            key = f"{name}.weight"
+            for conversion in inverted:
+                renamed, matched = conversion.rename_source_key(key)
+                key = renamed if matched is not None else key
+            names[name] = key.removesuffix(".weight")
+    return names
+
+
 def quantization_config(resolved: ResolvedRecipe, root: nn.Module, rename: Mapping[str, str]) -> dict[str, object]:
     """The `quantization_config` of config.json.
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from lightning_compress.calibration.resume import damaged_shards
 from lightning_compress.calibration.target import find_target
 from lightning_compress.errors import CompressionError
-from lightning_compress.export.checkpoint import load_compressed
+from lightning_compress.export.packed import load_compressed
 from lightning_compress.graph.compat import pytree
 
 

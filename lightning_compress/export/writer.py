@@ -34,8 +34,16 @@ from lightning_compress.calibration.resume import (
 )
 from lightning_compress.calibration.solve import QuantizedModule, Restored
 from lightning_compress.errors import OutputDirectoryError
-from lightning_compress.export.checkpoint import INCOMPLETE, MARKER, SavesPretrained, check_output_dir, checkpoint_names
-from lightning_compress.export.packing import PACKED_NAMES, PackedModule, nbytes, pack, quantization_config, unpack
+from lightning_compress.export.checkpoint import INCOMPLETE, MARKER, SavesPretrained, check_output_dir
+from lightning_compress.export.packing import (
+    PACKED_NAMES,
+    PackedModule,
+    checkpoint_names,
+    nbytes,
+    pack,
+    quantization_config,
+    unpack,
+)
 from lightning_compress.graph.stages import Subgraph
 from lightning_compress.memory.store import WeightStore
 from lightning_compress.recipe.resolve import ResolvedRecipe

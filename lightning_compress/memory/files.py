@@ -64,6 +64,10 @@ class StoredTensor:
             count = 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
         return count * self.dtype.itemsize
 
+    def read(self) -> Tensor:
+        """Its values, in host memory (see `read_tensor`)."""
+        return read_tensor(self)
+
 
 def has_safetensors(folder: Path) -> bool:
     """Whether the folder holds safetensors files."""

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +19,23 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from lightning_compress.errors import CompressionError
-from lightning_compress.memory.files import StoredTensor, files_fingerprint, read_tensor, stored_tensors
+from lightning_compress.memory.files import StoredTensor, files_fingerprint, stored_tensors
 from lightning_compress.memory.pickled import stored_state_dict
 
 Load = Callable[[], Mapping[str, Tensor]]
+
+
+class Readable(Protocol):
+    """A tensor that is not in memory."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def read(self) -> Tensor:
+        """Its values, in host memory."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +77,12 @@ def parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def weight_source(root: nn.Module, weights: Path, place: str = "") -> WeightSource:
+def weight_source(
+    root: nn.Module,
+    weights: Path,
+    place: str = "",
+    decode: Callable[[Mapping[str, StoredTensor]], Mapping[str, Readable]] = dict,
+) -> WeightSource:
     """Match what is stored to a model. Buffers that are stored, too, are read at once.
 
     Args:
@@ -72,6 +91,7 @@ def weight_source(root: nn.Module, weights: Path, place: str = "") -> WeightSour
             safetensors are those of `root`, or those of the transformers model in it; names in a checkpoint are those
             of the LightningModule around `root`.
         place: the path of `root` in that LightningModule, where it is known.
+        decode: makes the model's tensors of those that are stored, where they differ.
 
     Raises:
         CompressionError: `weights` cannot be read, lacks parameters of the model, has other shapes, may be matched in
@@ -81,7 +101,8 @@ def weight_source(root: nn.Module, weights: Path, place: str = "") -> WeightSour
         raise CompressionError(f"weights={weights}: there is no such file or folder.")
     is_pickled = weights.is_file() and weights.suffix != ".safetensors"
     stored = stored_state_dict(weights) if is_pickled else stored_tensors(weights)
-    found = _in_state_dict(root, stored, place, weights) if is_pickled else _in_folder(root, stored, weights)
+    tensors = decode(stored)
+    found = _in_state_dict(root, tensors, place, weights) if is_pickled else _in_folder(root, tensors, weights)
     missing = _missing(root, found)
     if missing:
         shapes = _with_shapes(root, missing)
@@ -146,7 +167,7 @@ def _settle_memory(root: nn.Module, found: Mapping[str, _Found], weights: Path) 
         )
 
 
-def _in_state_dict(root: nn.Module, stored: Mapping[str, StoredTensor], place: str, weights: Path) -> dict[str, _Found]:
+def _in_state_dict(root: nn.Module, stored: Mapping[str, Readable], place: str, weights: Path) -> dict[str, _Found]:
     """A part of a LightningModule's state dict: the one at `place`, else the only one that holds all of the model."""
     prefixes = [f"{place}." if place else "", ""]
     for prefix in prefixes:
@@ -164,7 +185,7 @@ def _in_state_dict(root: nn.Module, stored: Mapping[str, StoredTensor], place: s
     return _named(stored, (whole or ends or prefixes)[0])
 
 
-def _in_folder(root: nn.Module, stored: Mapping[str, StoredTensor], weights: Path) -> dict[str, _Found]:
+def _in_folder(root: nn.Module, stored: Mapping[str, Readable], weights: Path) -> dict[str, _Found]:
     """Names of the model itself, or of the transformers model in it whose values are wanted."""
     if isinstance(root, PreTrainedModel):
         return _transformers_tensors(root, stored)
@@ -191,7 +212,7 @@ def _transformers_models(root: nn.Module, path: str = "") -> dict[str, PreTraine
     return {place: model for name, child in children for place, model in _transformers_models(child, name).items()}
 
 
-def _named(stored: Mapping[str, StoredTensor], prefix: str = "") -> dict[str, _Found]:
+def _named(stored: Mapping[str, Readable], prefix: str = "") -> dict[str, _Found]:
     """The tensors whose names begin with `prefix`, without it."""
     return {
         key.removeprefix(prefix): _reading(key.removeprefix(prefix), tensor)
@@ -200,12 +221,12 @@ def _named(stored: Mapping[str, StoredTensor], prefix: str = "") -> dict[str, _F
     }
 
 
-def _reading(name: str, tensor: StoredTensor) -> _Found:
-    return _Found(lambda: {name: read_tensor(tensor)}, tensor.shape)
+def _reading(name: str, tensor: Readable) -> _Found:
+    return _Found(lambda: {name: tensor.read()}, tensor.shape)
 
 
 def _transformers_tensors(
-    model: PreTrainedModel, stored: Mapping[str, StoredTensor], prefix: str = ""
+    model: PreTrainedModel, stored: Mapping[str, Readable], prefix: str = ""
 ) -> dict[str, _Found]:
     """What a transformers checkpoint holds of `model`; names get a prefix: the model's place in a larger one."""
     conversions = get_model_conversion_mapping(model)
@@ -239,11 +260,11 @@ def _converting(
     name: str,
     converter: WeightConverter,
     sources: Sequence[tuple[str, str]],
-    stored: Mapping[str, StoredTensor],
+    stored: Mapping[str, Readable],
     prefix: str,
 ) -> Load:
     def load() -> dict[str, Tensor]:
-        values = _convert(model, name, converter, sources, lambda key: read_tensor(stored[key]))
+        values = _convert(model, name, converter, sources, lambda key: stored[key].read())
         return {prefix + key: value for key, value in values.items()}
 
     return load
@@ -264,7 +285,7 @@ def _convert(
     return {key: value[0] if isinstance(value, list) else value for key, value in values.items()}
 
 
-def _empty(stored: StoredTensor) -> Tensor:
+def _empty(stored: Readable) -> Tensor:
     return torch.empty(stored.shape, dtype=stored.dtype, device="meta")
 
 

@@ -15,7 +15,7 @@ from lightning_compress.calibration.prepare import evaluating
 from lightning_compress.calibration.target import find_target
 from lightning_compress.data import perplexity
 from lightning_compress.errors import UnsupportedModelError
-from lightning_compress.memory import source as source_module
+from lightning_compress.memory import files as files_module
 from lightning_compress.memory.files import read_tensor
 from lightning_compress.memory.placement import Placement
 from lightning_compress.memory.source import is_on_meta, parameters_on_meta, weight_source
@@ -83,7 +83,7 @@ def test_weights_are_read_once_for_all_batches(tmp_path: Path, monkeypatch: pyte
     model = tiny_llama(3)
     empty, placement = on_disk(model, tmp_path)
     reads: list[int] = []
-    monkeypatch.setattr(source_module, "read_tensor", lambda s: (reads.append(s.offset), read_tensor(s))[1])
+    monkeypatch.setattr(files_module, "read_tensor", lambda s: (reads.append(s.offset), read_tensor(s))[1])
     by_layer(empty, token_batches(5), placement)
     assert len(reads) == len(set(reads)) == len(list(model.parameters()))
 

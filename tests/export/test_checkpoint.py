@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from lightning_compress.errors import CompressionError, OutputDirectoryError
-from lightning_compress.export.checkpoint import MARKER, check_output_dir, load_compressed
+from lightning_compress.export.checkpoint import MARKER, check_output_dir
+from lightning_compress.export.packed import load_compressed
 
 W8A8_STATIC = {
     "weights": {"num_bits": 8, "strategy": "channel"},

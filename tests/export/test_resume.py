@@ -22,7 +22,8 @@ from transformers import AlbertConfig, AlbertModel, AutoModelForCausalLM, T5Conf
 from lightning_compress.calibration.resume import MANIFEST
 from lightning_compress.errors import CompressionError, OutputDirectoryError
 from lightning_compress.export import writer
-from lightning_compress.export.checkpoint import INCOMPLETE, load_compressed
+from lightning_compress.export.checkpoint import INCOMPLETE
+from lightning_compress.export.packed import load_compressed
 from lightning_compress.plugin.job import Job, run_job
 
 STATIC = {"num_bits": 8, "strategy": "tensor", "dynamic": False}

@@ -24,7 +24,7 @@ from lightning_compress.calibration.loop import calibrate
 from lightning_compress.calibration.prepare import calibrating
 from lightning_compress.errors import CompressionError, SolveError, UnsupportedModelError
 from lightning_compress.export.writer import Unwritten
-from lightning_compress.memory import source as source_module
+from lightning_compress.memory import files as files_module
 from lightning_compress.memory.files import read_tensor, stored_tensors
 from lightning_compress.memory.placement import MemoryConfig
 from lightning_compress.memory.source import is_on_meta, parameters_on_meta, weight_source
@@ -124,7 +124,7 @@ def test_the_next_subgraph_is_read_ahead(tmp_path: Path, monkeypatch: pytest.Mon
     empty = saved(model, tmp_path / "in")
     reads: list[str] = []
     offsets = {stored.offset: name for name, stored in stored_tensors(tmp_path / "in").items()}
-    monkeypatch.setattr(source_module, "read_tensor", lambda s: (reads.append(offsets[s.offset]), read_tensor(s))[1])
+    monkeypatch.setattr(files_module, "read_tensor", lambda s: (reads.append(offsets[s.offset]), read_tensor(s))[1])
     for depth in (0, 1, 2):
         reads.clear()
         memory = MemoryConfig(prefetch_depth=depth)

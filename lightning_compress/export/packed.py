@@ -1,0 +1,165 @@
+"""Reading compressed checkpoints: into a module, or as a source of weights, unpacked one tensor at a time."""
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+from compressed_tensors.utils.match import match_targets
+from huggingface_hub import load_state_dict_from_file
+from torch import Tensor, nn
+
+from lightning_compress.calibration.solve import InputQuantizer, quantize_inputs
+from lightning_compress.errors import CompressionError
+from lightning_compress.export.checkpoint import INCOMPLETE
+from lightning_compress.export.packing import PACKED_NAMES, checkpoint_names, unpack
+from lightning_compress.memory.files import StoredTensor, stored_tensors
+from lightning_compress.memory.source import Readable, WeightSource, weight_source
+
+_SCALE = ".weight_scale"
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A quantized weight [O, I] in its parts."""
+
+    parts: Mapping[str, StoredTensor]
+    scheme: QuantizationScheme
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the weight."""
+        if "weight_shape" in self.parts:
+            return tuple(self.parts["weight_shape"].read().tolist())
+        return self.parts["weight"].shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the scales."""
+        return self.parts["weight_scale"].dtype
+
+    def read(self) -> Tensor:
+        """The dequantized weight."""
+        return unpack({name: part.read() for name, part in self.parts.items()}, self.scheme)
+
+
+def quantization_config(folder: Path) -> QuantizationConfig | None:
+    """What `config.json` in `folder` says about quantization by compressed-tensors; None if nothing.
+
+    Raises:
+        CompressionError: it is quantized by another method.
+    """
+    file = folder / "config.json"
+    content = json.loads(file.read_text()) if file.is_file() else {}
+    found = content.get("quantization_config")
+    if found is None:
+        return None
+    if found.get("quant_method") != "compressed-tensors":
+        raise CompressionError(
+            f"{folder} is quantized by {found.get('quant_method')!r}; only compressed-tensors checkpoints can be read."
+        )
+    known = {key: value for key, value in found.items() if key in QuantizationConfig.model_fields}
+    return QuantizationConfig.model_validate(known)
+
+
+def quantized_modules(config: QuantizationConfig, names: Collection[str]) -> dict[str, QuantizationScheme]:
+    """The schemes of the modules that a checkpoint holds quantized, by the library's own matching rules.
+
+    Args:
+        config: of the checkpoint.
+        names: of its tensors.
+    """
+    by_target = {target: scheme for scheme in config.config_groups.values() for target in scheme.targets}
+    linear = nn.Linear(1, 1, device="meta")
+    modules = [name.removesuffix(_SCALE) for name in names if name.endswith(_SCALE)]
+    return {name: by_target[match_targets(name, linear, list(by_target))[0]] for name in modules}
+
+
+def checkpoint_source(root: nn.Module, folder: Path) -> WeightSource:
+    """Where the values of a model's meta parameters are: a checkpoint of any kind, compressed or not.
+
+    Of a compressed one also the quantization of inputs is taken: hooks on the modules of `root` do it.
+
+    Raises:
+        CompressionError: see `memory.source.weight_source`.
+    """
+    if (folder / INCOMPLETE).is_file():
+        raise CompressionError(f"{folder} holds an unfinished compression and is no checkpoint yet: finish that first.")
+    config = quantization_config(folder)
+    if config is None:
+        return weight_source(root, folder)
+    stored = stored_tensors(folder)
+    schemes = quantized_modules(config, stored.keys())
+    source = weight_source(root, folder, decode=partial(_decoded, schemes=schemes))
+    in_memory = {stored_name: name for name, stored_name in checkpoint_names(root).items()}
+    for module, scheme in schemes.items():
+        if scheme.input_activations is not None:
+            ranges = (stored.get(f"{module}.{name}") for name in ("input_scale", "input_zero_point"))
+            scale, zero_point = (None if part is None else part.read() for part in ranges)
+            target = root.get_submodule(in_memory.get(module, module))
+            quantize_inputs(target, InputQuantizer(scheme.input_activations, scale, zero_point))
+    return source
+
+
+def load_compressed(module: nn.Module, directory: str | Path) -> nn.Module:
+    """Load a compressed checkpoint into a module of the architecture it was made from; returns the module.
+
+    Weights are dequantized into the module's parameters, in their dtype; quantized inputs are quantized by forward
+    pre-hooks. For checkpoints of transformers models `from_pretrained` does the same without the original class at
+    hand.
+
+    Raises:
+        CompressionError: the folder holds no compressed checkpoint, or its tensors do not fit the module.
+    """
+    directory = Path(directory)
+    config = quantization_config(directory)
+    if config is None:
+        raise CompressionError(
+            f"{directory} holds no compressed checkpoint (no config.json with a quantization_config)."
+        )
+    state = _read_state(directory)
+    schemes = quantized_modules(config, state.keys())
+    for name, scheme in schemes.items():
+        local = {
+            key.rpartition(".")[2]: state.pop(key)
+            for key in list(state)
+            if key.rpartition(".")[0] == name and not key.endswith(".bias")
+        }
+        target = module.get_submodule(name)
+        state[f"{name}.weight"] = unpack(local, scheme).to(target.get_parameter("weight").dtype)
+        if scheme.input_activations is not None:
+            ranges = local.get("input_scale"), local.get("input_zero_point")
+            quantize_inputs(target, InputQuantizer(scheme.input_activations, *ranges))
+    missing, unexpected = module.load_state_dict(state, strict=False)
+    tensors = module.state_dict(keep_vars=True)
+    loaded = {id(tensors[key]) for key in state if key in tensors}
+    missing = [key for key in missing if id(tensors[key]) not in loaded]  # tied to what was loaded
+    if missing or unexpected:
+        raise CompressionError(
+            f"{directory} does not fit {type(module).__name__}: missing {missing[:5]}, unexpected {unexpected[:5]}."
+        )
+    return module
+
+
+def _read_state(directory: Path) -> dict[str, Tensor]:
+    state: dict[str, Tensor] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        state.update(load_state_dict_from_file(file))
+    return state
+
+
+def _decoded(stored: Mapping[str, StoredTensor], schemes: Mapping[str, QuantizationScheme]) -> dict[str, Readable]:
+    """The tensors of the model: packed ones as one weight each."""
+    tensors: dict[str, Readable] = {}
+    for key, tensor in stored.items():
+        module, _, name = key.rpartition(".")
+        if module not in schemes or name not in PACKED_NAMES:
+            tensors[key] = tensor
+    for module, scheme in schemes.items():
+        keys = {name: f"{module}.{name}" for name in PACKED_NAMES}
+        parts = {name: stored[key] for name, key in keys.items() if key in stored}
+        tensors[f"{module}.weight"] = PackedWeight(parts, scheme)
+    return tensors
