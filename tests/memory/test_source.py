@@ -3,11 +3,10 @@
 import json
 from concurrent.futures import wait
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from helpers import CPU, compress, prepare, recipe, run, tiny_llama, token_batches
+from helpers import CPU, compress, prepare, recipe, run, saved, tiny_llama, token_batches
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AlbertConfig, AlbertModel, AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
@@ -18,19 +17,10 @@ from lightning_compress.errors import CompressionError, SolveError, UnsupportedM
 from lightning_compress.export.writer import Unwritten
 from lightning_compress.memory import source as source_module
 from lightning_compress.memory.files import read_tensor, stored_tensors
-from lightning_compress.memory.source import is_on_meta, parameters_on_meta, weight_source
+from lightning_compress.memory.source import is_on_meta, weight_source
 from lightning_compress.memory.store import WeightStore
 from lightning_compress.memory.tracker import LiveMemory
 from lightning_compress.plugin.job import run_job
-
-
-def saved(model: nn.Module, folder: Path, **options: Any) -> nn.Module:
-    """The model written to `folder`, and its like on the meta device."""
-    model.save_pretrained(folder, **options)  # type: ignore[operator]
-    with parameters_on_meta():
-        empty = type(model)._from_config(model.config, dtype=model.dtype)  # type: ignore[attr-defined]
-    assert is_on_meta(empty)
-    return empty.eval()
 
 
 def weights_of(folder: Path) -> dict[str, Tensor]:
