@@ -168,7 +168,7 @@ def _check_shard(folder: Path, entry: Finished) -> None:
     if path.stat().st_size != entry.nbytes or file_digest(path) != entry.sha256:
         raise OutputDirectoryError(
             f"{path}, which holds {entry.title}, is not what was written (its size or checksum differs from the "
-            "manifest). Restore it, or delete it: then this and all later subgraphs are computed anew."
+            "manifest). Restore it, or delete it: then it and everything behind it is computed anew."
         )
 
 

@@ -17,8 +17,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from helpers import prepare, recipe, run, saved, tiny_llama, token_batches
-from test_resume import contents
+from helpers import contents, prepare, recipe, run, saved, tiny_llama, token_batches
 
 from lightning_compress.calibration.resume import MANIFEST, Finished
 from lightning_compress.export import writer

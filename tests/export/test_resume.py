@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import compress, padded, prepare, recipe, run, tiny_llama, token_batches
+from helpers import compress, contents, padded, prepare, recipe, run, saved, tiny_llama, token_batches
 from torch import nn
 from transformers import AlbertConfig, AlbertModel, AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 
@@ -23,15 +23,10 @@ from lightning_compress.calibration.resume import MANIFEST
 from lightning_compress.errors import CompressionError, OutputDirectoryError
 from lightning_compress.export import writer
 from lightning_compress.export.checkpoint import INCOMPLETE, load_compressed
+from lightning_compress.memory.files import INDEX
 from lightning_compress.plugin.job import Job, run_job
 
 STATIC = {"num_bits": 8, "strategy": "tensor", "dynamic": False}
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    """What has to be equal: everything but timings."""
-    timed = {MANIFEST, "report.json", "report.html"}
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in timed}
 
 
 def stopped(job: Job, num_subgraphs: int) -> None:
@@ -59,6 +54,7 @@ def albert() -> nn.Module:
     return AlbertModel(AlbertConfig(vocab_size=64, intermediate_size=16, **sizes))
 
 
+WHERE = ["memory", "disk"]
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Any]], dict[str, Any], str]] = {
     "staged": (lambda: tiny_llama(3), token_batches, {}, "staged"),
     "recompute": (lambda: tiny_llama(3), token_batches, {}, "recompute"),
@@ -73,15 +69,25 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Any]], dict[st
     "one statistic for many subgraphs": (t5, t5_batches, {"group_size": 16}, "staged"),
     "shared layers": (albert, token_batches, {"group_size": 8}, "staged"),
 }
+ON_DISK = [("staged", "disk"), ("block", "disk"), ("shared layers", "disk")]
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_stopped_after_every_subgraph(case: str, tmp_path: Path) -> None:
+def with_weights(where: str, build: Callable[[], nn.Module], folder: Path) -> Callable[..., Job]:
+    """`helpers.prepare` for a model in memory or, with weights in `folder`, on disk."""
+    if where == "memory":
+        return lambda *args, **settings: prepare(build().eval(), *args, **{"verify": False, **settings})
+    empty = saved(build().eval(), folder, max_shard_size="20KB")
+    return lambda *args, **settings: prepare(empty, *args, weights=folder, **settings)
+
+
+@pytest.mark.parametrize(("case", "where"), [*((case, "memory") for case in CASES), *ON_DISK])
+def test_stopped_after_every_subgraph(case: str, where: str, tmp_path: Path) -> None:
     build, batches, options, schedule = CASES[case]
     given = recipe(4, **options) if "scheme" not in options else recipe(**options)
+    make = with_weights(where, build, tmp_path / "weights")
 
     def job(folder: str) -> Job:
-        return prepare(build().eval(), batches(), given, tmp_path / folder, schedule=schedule, verify=False)
+        return make(batches(), given, tmp_path / folder, schedule=schedule)
 
     whole = run(job("whole"))
     expected = contents(tmp_path / "whole")
@@ -193,6 +199,29 @@ def test_too_small_a_disk_is_found_before_the_work(tmp_path: Path, monkeypatch: 
     run(prepare(tiny_llama(3), token_batches(), recipe(4), tmp_path / "whole", verify=False))
 
 
+def test_a_source_that_is_cut_off_in_mid_run(tmp_path: Path) -> None:
+    """The error names the file; what was finished stays, and the run goes on when the file is whole again."""
+    make = with_weights("disk", lambda: tiny_llama(4), tmp_path / "in")
+    run(make(token_batches(), recipe(4), tmp_path / "whole"))
+    index = json.loads((tmp_path / "in" / INDEX).read_text())["weight_map"]
+    for number, key in ((3, "model.layers.3.mlp.down_proj.weight"), (5, "lm_head.weight")):
+        out, file = tmp_path / str(number), tmp_path / "in" / index[key]
+        content = file.read_bytes()
+        generator = run_job(make(token_batches(), recipe(4), out))
+        next(generator)
+        file.write_bytes(content[: len(content) // 2])
+        finished = 1
+        with pytest.raises(CompressionError, match=rf"{file.name} cannot be read: it ends at byte .* again"):
+            for _ in generator:
+                finished += 1
+        assert finished == number, "a file that is read ahead is an error only when it is needed"
+        with pytest.raises(CompressionError, match=f"{file.name} is cut off"):
+            make(token_batches(), recipe(4), out)
+        file.write_bytes(content)
+        assert run(make(token_batches(), recipe(4), out)).num_resumed == number
+        assert contents(out) == contents(tmp_path / "whole")
+
+
 def test_an_unfinished_folder_is_no_checkpoint(tmp_path: Path) -> None:
     stopped(prepare(tiny_llama(2), token_batches(), recipe(4), tmp_path / "out"), 2)
     with pytest.raises((OSError, ValueError)):
@@ -201,13 +230,13 @@ def test_an_unfinished_folder_is_no_checkpoint(tmp_path: Path) -> None:
         load_compressed(tiny_llama(2), tmp_path / "out")
 
 
-@pytest.mark.parametrize("where", ["memory", "disk"])
+@pytest.mark.parametrize("where", WHERE)
 def test_killed_after_and_before_every_line(where: str, tmp_path: Path) -> None:
     """Real processes, kill -9: what the manifest holds then is not written again, and the end is the same bytes."""
     assert killed("each", where, tmp_path) == 2 * 7, "five subgraphs, and two shards of what they do not hold"
 
 
-@pytest.mark.parametrize("where", ["memory", "disk"])
+@pytest.mark.parametrize("where", WHERE)
 def test_killed_at_any_instant(where: str, tmp_path: Path) -> None:
     """20 runs, each killed twice (-9) at random instants and then let finish."""
     assert killed("random", where, tmp_path) >= 1, "some were to be killed between two subgraphs"
@@ -216,7 +245,7 @@ def test_killed_at_any_instant(where: str, tmp_path: Path) -> None:
 def killed(mode: str, where: str, folder: Path) -> int:
     """What `killed_runs.py` counts."""
     script = Path(__file__).with_name("killed_runs.py")
-    paths = [str(script.parent), str(script.parents[1]), os.environ.get("PYTHONPATH", "")]
+    paths = [str(script.parents[1]), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
         [sys.executable, "-W", "ignore", script, mode, where, folder],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))},
