@@ -1,7 +1,7 @@
 """A disk that is really full: a small tmpfs, filled up in mid-run. Skipped where mounting is not permitted.
 
 Seen to fail: with the first files, the manifest's line or the index written without a word about the disk (a bare
-OSError), with a partial file left behind, and with a report that cannot be written ending the run in an error.
+OSError), with a partial file left behind, with a scratch file that says nothing, and with a report that cannot be written ending the run in an error.
 """
 
 import os
@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from helpers import contents, prepare, recipe, run, saved, tiny_llama, token_batches
 
+from lightning_compress.calibration.resume import MANIFEST
 from lightning_compress.errors import CompressionError, OutputDirectoryError
 from lightning_compress.export import writer
 from lightning_compress.export.checkpoint import INCOMPLETE
@@ -73,7 +74,7 @@ def test_room_runs_out_behind_every_subgraph(
     monkeypatch.setattr(writer.CheckpointWriter, "_check_room", lambda _: None)  # as if it was taken since
     num_subgraphs = len(run(job(tmp_path / "whole")).subgraphs)
     out = disk / "out"
-    for number in range(num_subgraphs):
+    for number in range(num_subgraphs):  # no room at all, and room for half of the shard
         for pages_left in (0, 2):
             generator = run_job(job(out))
             for _ in range(number):
@@ -93,6 +94,26 @@ def test_room_runs_out_behind_every_subgraph(
         generator.close()
     report = run(job(out))
     assert report.num_resumed == num_subgraphs
+    assert contents(out) == contents(tmp_path / "whole")
+
+
+def test_room_for_the_shard_and_not_for_its_line(job: Make, disk: Path, tmp_path: Path) -> None:
+    """The line that is cut off does not count."""
+    report = run(job(tmp_path / "whole"))
+    out, failed = disk / "out", []
+    for number in range(1, len(report.subgraphs)):
+        generator = run_job(job(out))
+        for _ in range(number):
+            next(generator)
+        shard = sorted((tmp_path / "whole").glob("*.safetensors"))[number]
+        ballast = fill(disk, -(-shard.stat().st_size // PAGE))
+        try:
+            next(generator)
+        except OutputDirectoryError as error:
+            failed.append(str(error).partition(": ")[2].partition(" could")[0])
+        ballast.unlink()
+    assert set(failed) == {MANIFEST}
+    run(job(out))
     assert contents(out) == contents(tmp_path / "whole")
 
 

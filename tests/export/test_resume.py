@@ -1,7 +1,9 @@
 """An interrupted run is continued to the very bytes of an uninterrupted one.
 
 Seen to fail: with activations of the unquantized prefix, without the quantized inputs of finished modules, without the
-statistics that later subgraphs share, and with files that a killed process leaves in the folder.
+statistics that later subgraphs share, with files that a killed process leaves in the folder, with shards of what no
+subgraph holds that are not in the manifest or begin anew, with a source that is not asked where it ends, and with a
+read-ahead that fails before its turn.
 """
 
 import json

@@ -1,7 +1,8 @@
 """Shards one by one: read back when they are written, not at the end; what no subgraph holds in shards of its own.
 
-Seen to fail: without reading back, with reading back after the rename, with all shards read at the end, with everything
-that no subgraph holds brought at once, and with shards that divide a layer.
+Seen to fail: without comparing, with reading back after the rename, with all shards read at the end, with everything
+that no subgraph holds brought at once, with shards of it that divide a layer or are not in the manifest, and with
+checksums that are not compared on continuing.
 """
 
 import json
