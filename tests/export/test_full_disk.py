@@ -1,7 +1,8 @@
 """A disk that is really full: a small tmpfs, filled up in mid-run. Skipped where mounting is not permitted.
 
 Seen to fail: with the first files, the manifest's line or the index written without a word about the disk (a bare
-OSError), with a partial file left behind, with a scratch file that says nothing, and with a report that cannot be written ending the run in an error.
+OSError), with a partial file left behind, with a scratch file that says nothing, and with a report that cannot be
+written ending the run in an error.
 """
 
 import os
