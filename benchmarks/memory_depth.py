@@ -4,8 +4,8 @@
 
 Random Llamas in bfloat16, 1024 wide, intermediate 2816, vocabulary 4096 (26 MB a layer), written by this script;
 W4A16 GPTQ in groups of 128, samples of 256 tokens in batches of 4, activations in a file. Every run is a fresh process;
-its peak is VmHWM, its idle size that after imports. `finish_s` is the time from the last solved subgraph to the
-checkpoint's last file, with the checksums of all shards read back.
+its peak is VmHWM, its idle size that after imports. `finish s` is the time from the last subgraph's shard to the
+report; `save.py` looks closer.
 """
 
 import argparse
@@ -29,12 +29,13 @@ LlamaForCausalLM(config).bfloat16().save_pretrained(sys.argv[1], max_shard_size=
 """
 
 
-def run(model: Path, num_batches: int, work_dir: Path, *options: str) -> dict[str, Any]:
+def run(model: Path, num_batches: int, work_dir: Path, *options: str, keep: bool = False) -> dict[str, Any]:
     out = work_dir / "out"
     command = [sys.executable, HERE / "_streamed.py", model, out, "--num-batches", num_batches, *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "2"}
     done = subprocess.run([str(word) for word in command], env=environment, capture_output=True, text=True)
-    shutil.rmtree(out, ignore_errors=True)
+    if not keep:
+        shutil.rmtree(out, ignore_errors=True)
     if done.returncode:
         raise SystemExit(done.stderr[-3000:])
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

@@ -11,7 +11,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_compress.calibration import loop
 from lightning_compress.calibration.batches import collect
+from lightning_compress.calibration.resume import MANIFEST
 from lightning_compress.graph.stages import Group, Schedule
+from lightning_compress.memory.source import is_on_meta, parameters_on_meta
 from lightning_compress.plugin.job import Job, Settings, prepare_job, run_job
 from lightning_compress.recipe.load import RecipeLike, load_recipe
 from lightning_compress.recipe.resolve import ResolvedRecipe
@@ -47,6 +49,21 @@ def tiny_llama(
     for parameter in model.parameters():  # not buffers: a loader makes rotary frequencies in float32
         parameter.data = parameter.data.to(dtype)
     return model.eval()
+
+
+def saved(model: nn.Module, folder: Path, **options: Any) -> nn.Module:
+    """The model written to `folder`, and its like on the meta device."""
+    model.save_pretrained(folder, **options)  # type: ignore[operator]
+    with parameters_on_meta():
+        empty = type(model)._from_config(model.config, dtype=model.dtype)  # type: ignore[attr-defined]
+    assert is_on_meta(empty)
+    return empty.eval()
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """What has to be equal in two output folders: everything but timings."""
+    timed = {MANIFEST, "report.json", "report.html"}
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in timed}
 
 
 def token_batches(

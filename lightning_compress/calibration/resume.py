@@ -1,14 +1,16 @@
 """The manifest of an output folder: what a run is made of, and which of its subgraphs are finished.
 
 `manifest.jsonl` starts with a line of fingerprints; then comes one line per finished subgraph, in order, with the shard
-that holds it and the shard's checksum. A line is appended, and synced, after its shard is in place, so whenever a run
-dies, the lines that are there are true. What was being written then is lost: at most one subgraph.
+that holds it and the shard's checksum, and after them one per shard of what no subgraph holds. A line is appended, and
+synced, after its shard is in place, so whenever a run dies, the lines that are there are true. What was being written
+then is lost: at most one subgraph.
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -22,6 +24,7 @@ from lightning_compress.errors import OutputDirectoryError
 from lightning_compress.graph.compat import pytree
 
 MANIFEST = "manifest.jsonl"
+_SCHEMA = 2
 _SOFTWARE = ("lightning-compress", "torch", "transformers", "compressed-tensors")
 _SAMPLES = 256
 
@@ -31,18 +34,23 @@ class Finished:
     """One line of the manifest.
 
     Attributes:
-        record: what happened in the subgraph.
+        record: what happened in the subgraph; None for a shard of what no subgraph holds.
         shard: name of the file that holds its tensors; None if it has none.
         sha256: of that file.
         nbytes: of that file.
         keys: names of the tensors in it.
     """
 
-    record: SubgraphRecord
+    record: SubgraphRecord | None
     shard: str | None
     sha256: str
     nbytes: int
     keys: tuple[str, ...]
+
+    @property
+    def title(self) -> str:
+        """What a user knows it by."""
+        return f"subgraph {self.record.name}" if self.record is not None else f"{', '.join(self.keys[:2])}, ..."
 
 
 def fingerprints(
@@ -98,7 +106,7 @@ def _json(value: object) -> bytes:
 
 def start_manifest(folder: Path, given: Mapping[str, str]) -> None:
     """Write a new manifest that holds the fingerprints only."""
-    replace_file(folder / MANIFEST, json.dumps({"schema": 1, "fingerprints": dict(given)}).encode() + b"\n")
+    replace_file(folder / MANIFEST, json.dumps({"schema": _SCHEMA, "fingerprints": dict(given)}).encode() + b"\n")
 
 
 def append_finished(folder: Path, finished: Finished) -> None:
@@ -110,9 +118,10 @@ def append_finished(folder: Path, finished: Finished) -> None:
 
 
 def read_manifest(folder: Path, given: Mapping[str, str]) -> list[Finished]:
-    """The finished subgraphs of an interrupted run, if it was the same run as the one with the `given` fingerprints.
+    """The lines of an interrupted run, if it was the same run as the one with the `given` fingerprints.
 
-    A line that was cut off is dropped from the file; so is everything from the first shard that is not there.
+    A line that was cut off is dropped from the file; so is everything from the first shard that is not there. The other
+    shards are read and compared with their checksums.
 
     Raises:
         OutputDirectoryError: the manifest is of another run, or a shard is not what the manifest says.
@@ -121,6 +130,7 @@ def read_manifest(folder: Path, given: Mapping[str, str]) -> list[Finished]:
     lines = [line for line in path.read_bytes().split(b"\n")[:-1] if line]
     header = json.loads(lines[0]) if lines else {}
     differing = [name for name, digest in given.items() if header.get("fingerprints", {}).get(name) != digest]
+    differing += [] if header.get("schema") == _SCHEMA else ["the manifest's schema"]
     if differing:
         raise OutputDirectoryError(
             f"{folder} holds an unfinished run that differs in {' and '.join(differing)}, so it cannot be continued. "
@@ -141,8 +151,10 @@ def read_manifest(folder: Path, given: Mapping[str, str]) -> list[Finished]:
 
 def _parsed(line: dict[str, Any]) -> Finished:
     record = line["record"]
-    modules = tuple(ModuleRecord(**_with_tuples(module)) for module in record["modules"])
-    return Finished(**{**_with_tuples(line), "record": SubgraphRecord(**{**record, "modules": modules})})
+    if record is not None:
+        modules = tuple(ModuleRecord(**_with_tuples(module)) for module in record["modules"])
+        record = SubgraphRecord(**{**record, "modules": modules})
+    return Finished(**{**_with_tuples(line), "record": record})
 
 
 def _with_tuples(entry: dict[str, Any]) -> dict[str, Any]:
@@ -155,20 +167,15 @@ def _check_shard(folder: Path, entry: Finished) -> None:
     path = folder / entry.shard
     if path.stat().st_size != entry.nbytes or file_digest(path) != entry.sha256:
         raise OutputDirectoryError(
-            f"{path}, which holds subgraph {entry.record.name}, is not what was written (its size or checksum differs "
-            "from the manifest). Restore it, or delete it: then this and all later subgraphs are computed anew."
+            f"{path}, which holds {entry.title}, is not what was written (its size or checksum differs from the "
+            "manifest). Restore it, or delete it: then it and everything behind it is computed anew."
         )
 
 
-def damaged_shards(folder: Path) -> tuple[str, ...]:
-    """Names of the shards that are not what the manifest of a finished folder says."""
-    lines = (folder / MANIFEST).read_text().splitlines()[1:]
-    entries = [_parsed(json.loads(line)) for line in lines]
-    return tuple(
-        entry.shard
-        for entry in entries
-        if entry.shard is not None and file_digest(folder / entry.shard) != entry.sha256
-    )
+def written_shards(folder: Path) -> dict[str, Finished]:
+    """The lines of a finished folder's manifest by shard."""
+    entries = [_parsed(json.loads(line)) for line in (folder / MANIFEST).read_text().splitlines()[1:]]
+    return {entry.shard: entry for entry in entries if entry.shard is not None}
 
 
 def file_digest(path: Path) -> str:
@@ -179,18 +186,27 @@ def file_digest(path: Path) -> str:
 
 def replace_file(path: Path, content: bytes) -> None:
     """Write a file so that it holds either what it held, or all of `content`."""
+    with replacing(path) as partial:
+        partial.write_bytes(content)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """What is written inside under the name that this gives is `path` afterwards, synced; on an error it is removed."""
     partial = path.with_name(f".{path.name}.partial")
-    with partial.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.rename(path)
-    sync_folder(path.parent)
+    try:
+        yield partial
+        sync(partial)
+        partial.rename(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
 
 
-def sync_folder(folder: Path) -> None:
-    """Let names that were given to files survive a power failure."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Let a file's content, or the names in a folder, survive a power failure."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

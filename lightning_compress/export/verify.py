@@ -1,6 +1,17 @@
-"""Read the checkpoint back and compare it with the model in memory: weights bit for bit, outputs on a batch."""
+"""Read the checkpoint back and compare it with what was in memory.
+
+Every shard is read back when it has been written, and compared bit for bit while its tensors are at hand (`read_back`):
+that costs a subgraph's time and memory, whatever the model's size. A model in memory is loaded as well when all is
+written, and its weights and its outputs on a batch are compared (`verify`).
+
+Alternative not taken: reading all shards again at the end, which takes longer the deeper the model is and, without the
+tensors, could tell no more than that the files did not change since.
+"""
 
 import copy
+import json
+import os
+import sys
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -11,14 +22,18 @@ import torch
 import transformers
 from compressed_tensors.compressors import decompress_module
 from compressed_tensors.quantization import QuantizationStatus
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lightning_compress.calibration.resume import damaged_shards
+from lightning_compress.calibration.resume import file_digest, sync, written_shards
 from lightning_compress.calibration.target import find_target
-from lightning_compress.errors import CompressionError
+from lightning_compress.errors import CompressionError, OutputDirectoryError
 from lightning_compress.export.packed import load_compressed
 from lightning_compress.graph.compat import pytree
+from lightning_compress.memory.files import INDEX
+
+READ_BACK = "safetensors, each shard when it was written"
 
 
 class ReadBackWarning(UserWarning):
@@ -32,7 +47,8 @@ class Verification:
     Attributes:
         loaded_with: what read it.
         num_modules: quantized modules whose weights were compared.
-        different_modules: those whose weights are not bit for bit those in memory.
+        different_modules: those whose weights are not bit for bit those in memory; for a model on disk, shards that
+            are no longer there in their size.
         different_buffers: buffers that no checkpoint stores (rotary frequencies) and that differ in memory, e.g.
             because the model was cast to bfloat16 as a whole while a loader computes them in float32.
         max_abs_difference: of the outputs (logits) on one batch, those buffers being equal; None where the module
@@ -92,11 +108,47 @@ def verify(directory: Path, root: nn.Module, names: Iterable[str], batch: Any | 
     )
 
 
+def read_back(path: Path, written: Mapping[str, Tensor]) -> str:
+    """Compare a file just written, bit for bit, with the tensors it was written from; returns its SHA-256 as read.
+
+    The file is synced and let go from the page cache before, so that the bytes come from the disk where the file system
+    allows for that.
+
+    Raises:
+        OutputDirectoryError: it holds something else.
+    """
+    sync(path)
+    if sys.platform == "linux":
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    digest = file_digest(path)
+    try:
+        with safe_open(path, framework="pt", backend="pread") as stored:
+            different = sorted(written.keys() ^ set(stored.keys()))
+            different += [key for key in written if key not in different and not _same_bits(written[key], stored, key)]
+    except SafetensorError as error:
+        different = [f"its header ({error})"]
+    if different:
+        raise OutputDirectoryError(
+            f"{path} does not hold what was written to it: {', '.join(different[:5])} came back different. The disk or "
+            "the memory is faulty; what is in the manifest was read back well. Start the same run again, or copy the "
+            "folder to another disk and continue there."
+        )
+    return digest
+
+
 def verify_files(directory: Path, names: Iterable[str]) -> Verification:
-    """Compare the shards in `directory` with the checksums taken when they were written; for models that do not fit
-    into memory."""
-    damaged = damaged_shards(directory)
-    return Verification("checksums of the shards", len(list(names)), damaged, (), None, None, "none")
+    """What `read_back` has shown of every shard, for models that do not fit into memory; looked at now are only their
+    sizes and that the index is right about them."""
+    shards = written_shards(directory)
+    index = json.loads((directory / INDEX).read_text())["weight_map"]
+    damaged = set(index.values()) - shards.keys()
+    for name, line in shards.items():
+        file = directory / name
+        is_whole = file.is_file() and file.stat().st_size == line.nbytes
+        if not is_whole or any(index.get(key) != name for key in line.keys):
+            damaged.add(name)
+    return Verification(READ_BACK, len(list(names)), tuple(sorted(damaged)), (), None, None, "none")
 
 
 def _reload(directory: Path, root: nn.Module) -> tuple[nn.Module, str]:
@@ -129,6 +181,14 @@ def _align_unsaved_buffers(root: nn.Module, reloaded: nn.Module) -> tuple[str, .
         different.append(name)
         other.data = buffer.detach().clone()
     return tuple(different)
+
+
+def _same_bits(tensor: Tensor, stored: Any, key: str) -> bool:
+    """Also where there are NaNs."""
+    other = stored.get_tensor(key)
+    if (other.dtype, other.shape) != (tensor.dtype, tensor.shape):
+        return False
+    return torch.equal(tensor.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
 def _same_weight(mine: nn.Module, other: nn.Module) -> bool:

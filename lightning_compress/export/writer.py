@@ -1,21 +1,22 @@
-"""The checkpoint folder, written while the run goes on: one safetensors shard per subgraph, then the index, then
-config.json.
+"""The checkpoint folder, written while the run goes on: one safetensors shard per subgraph, then shards of what no
+subgraph holds, then the index, then config.json.
 
-A shard is written under another name, synced, and renamed; then the manifest gets its line (`calibration.resume`).
-`config.json` and the index come last and a file INCOMPLETE is there until then, so no loader takes an unfinished folder
-for a checkpoint, and a run that is started again continues it. Only one subgraph's packed tensors are in memory.
+A shard is written under another name, synced, read back and compared, and renamed; then the manifest gets its line
+(`calibration.resume`). `config.json` and the index come last and a file INCOMPLETE is there until then, so no loader
+takes an unfinished folder for a checkpoint, and a run that is started again continues it. Only one shard's tensors are
+in memory.
 """
 
 import json
-import os
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import final
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -26,11 +27,11 @@ from lightning_compress.calibration.resume import (
     MANIFEST,
     Finished,
     append_finished,
-    file_digest,
     read_manifest,
     replace_file,
+    replacing,
     start_manifest,
-    sync_folder,
+    sync,
 )
 from lightning_compress.calibration.solve import QuantizedModule, Restored
 from lightning_compress.errors import OutputDirectoryError
@@ -44,10 +45,14 @@ from lightning_compress.export.packing import (
     quantization_config,
     unpack,
 )
+from lightning_compress.export.verify import read_back
 from lightning_compress.graph.stages import Subgraph
+from lightning_compress.memory.files import INDEX
 from lightning_compress.memory.store import WeightStore
 from lightning_compress.recipe.resolve import ResolvedRecipe
 
+_SHARD_BYTES = 1 << 28
+"""Of what no subgraph holds, this much is in memory at a time, or one layer if that is more."""
 _NOTICE = (
     "This folder holds an unfinished run of lightning_compress and is no checkpoint yet.\n"
     "Start the same run again to continue it where it stopped (manifest.jsonl says where), or delete the folder.\n"
@@ -121,7 +126,7 @@ class CheckpointWriter:
     @property
     def finished(self) -> tuple[SubgraphRecord, ...]:
         """The subgraphs that an earlier, interrupted run has finished."""
-        return tuple(line.record for line in self._lines)
+        return tuple(line.record for line in self._lines if line.record is not None)
 
     def pack(self, quantized: QuantizedModule) -> int:
         """Pack a module of the subgraph that is being solved; returns its packed bytes."""
@@ -139,36 +144,31 @@ class CheckpointWriter:
 
     def commit(self, subgraph: Subgraph, record: SubgraphRecord) -> None:
         """Write the subgraph's shard, while its weights are at hand, and add it to the manifest."""
+        assert record.index == len(self._lines)
         if not self._is_begun:
-            self._begin()
-        number = record.index
-        line = Finished(record, None, "", 0, ())
-        if number in self._shards:
-            keys = self._write(number)
-            path = self.folder / self._shards[number]
-            line = Finished(record, path.name, file_digest(path), path.stat().st_size, keys)
-        append_finished(self.folder, line)
-        self._lines.append(line)
-        self._packed.clear()
+            with self._writing("its first files"):
+                self._begin()
+        self._add(record)
 
     def close(self, tokenizer: SavesPretrained | None = None) -> None:
-        """Write what no subgraph holds, the tokenizer, the index and, last, config.json."""
-        tail = len(self._parts) - 1
+        """Write what no subgraph holds, shard by shard; then the index, the tokenizer and, last, config.json."""
+        for number in range(len(self._lines), len(self._parts)):
+            with self._store.onload((), self._parts[number]):
+                self._add(None)
         weight_map = {key: line.shard for line in self._lines for key in line.keys}
-        if tail in self._shards:
-            with self._store.onload((), self._parts[tail]):
-                weight_map.update(dict.fromkeys(self._write(tail), self._shards[tail]))
-        total = sum((self.folder / shard).stat().st_size for shard in self._shards.values())
+        total = sum(line.nbytes for line in self._lines)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        _write_json(self.folder / "model.safetensors.index.json", index)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(str(self.folder))
-        _write_json(self.folder / MARKER, {"recipe": self._resolved.recipe.to_dict()})
-        config = _config_files(self._root, self.folder)
-        config["quantization_config"] = quantization_config(self._resolved, self._root, checkpoint_names(self._root))
-        _write_json(self.folder / "config.json", config)
-        (self.folder / INCOMPLETE).unlink()
-        sync_folder(self.folder)
+        with self._writing("index and configuration"):
+            _write_json(self.folder / INDEX, index)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(str(self.folder))
+            _write_json(self.folder / MARKER, {"recipe": self._resolved.recipe.to_dict()})
+            config = _config_files(self._root, self.folder)
+            names = checkpoint_names(self._root)
+            config["quantization_config"] = quantization_config(self._resolved, self._root, names)
+            _write_json(self.folder / "config.json", config)
+            (self.folder / INCOMPLETE).unlink()
+            sync(self.folder)
 
     def _check_room(self) -> None:
         """Refuse to begin what cannot be finished."""
@@ -205,26 +205,39 @@ class CheckpointWriter:
         start_manifest(self.folder, self._fingerprints)
         self._is_begun = True
 
-    def _write(self, number: int) -> tuple[str, ...]:
-        """Write a shard under a temporary name, sync it, rename it; returns the names of its tensors."""
-        path = self.folder / self._shards[number]
-        state = self._state(self._parts[number])
-        partial = path.with_name(f".{path.name}.partial")
+    def _add(self, record: SubgraphRecord | None) -> None:
+        """Write the next part's shard, if it has one, and its line."""
+        number = len(self._lines)
+        line = Finished(record, None, "", 0, ())
+        if number in self._shards:
+            path = self.folder / self._shards[number]
+            state = self._state(self._parts[number])
+            size = sum(tensor.nbytes for tensor in state.values())
+            with self._writing(f"{path.name} ({size / 1e6:.1f} MB)"), replacing(path) as partial:
+                save_file(state, partial, metadata={"format": "pt"})
+                digest = read_back(partial, state)
+            line = Finished(record, path.name, digest, path.stat().st_size, tuple(state))
+        with self._writing(MANIFEST):
+            append_finished(self.folder, line)
+        self._lines.append(line)
+        self._packed.clear()
+
+    @contextmanager
+    def _writing(self, what: str) -> Iterator[None]:
+        """Say what a disk's error means.
+
+        Raises:
+            OutputDirectoryError: in place of what the operating system says.
+        """
         try:
-            save_file(state, partial, metadata={"format": "pt"})
-            with partial.open("rb+") as file:
-                os.fsync(file.fileno())
-        except Exception as error:
-            partial.unlink(missing_ok=True)
-            needed = sum(tensor.nbytes for tensor in state.values())
-            free = shutil.disk_usage(self.folder).free
+            yield
+        except (OSError, SafetensorError) as error:
+            existing = next(path for path in (self.folder, *self.folder.absolute().parents) if path.exists())
+            free = shutil.disk_usage(existing).free
             raise OutputDirectoryError(
-                f"{path.name} ({needed / 1e6:.1f} MB) could not be written to {self.folder}, where {free / 1e6:.1f} MB "
-                f"are free: {error}. Make room and start the same run again: it continues with this subgraph."
+                f"{self.folder}: {what} could not be written, {free / 1e6:.1f} MB are free there: {error}. Make room "
+                "and start the same run again: it continues where this one failed."
             ) from error
-        partial.rename(path)
-        sync_folder(self.folder)
-        return tuple(state)
 
     def _state(self, keys: Sequence[str]) -> dict[str, Tensor]:
         """The checkpoint's tensors of these keys of the state dict, under their names in the original checkpoint."""
@@ -242,7 +255,8 @@ class CheckpointWriter:
 
 
 def _parts(root: nn.Module, subgraphs: Sequence[Subgraph]) -> list[list[str]]:
-    """The keys of the state dict that each subgraph's shard holds, and after them those that no subgraph has.
+    """The keys of the state dict that each subgraph's shard holds, and after them, in as many parts as it takes, those
+    that no subgraph has.
 
     A tied tensor is written once, with its first name that is not declared to be tied to another.
     """
@@ -250,10 +264,12 @@ def _parts(root: nn.Module, subgraphs: Sequence[Subgraph]) -> list[list[str]]:
     tied = set(getattr(root, "all_tied_weights_keys", None) or ())
     solved_by = {module: number for number, subgraph in enumerate(subgraphs) for module in subgraph.solved}
     by_tensor: dict[object, list[str]] = {}
-    for key, tensor in root.state_dict(keep_vars=True).items():
+    state = root.state_dict(keep_vars=True)
+    for key, tensor in state.items():
         if isinstance(tensor, Tensor) and key not in ignored:
             by_tensor.setdefault(_identity(tensor), []).append(key)
-    waiting = dict.fromkeys(next((k for k in keys if k not in tied), keys[0]) for keys in by_tensor.values())
+    names = (next((key for key in keys if key not in tied), keys[0]) for keys in by_tensor.values())
+    waiting = {key: state[key].nbytes for key in names}
     parts: list[list[str]] = []
     for number, subgraph in enumerate(subgraphs):
         prefixes = tuple(f"{module}." for module in subgraph.modules)
@@ -262,7 +278,28 @@ def _parts(root: nn.Module, subgraphs: Sequence[Subgraph]) -> list[list[str]]:
         parts.append(mine)
         for key in mine:
             del waiting[key]
-    return [*parts, list(waiting)]
+    return [*parts, *_rest(waiting)]
+
+
+def _rest(sizes: Mapping[str, int]) -> Iterable[list[str]]:
+    """Keys in parts of at most `_SHARD_BYTES`, or of one unit.
+
+    Units are what transformers may store as one tensor, or rename together: a layer (up to the first number in the
+    name), and of what is in none the branches (`lm_head`, `model.norm`).
+    """
+    units: dict[str, list[str]] = {}
+    for key in sizes:
+        names = key.split(".")
+        first_number = next((place for place, name in enumerate(names) if name.isdigit()), 1)
+        units.setdefault(".".join(names[: first_number + 1]), []).append(key)
+    part: list[str] = []
+    for unit in units.values():
+        if part and sum(sizes[key] for key in (*part, *unit)) > _SHARD_BYTES:
+            yield part
+            part = []
+        part += unit
+    if part:
+        yield part
 
 
 def _identity(tensor: Tensor) -> object:

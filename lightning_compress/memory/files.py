@@ -155,7 +155,10 @@ def read_tensor(stored: StoredTensor, pin: bool = False) -> Tensor:
                 with ThreadPoolExecutor(_THREADS) as pool:
                     list(pool.map(lambda piece: _read_piece(descriptor, *piece), pieces))
         except OSError as error:
-            raise CompressionError(f"{stored.file} cannot be read: {error}") from error
+            raise CompressionError(
+                f"{stored.file} cannot be read: {error}. Download or copy it again; a run that writes to an output_dir "
+                "can be started again and continues."
+            ) from error
         finally:
             os.close(descriptor)
     values = buffer.view(stored.dtype)

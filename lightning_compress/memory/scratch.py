@@ -72,8 +72,11 @@ class ScratchFile:
         return Stored(offset, nbytes, tensor.dtype, shape, stride, int(tensor.storage_offset()))
 
     def read(self, stored: Stored) -> "Future[Tensor]":
-        """Begin to read a tensor; what comes is a new one, of the same layout."""
-        return self._worker.submit(self._read, stored)
+        """Begin to read a tensor; what comes is a new one, of the same layout.
+
+        Its result raises CompressionError if the last write before it failed.
+        """
+        return self._worker.submit(self._read, stored, self._last_write)
 
     def free(self, stored: Stored) -> None:
         """Give the tensor's space back."""
@@ -84,7 +87,9 @@ class ScratchFile:
         """Size of the file."""
         return self._end
 
-    def _read(self, stored: Stored) -> Tensor:
+    def _read(self, stored: Stored, last_write: Future[None] | None) -> Tensor:
+        if last_write is not None:
+            last_write.result()  # in reused space a failed write leaves older values, which nothing else would tell
         data = host_buffer(stored.nbytes)
         self._transfer(os.preadv, data, stored.offset)
         return data.view(stored.dtype).as_strided(stored.shape, stored.stride, stored.storage_offset)

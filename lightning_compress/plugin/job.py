@@ -2,6 +2,7 @@
 drives."""
 
 import time
+import warnings
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -191,8 +192,18 @@ def run_job(
     total_s = job.prepare_s + time.perf_counter() - start
     report = _report(job, records, bytes_before, total_s, writer, num_resumed, verification)
     if output_dir is not None and not partial:
-        report.save(output_dir)
+        _save(report, output_dir)
     return report
+
+
+def _save(report: Report, output_dir: Path) -> None:
+    """An error here would let a run that has succeeded look like one that has to be started again."""
+    try:
+        report.save(output_dir)
+    except OSError as error:
+        warnings.warn(
+            f"The checkpoint {output_dir} is complete, but its report could not be written there: {error}", stacklevel=2
+        )
 
 
 def _report(
@@ -279,7 +290,7 @@ def _is_in_memory(job: Job, module: str) -> bool:
 
 
 def _verified(job: Job, folder: Path) -> Verification | None:
-    """Read the checkpoint back, if that is wanted."""
+    """Read the checkpoint back, if that is wanted; one of weights on disk has been, shard by shard."""
     if not job.settings.verify:
         return None
     if job.source is not None:

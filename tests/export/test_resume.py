@@ -1,7 +1,9 @@
 """An interrupted run is continued to the very bytes of an uninterrupted one.
 
 Seen to fail: with activations of the unquantized prefix, without the quantized inputs of finished modules, without the
-statistics that later subgraphs share, and with files that a killed process leaves in the folder.
+statistics that later subgraphs share, with files that a killed process leaves in the folder, with shards of what no
+subgraph holds that are not in the manifest or begin anew, with a source that is not asked where it ends, and with a
+read-ahead that fails before its turn.
 """
 
 import json
@@ -15,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import compress, padded, prepare, recipe, run, tiny_llama, token_batches
+from helpers import compress, contents, padded, prepare, recipe, run, saved, tiny_llama, token_batches
 from torch import nn
 from transformers import AlbertConfig, AlbertModel, AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 
@@ -24,15 +26,10 @@ from lightning_compress.errors import CompressionError, OutputDirectoryError
 from lightning_compress.export import writer
 from lightning_compress.export.checkpoint import INCOMPLETE
 from lightning_compress.export.packed import load_compressed
+from lightning_compress.memory.files import INDEX
 from lightning_compress.plugin.job import Job, run_job
 
 STATIC = {"num_bits": 8, "strategy": "tensor", "dynamic": False}
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    """What has to be equal: everything but timings."""
-    timed = {MANIFEST, "report.json", "report.html"}
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in timed}
 
 
 def stopped(job: Job, num_subgraphs: int) -> None:
@@ -60,6 +57,7 @@ def albert() -> nn.Module:
     return AlbertModel(AlbertConfig(vocab_size=64, intermediate_size=16, **sizes))
 
 
+WHERE = ["memory", "disk"]
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Any]], dict[str, Any], str]] = {
     "staged": (lambda: tiny_llama(3), token_batches, {}, "staged"),
     "recompute": (lambda: tiny_llama(3), token_batches, {}, "recompute"),
@@ -74,15 +72,25 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Any]], dict[st
     "one statistic for many subgraphs": (t5, t5_batches, {"group_size": 16}, "staged"),
     "shared layers": (albert, token_batches, {"group_size": 8}, "staged"),
 }
+ON_DISK = [("staged", "disk"), ("block", "disk"), ("shared layers", "disk")]
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_stopped_after_every_subgraph(case: str, tmp_path: Path) -> None:
+def with_weights(where: str, build: Callable[[], nn.Module], folder: Path) -> Callable[..., Job]:
+    """`helpers.prepare` for a model in memory or, with weights in `folder`, on disk."""
+    if where == "memory":
+        return lambda *args, **settings: prepare(build().eval(), *args, **{"verify": False, **settings})
+    empty = saved(build().eval(), folder, max_shard_size="2KB")
+    return lambda *args, **settings: prepare(empty, *args, weights=folder, **settings)
+
+
+@pytest.mark.parametrize(("case", "where"), [*((case, "memory") for case in CASES), *ON_DISK])
+def test_stopped_after_every_subgraph(case: str, where: str, tmp_path: Path) -> None:
     build, batches, options, schedule = CASES[case]
     given = recipe(4, **options) if "scheme" not in options else recipe(**options)
+    make = with_weights(where, build, tmp_path / "weights")
 
     def job(folder: str) -> Job:
-        return prepare(build().eval(), batches(), given, tmp_path / folder, schedule=schedule, verify=False)
+        return make(batches(), given, tmp_path / folder, schedule=schedule)
 
     whole = run(job("whole"))
     expected = contents(tmp_path / "whole")
@@ -194,6 +202,26 @@ def test_too_small_a_disk_is_found_before_the_work(tmp_path: Path, monkeypatch: 
     run(prepare(tiny_llama(3), token_batches(), recipe(4), tmp_path / "whole", verify=False))
 
 
+def test_a_source_that_is_cut_off_in_mid_run(tmp_path: Path) -> None:
+    """The error names the file; what was finished stays, and the run goes on when the file is whole again."""
+    make = with_weights("disk", lambda: tiny_llama(4), tmp_path / "in")
+    run(make(token_batches(), recipe(4), tmp_path / "whole"))
+    index = json.loads((tmp_path / "in" / INDEX).read_text())["weight_map"]
+    for number, key in ((4, "model.layers.3.mlp.down_proj.weight"), (5, "lm_head.weight")):
+        out, file = tmp_path / str(number), tmp_path / "in" / index[key]
+        content = file.read_bytes()
+        generator = run_job(make(token_batches(), recipe(4), out))
+        next(generator)
+        file.write_bytes(content[: len(content) // 2])
+        with pytest.raises(CompressionError, match=rf"{file.name} cannot be read: it ends at byte .* again"):
+            list(generator)
+        with pytest.raises(CompressionError, match=f"{file.name} is cut off"):
+            make(token_batches(), recipe(4), out)
+        file.write_bytes(content)
+        assert run(make(token_batches(), recipe(4), out)).num_resumed == number
+        assert contents(out) == contents(tmp_path / "whole")
+
+
 def test_an_unfinished_folder_is_no_checkpoint(tmp_path: Path) -> None:
     stopped(prepare(tiny_llama(2), token_batches(), recipe(4), tmp_path / "out"), 2)
     with pytest.raises((OSError, ValueError)):
@@ -202,57 +230,27 @@ def test_an_unfinished_folder_is_no_checkpoint(tmp_path: Path) -> None:
         load_compressed(tiny_llama(2), tmp_path / "out")
 
 
-KILLED = """
-import os, random, signal, sys, time
-from pathlib import Path
-sys.path.insert(0, sys.argv[2])
-from helpers import prepare, recipe, run, tiny_llama, token_batches
-from test_resume import contents
-
-def work(folder):
-    run(prepare(tiny_llama(4), token_batches(8), recipe(4), folder, verify=False))
-
-def child(folder, kill_after=None):
-    pid = os.fork()
-    if pid == 0:
-        sys.stdout = sys.stderr = open(os.devnull, "w")
-        try:
-            work(folder)
-        finally:
-            os._exit(0)
-    if kill_after is not None:
-        time.sleep(kill_after)
-        os.kill(pid, signal.SIGKILL)
-    return os.waitpid(pid, 0)[1]
-
-root = Path(sys.argv[1])
-work(root / "whole")  # and import what is imported late
-start = time.perf_counter()
-assert child(root / "timed") == 0
-took = time.perf_counter() - start
-expected = contents(root / "whole")
-assert "config.json" in expected
-num_resumed = 0
-for seed in range(20):
-    folder = root / str(seed)
-    chance = random.Random(seed)
-    child(folder, chance.uniform(0.4, 1.0) * took)
-    child(folder, chance.uniform(0.4, 1.0) * took)
-    num_resumed += (folder / "INCOMPLETE").exists() and (folder / "manifest.jsonl").read_text().count("\\n") > 1
-    assert child(folder) == 0
-    assert contents(folder) == expected, (seed, sorted(contents(folder)))
-print(num_resumed)
-"""
+@pytest.mark.parametrize("where", WHERE)
+def test_killed_after_and_before_every_line(where: str, tmp_path: Path) -> None:
+    """Real processes, kill -9: what the manifest holds then is not written again, and the end is the same bytes."""
+    assert killed("each", where, tmp_path) == 2 * 7, "five subgraphs, and two shards of what they do not hold"
 
 
-def test_killed_at_any_instant(tmp_path: Path) -> None:
-    """20 runs, each killed twice (-9) at random instants and then let finish, in forks of one process."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+@pytest.mark.parametrize("where", WHERE)
+def test_killed_at_any_instant(where: str, tmp_path: Path) -> None:
+    """20 runs, each killed twice (-9) at random instants and then let finish."""
+    assert killed("random", where, tmp_path) >= 1, "some were to be killed between two subgraphs"
+
+
+def killed(mode: str, where: str, folder: Path) -> int:
+    """What `killed_runs.py` counts."""
+    script = Path(__file__).with_name("killed_runs.py")
+    paths = [str(script.parents[1]), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", KILLED, str(tmp_path), str(Path(__file__).parents[1])],
-        env={**environment, "PYTHONPATH": str(Path(__file__).parent)},
+        [sys.executable, "-W", "ignore", script, mode, where, folder],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) >= 1, "some were to be killed between two subgraphs"
+    return int(done.stdout.splitlines()[-1])

@@ -160,3 +160,21 @@ def test_sizes() -> None:
     for wrong in ("much", "-1GB", "1.2.3", "5 apples"):
         with pytest.raises(ValueError, match="is no size; write bytes"):
             parse_bytes(wrong)
+
+
+def test_what_could_not_be_written_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor what was there before it: the last write may fail where a value lay that is not needed any more. Seen to fail
+    with reads that do not ask how the write before them ended: they gave the old values."""
+    file = ScratchFile()
+    old = file.write(LARGE)
+    file.read(old).result()
+    file.free(old)
+
+    def fails(*_: Any) -> int:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "pwritev", fails)
+    stored = file.write(LARGE + 1)
+    assert stored.offset == old.offset
+    with pytest.raises(CompressionError, match=r"could not be kept in .*Input/output error"):
+        file.read(stored).result()

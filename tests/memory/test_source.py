@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import CPU, compress, prepare, recipe, run, tiny_llama, token_batches
+from helpers import CPU, compress, contents, prepare, recipe, saved, tiny_llama, token_batches
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import (
@@ -31,25 +31,10 @@ from lightning_compress.memory.source import is_on_meta, parameters_on_meta, wei
 from lightning_compress.memory.store import WeightStore
 from lightning_compress.memory.tracker import LiveMemory
 from lightning_compress.memory.transfer import Lane
-from lightning_compress.plugin.job import run_job
-
-
-def saved(model: nn.Module, folder: Path, **options: Any) -> nn.Module:
-    """The model written to `folder`, and its like on the meta device."""
-    model.save_pretrained(folder, **options)  # type: ignore[operator]
-    with parameters_on_meta():
-        empty = type(model)._from_config(model.config, dtype=model.dtype)  # type: ignore[attr-defined]
-    assert is_on_meta(empty)
-    return empty.eval()
 
 
 def weights_of(folder: Path) -> dict[str, Tensor]:
     return {key: tensor for path in sorted(folder.glob("*.safetensors")) for key, tensor in load_file(path).items()}
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    timed = {"manifest.jsonl", "report.json", "report.html"}
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in timed}
 
 
 def albert() -> nn.Module:
@@ -66,7 +51,7 @@ def test_the_result_is_that_of_the_model_in_memory(tmp_path: Path, schedule: str
     assert len(list((tmp_path / "in").glob("*.safetensors"))) > 2
     report = compress(empty, token_batches(), recipe(4), tmp_path / "out", weights=tmp_path / "in", schedule=schedule)
     compress(model, token_batches(), recipe(4), tmp_path / "memory", schedule=schedule)
-    assert files_of(tmp_path / "out") == files_of(tmp_path / "memory")
+    assert contents(tmp_path / "out") == contents(tmp_path / "memory")
     assert report.verification is not None
     assert report.verification.passed
     assert is_on_meta(empty), "nothing stays"
@@ -82,7 +67,7 @@ def test_tied_embeddings_and_shared_layers(tmp_path: Path) -> None:
         empty = saved(model, tmp_path / name)
         compress(empty, token_batches(), given, tmp_path / f"{name}-out", weights=tmp_path / name)
         compress(model, token_batches(), given, tmp_path / f"{name}-memory", verify=False)
-        assert files_of(tmp_path / f"{name}-out") == files_of(tmp_path / f"{name}-memory")
+        assert contents(tmp_path / f"{name}-out") == contents(tmp_path / f"{name}-memory")
 
 
 def test_fused_and_stacked_weights(tmp_path: Path) -> None:
@@ -137,21 +122,6 @@ def test_the_next_subgraph_is_read_ahead(tmp_path: Path, monkeypatch: pytest.Mon
                     seen.append(max(int(name.split(".")[2]) for name in reads if ".layers." in name))
         assert seen == ([0, 1, 2], [1, 2, 2], [2, 2, 2])[depth]
         assert len(reads) == len(set(reads)) == 3 * 9 + 1
-
-
-def test_an_interrupted_run_is_continued(tmp_path: Path) -> None:
-    model = tiny_llama(3)
-    empty = saved(model, tmp_path / "in")
-    run(prepare(empty, token_batches(), recipe(4), tmp_path / "whole", weights=tmp_path / "in"))
-    for number in (1, 2, 3):
-        job = prepare(empty, token_batches(), recipe(4), tmp_path / str(number), weights=tmp_path / "in")
-        generator = run_job(job)
-        for _ in range(number):
-            next(generator)
-        generator.close()
-        again = prepare(empty, token_batches(), recipe(4), tmp_path / str(number), weights=tmp_path / "in")
-        assert run(again).num_resumed == number
-        assert files_of(tmp_path / str(number)) == files_of(tmp_path / "whole")
 
 
 def test_what_is_missing_or_broken(tmp_path: Path) -> None:
@@ -230,7 +200,7 @@ def test_tied_and_stacked_weights_in_a_lightning_checkpoint(tmp_path: Path) -> N
         given = recipe(4, group_size=8)
         compress(empty, token_batches(), given, tmp_path / f"{name}-out", weights=tmp_path / f"{name}.ckpt")
         compress(model, token_batches(), given, tmp_path / f"{name}-memory", verify=False)
-        assert files_of(tmp_path / f"{name}-out") == files_of(tmp_path / f"{name}-memory")
+        assert contents(tmp_path / f"{name}-out") == contents(tmp_path / f"{name}-memory")
 
 
 def test_a_folder_of_the_one_transformers_model_inside(tmp_path: Path) -> None:

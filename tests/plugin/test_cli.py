@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from lightning_compress.data.config import load_data_config
 from lightning_compress.data.sources import load_documents
 from lightning_compress.errors import CompressionError
+from lightning_compress.export.verify import READ_BACK
 from lightning_compress.plugin.cli import run_compress
 from lightning_compress.recipe.load import config_dir, load_recipe
 
@@ -94,7 +95,7 @@ def test_weights_may_stay_on_disk(checkpoint: Path, tmp_path: Path) -> None:
             report = run_compress(compose("compress", overrides=overrides), tmp_path / load)
         assert report.verification is not None
         assert report.verification.passed
-        assert (report.verification.loaded_with == "checksums of the shards") == (load == "disk")
+        assert (report.verification.loaded_with == READ_BACK) == (load == "disk")
         timed = ("report.json", "report.html", "manifest.jsonl")
         written[load] = {p.name: p.read_bytes() for p in (tmp_path / load).iterdir() if p.name not in timed}
     assert written["memory"] == written["disk"]

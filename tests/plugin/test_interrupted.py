@@ -2,14 +2,18 @@
 
 import os
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from helpers import contents, saved
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_compress.report.report import Report
 
 from .conftest import Bystander, TinyModule, compression, loader, same, trainer_state, weights_of
 
@@ -69,17 +73,40 @@ def test_sigterm_in_training_is_not_compressed(make_trainer: Any, output_dir: Pa
     assert not output_dir.exists()
 
 
-def test_sigterm_in_compression_stops_behind_the_subgraph(make_trainer: Any, output_dir: Path) -> None:
-    module, callback = TinyModule(), compression(output_dir=output_dir, when="only")
-    trainer = make_trainer(callback, Bystander(lambda: os.kill(os.getpid(), signal.SIGTERM)))
-    state = trainer_state(trainer)
-    with pytest.raises(SIGTERMException):
-        trainer.fit(module, loader())
-    assert callback.report is not None
-    assert callback.report.is_partial
-    assert len(callback.report.subgraphs) == 1
-    assert trainer_state(trainer) == state
-    assert (output_dir / "INCOMPLETE").exists()
+@pytest.mark.parametrize("where", ["memory", "disk"])
+def test_sigterm_in_compression_stops_behind_the_subgraph(make_trainer: Any, tmp_path: Path, where: str) -> None:
+    """Behind each in turn, and the same run continues there to the same files."""
+
+    def fit(folder: Path, *others: Callback) -> Report:
+        module, options = TinyModule(), {"output_dir": folder, "when": "only"}
+        if where == "disk":
+            module.model = saved(module.model, tmp_path / "weights")
+            options |= {"weights": tmp_path / "weights"}
+        callback = compression(**options)
+        trainer = make_trainer(callback, *others, strategy="sequential_onload")
+        state = trainer_state(trainer)
+        with nullcontext() if not others else pytest.raises(SIGTERMException):
+            trainer.fit(module, loader())
+        assert callback.report is not None
+        assert trainer_state(trainer) == state
+        return callback.report
+
+    num_subgraphs = len(fit(tmp_path / "whole").subgraphs)
+    assert num_subgraphs == 3
+    for number in range(1, num_subgraphs):
+        out, seen = tmp_path / str(number), []
+
+        def terminate(seen: list[None] = seen, number: int = number) -> None:
+            seen.append(None)
+            if len(seen) == number:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        report = fit(out, Bystander(terminate))
+        assert report.is_partial
+        assert len(report.subgraphs) == number
+        assert (out / "INCOMPLETE").exists()
+        assert fit(out).num_resumed == number
+        assert contents(out) == contents(tmp_path / "whole")
 
 
 def test_timer_ends_compression_early(make_trainer: Any, output_dir: Path) -> None:
