@@ -33,6 +33,7 @@ from lightning_compress.export.packed import load_compressed
 from lightning_compress.graph.compat import pytree
 from lightning_compress.memory.files import INDEX
 
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 READ_BACK = "safetensors, each shard when it was written"
 
 
@@ -188,7 +189,8 @@ def _same_bits(tensor: Tensor, stored: Any, key: str) -> bool:
     other = stored.get_tensor(key)
     if (other.dtype, other.shape) != (tensor.dtype, tensor.shape):
         return False
-    return torch.equal(tensor.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+    bits = _BITS[tensor.dtype.itemsize]
+    return torch.equal(tensor.view(bits), other.view(bits))
 
 
 def _same_weight(mine: nn.Module, other: nn.Module) -> bool:
