@@ -274,7 +274,7 @@ def _meta_under(trainer: pl.Trainer, pl_module: pl.LightningModule) -> str:
     """What to do about a model without values under a strategy that wants them."""
     return (
         f"Parameters of {type(compressed_module(pl_module)).__name__} are on the meta device, and "
-        f"{type(trainer.strategy).__name__} moves the whole model to its device. Use "
+        f"{type(trainer.strategy).__name__} puts the whole model, with values, on its device. Use "
         "Trainer(strategy='sequential_onload'), and say with weights= where the values are; or build the model with "
         "values."
     )

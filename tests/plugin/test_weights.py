@@ -220,7 +220,7 @@ def test_models_on_meta_need_the_strategy(make_trainer: Any, tmp_path: Path, out
     with parameters_on_meta():
         module, model = TinyModule(), tiny_model()
     weights = {"weights": tmp_path / "folder", "when": "only"}
-    match = r"are on the meta device, and \w+Strategy moves .*Trainer\(strategy='sequential_onload'\)"
+    match = r"are on the meta device, and \w+Strategy puts .*Trainer\(strategy='sequential_onload'\)"
     for options in (weights, {}):
         with pytest.raises(UnsupportedModelError, match=match):
             make_trainer(compression(RTN, output_dir, **options), strategy=strategy).fit(module, loader())
