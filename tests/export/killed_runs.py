@@ -80,7 +80,7 @@ def finish(job: Job, folder: Path, expected: dict[str, bytes]) -> None:
     assert contents(folder) == expected, (folder.name, sorted(contents(folder)))
     assert identities(folder, done) == before, f"{folder.name}: {done} were written again"
     report = json.loads((folder / "report.json").read_text())
-    assert report["num_resumed"] == min(len(done), len(job.run.subgraphs))
+    assert report["num_resumed"] == min(len(done), len(job.run.flow.subgraphs))
 
 
 def dies(number: int, moment: str) -> None:

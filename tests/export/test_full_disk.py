@@ -19,6 +19,7 @@ from lightning_compress.errors import CompressionError, OutputDirectoryError
 from lightning_compress.export import writer
 from lightning_compress.export.checkpoint import INCOMPLETE
 from lightning_compress.memory import activations
+from lightning_compress.memory.placement import MemoryConfig
 from lightning_compress.plugin.job import Job, run_job
 
 SIZE = 1 << 20
@@ -148,13 +149,13 @@ def test_no_room_for_activations(job: Make, disk: Path, tmp_path: Path, monkeypa
     """The run names the folder and the remedies, and continues when there is room."""
     monkeypatch.setattr(activations, "_LEAST_SPILLED", 1)
     run(job(tmp_path / "whole"))
-    generator = run_job(job(tmp_path / "out", activation_budget=0, scratch_dir=disk))
+    generator = run_job(job(tmp_path / "out", memory=MemoryConfig(activation_budget=0, scratch_dir=disk)))
     next(generator)
     ballast = fill(disk)
     with pytest.raises(CompressionError, match=rf"could not be kept in {disk} .*No space left.*scratch_dir, or raise"):
         for _ in generator:
             pass
     ballast.unlink()
-    report = run(job(tmp_path / "out", activation_budget=0, scratch_dir=disk))
+    report = run(job(tmp_path / "out", memory=MemoryConfig(activation_budget=0, scratch_dir=disk)))
     assert report.num_resumed == 1
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import CPU, compress, recipe, tiny_llama, token_batches
 from torch import nn
-from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from lightning_compress.data import perplexity
 from lightning_compress.errors import CompressionError
@@ -63,8 +63,6 @@ def test_modules_that_transformers_renames_and_stacks(tmp_path: Path) -> None:
     empty = like(model)
     placement = Placement(CPU, CPU, checkpoint_source(empty, tmp_path / "out"))
     assert perplexity(empty, batches, placement) == perplexity(model, batches)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert perplexity(empty, batches, placement) == perplexity(loaded, batches)
 
 
 def test_an_uncompressed_folder_is_read_as_it_is(tmp_path: Path) -> None:
