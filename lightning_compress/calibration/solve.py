@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lightning_compress.algorithms.base import Solved, split
 from lightning_compress.errors import NonFiniteError, SolveError
+from lightning_compress.graph.compat import FakeTensor
 from lightning_compress.graph.stages import Group
 from lightning_compress.memory.store import WeightStore
 from lightning_compress.recipe.resolve import Assignment, ResolvedRecipe
@@ -78,7 +79,7 @@ class InputQuantizer:
         return args, {**kwargs, "input": self._quantized(module, kwargs["input"])}
 
     def _quantized(self, module: nn.Module, x: Tensor) -> Tensor:
-        if x.numel() == 0:
+        if isinstance(x, FakeTensor) or x.numel() == 0:  # compressed-tensors would cache fake constants for good
             return x
         if self.scale is None:
             scale, zero_point = compute_dynamic_scales_and_zp(value=x, args=self.args, module=module)

@@ -96,3 +96,15 @@ class Placement:
     prefetch_depth: int = 1
     activation_budget: int | None = None
     scratch_dir: Path | None = None
+
+
+def placement(memory: MemoryConfig, device: torch.device, source: WeightSource | None) -> Placement:
+    """Where a run on `device` puts what, as far as a user says it."""
+    return Placement(
+        device,
+        cache_device=device if memory.cache_on_device else torch.device("cpu"),
+        source=source,
+        prefetch_depth=memory.prefetch_depth,
+        activation_budget=memory.num_bytes("activation_budget"),
+        scratch_dir=None if memory.scratch_dir is None else Path(memory.scratch_dir),
+    )

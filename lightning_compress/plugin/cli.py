@@ -2,7 +2,8 @@
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -16,15 +17,19 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 from rich.console import Console
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_compress.data.batches import calibration_dataloader, evaluation_dataloader
 from lightning_compress.data.config import load_data_config
 from lightning_compress.data.perplexity import perplexity
 from lightning_compress.errors import CompressionError
+from lightning_compress.export.packed import checkpoint_source
+from lightning_compress.memory.files import has_safetensors
+from lightning_compress.memory.placement import MemoryConfig, memory_config, placement
 from lightning_compress.memory.source import parameters_on_meta
 from lightning_compress.memory.tracker import available_bytes
+from lightning_compress.plugin.callback import onload_device
 from lightning_compress.plugin.compressor import Compressor
 from lightning_compress.recipe.load import config_dir
 from lightning_compress.report.report import Report
@@ -88,17 +93,29 @@ def run_compress(config: DictConfig, output_dir: Path) -> Report:
         logger=[instantiate(logger) for logger in config.logger.values()] or False,
     )
     options = cast(dict[str, Any], OmegaConf.to_container(config.calibration, resolve=True))
-    return Compressor(trainer).compress(
+    weights, device = _weights(config.model) if from_disk else None, onload_device(trainer)
+    held_out: list[Mapping[str, Tensor]] = []
+    before = None
+    if config.get("held_out") is not None:
+        held_out = list(evaluation_dataloader(load_data_config(config.held_out), tokenizer))
+        before = _perplexity(model, held_out, weights, config.memory, device)
+    report = Compressor(trainer).compress(
         model,
         recipe=config.recipe,
         output_dir=output_dir,
         dataloaders=dataloader,
         tokenizer=tokenizer,
         max_samples=config.data.num_samples,
-        weights=(config.model.get("weights") or config.model.path) if from_disk else None,
-        memory=cast(dict[str, Any], OmegaConf.to_container(config.memory, resolve=True)),
+        weights=weights,
+        memory=_memory(config.memory),
         **options,
     )
+    if before is None or report.is_partial:
+        return report
+    after = _perplexity(model, held_out, None if weights is None else output_dir, config.memory, device)
+    report = replace(report, extra={"perplexity_before": before, "perplexity_after": after})
+    report.save(output_dir)
+    return report
 
 
 def run_evaluate(config: DictConfig) -> float:
@@ -107,11 +124,38 @@ def run_evaluate(config: DictConfig) -> float:
     Raises:
         CompressionError: a model or data that cannot be loaded.
     """
-    model, tokenizer = load_model(config.model, from_disk=False)
     cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
-    return perplexity(
-        model.to("cuda" if cuda else "cpu"), evaluation_dataloader(load_data_config(config.data), tokenizer)
-    )
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    is_folder = Path(config.model.path).is_dir() and has_safetensors(Path(config.model.path))
+    from_disk = reads_from_disk(config.model) or (cuda and is_folder and config.model.load == "auto")
+    model, tokenizer = load_model(config.model, from_disk)
+    batches = evaluation_dataloader(load_data_config(config.data), tokenizer)
+    return _perplexity(model, batches, _weights(config.model) if from_disk else None, config.memory, device)
+
+
+def _perplexity(
+    model: nn.Module,
+    batches: Iterable[Mapping[str, Tensor]],
+    weights: Path | None,
+    memory: DictConfig,
+    device: torch.device,
+) -> float:
+    """Layer by layer where the weights are on disk (`weights`) or have to be copied to a device."""
+    if weights is None and device.type == "cpu":
+        return perplexity(model, batches)
+    source = None if weights is None else checkpoint_source(model, weights)
+    return perplexity(model, batches, placement(_memory(memory), device, source))
+
+
+def _memory(config: DictConfig) -> MemoryConfig:
+    try:
+        return memory_config(cast(dict[str, Any], OmegaConf.to_container(config, resolve=True)))
+    except ValueError as error:
+        raise CompressionError(f"memory: {error}") from error
+
+
+def _weights(config: DictConfig) -> Path:
+    return Path(config.get("weights") or config.path)
 
 
 def reads_from_disk(config: DictConfig) -> bool:
@@ -145,7 +189,7 @@ def load_model(config: DictConfig, from_disk: bool) -> tuple[nn.Module, PreTrain
         raise CompressionError(f"model.path={config.path}: there is no such folder.")
     if config.get("weights") is not None and not from_disk:
         raise CompressionError(
-            f"model.weights={config.weights} is read during a compression, with model.load=auto or disk, and only then."
+            f"model.weights={config.weights} is read a layer at a time, with model.load=auto or disk, and only so."
         )
     extra = {} if config.attn_implementation is None else {"attn_implementation": config.attn_implementation}
     try:

@@ -21,7 +21,7 @@ from lightning_compress.export.checkpoint import SavesPretrained, check_output_d
 from lightning_compress.export.verify import Verification, verify, verify_files
 from lightning_compress.export.writer import CheckpointWriter, Unwritten
 from lightning_compress.graph.stages import Schedule
-from lightning_compress.memory.placement import MemoryConfig, Placement
+from lightning_compress.memory.placement import MemoryConfig, placement
 from lightning_compress.memory.source import WeightSource, is_on_meta, weight_source
 from lightning_compress.plugin.progress import Progress, check_continues
 from lightning_compress.recipe.config import Recipe
@@ -99,21 +99,12 @@ def prepare_job(module: nn.Module, data: CalibrationSet | None, settings: Settin
     if source is None:
         module.to("cpu")
     schedule = settings.schedule if needs_data(resolved) else Schedule.DATAFREE
-    memory = settings.memory
-    placement = Placement(
-        device,
-        cache_device=device if memory.cache_on_device else torch.device("cpu"),
-        source=source,
-        prefetch_depth=memory.prefetch_depth,
-        activation_budget=memory.num_bytes("activation_budget"),
-        scratch_dir=None if memory.scratch_dir is None else Path(memory.scratch_dir),
-    )
     with calibrating(target.root):
         run = prepare(
             target,
             resolved,
             data,
-            placement,
+            placement(settings.memory, device, source),
             schedule=schedule,
             sequential_targets=settings.sequential_targets,
         )

@@ -113,6 +113,8 @@ class Report:
                     "does not store them), which "
                     f"changes outputs by up to {self.verification.max_abs_difference_as_loaded or 0.0:.2g}"
                 )
+        if self.extra:
+            lines.append(", ".join(f"{name.replace('_', ' ')} {value:.5g}" for name, value in self.extra.items()))
         if self.num_resumed:
             lines.append(f"continued an interrupted run, which had finished {self.num_resumed} subgraphs")
         if self.is_partial:
