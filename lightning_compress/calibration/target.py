@@ -43,7 +43,7 @@ def find_target(module: nn.Module) -> Target:
         UnsupportedModelError: several transformers models and no `calibration_step` that says how they are called.
     """
     wrapped = _wrapped_models(module)
-    root = _owner(module, wrapped)
+    root = owner(module)
     calibration_step = getattr(module, "calibration_step", None)
     if callable(calibration_step):
         return Target(root, calibration_step, f"{type(module).__name__}.calibration_step(batch)")
@@ -66,7 +66,9 @@ def _wrapped_models(module: nn.Module) -> list[PreTrainedModel]:
     return [model for child in module.children() for model in _wrapped_models(child)]
 
 
-def _owner(module: nn.Module, wrapped: list[PreTrainedModel]) -> nn.Module:
+def owner(module: nn.Module) -> nn.Module:
+    """What owns all weights of `module`: the one transformers model that it wraps, or itself."""
+    wrapped = _wrapped_models(module)
     if len(wrapped) != 1:
         return module
     owned = {id(tensor) for tensor in wrapped[0].parameters()}

@@ -143,6 +143,18 @@ def own_steps(callbacks: list[Callback]) -> Iterator[None]:
             callback._last_global_step_saved = step
 
 
+def module_device(module: pl.LightningModule) -> torch.device:
+    """What `module.device` says."""
+    return module._device
+
+
+def set_module_device(module: pl.LightningModule, device: torch.device) -> None:
+    """What `module.device` shall say, of it and of LightningModules inside."""
+    for child in module.modules():
+        if isinstance(child, pl.LightningModule):
+            child._device = device
+
+
 @contextmanager
 def replaced(trainer: pl.Trainer, **attributes: object) -> Iterator[None]:
     """The trainer with other values of some attributes; the old ones are back afterwards."""

@@ -5,7 +5,8 @@ each method. Registered as "sequential_onload".
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, TypeGuard, final
 
 import lightning.pytorch as pl
@@ -17,9 +18,11 @@ from torch import nn
 
 from lightning_compress.errors import UnsupportedModelError
 from lightning_compress.memory.source import is_on_meta, parameters_on_meta
+from lightning_compress.memory.tracker import parse_bytes
 from lightning_compress.plugin import compat
 from lightning_compress.plugin.callback import CompressionCallback, compressed_module
 from lightning_compress.plugin.loop import CompressionLoop
+from lightning_compress.plugin.offloaded import offloaded
 from lightning_compress.plugin.progress import saved_progress
 
 NAME = "sequential_onload"
@@ -28,11 +31,29 @@ _DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": tor
 
 @final
 class SequentialOnloadStrategy(DDPStrategy):
-    """Host-resident weights for `CompressionCallback(when="only")` and `Compressor`; it does not train.
+    """Weights in host memory or on disk, for `CompressionCallback(when="only")` and `Compressor`; it does not train.
+
+    `validate`, `test` and `predict` bring a layer's weights to the device when it is called. Those of parameters on the
+    meta device are read from `weights`; by default from what the Trainer's CompressionCallback has written, else from
+    its `weights`.
 
     Launchers, rank arithmetic and checkpoint IO are DDP's. One process needs no process group, so none is made unless
     the environment started processes itself.
+
+    Args:
+        weights: folder of safetensors files, compressed or not, or a Lightning checkpoint.
+        device_budget: how much of the weights may stay on the device between calls (bytes, or "8GiB"); by default half
+            of the memory that is free there.
+        options: of `DDPStrategy`.
     """
+
+    def __init__(
+        self, weights: str | Path | None = None, device_budget: int | str | None = None, **options: Any
+    ) -> None:
+        super().__init__(**options)
+        self._weights = None if weights is None else Path(weights)
+        self._device_budget = None if device_budget is None else parse_bytes(device_budget)
+        self._evaluation = ExitStack()
 
     strategy_name = NAME
 
@@ -118,18 +139,42 @@ class SequentialOnloadStrategy(DDPStrategy):
         ):
             raise UnsupportedModelError(
                 f"Parameters of {type(compressed_module(module)).__name__} are on the meta device, where `ckpt_path` "
-                "would load nothing. Give the checkpoint as weights= of the CompressionCallback instead; it is read "
-                "piece by piece."
+                "would load nothing. Give the checkpoint as weights= of the CompressionCallback, or to evaluate it of "
+                "the SequentialOnloadStrategy, instead; it is read piece by piece."
             )
         super().load_model_state_dict(checkpoint, strict)
 
     def model_to_device(self) -> None:
-        # evaluation (`trainer.test`) runs the whole model, so it goes where its data goes
-        assert self.model is not None
-        self.model.to(self.root_device)
+        # called by setup for `validate`, `test` and `predict`; DDP would move the whole model
+        module = self.lightning_module
+        assert module is not None
+        if self._needs_onloading(module):
+            weights = self._evaluated_weights(module) if is_on_meta(module) else None
+            evaluation = offloaded(module, self.root_device, weights, self._device_budget)
+            self._evaluation.enter_context(evaluation)
+
+    def _needs_onloading(self, module: pl.LightningModule) -> bool:
+        return is_on_meta(module) or self.root_device.type != "cpu"
+
+    def _evaluated_weights(self, module: pl.LightningModule) -> Path:
+        """Where the values of a model on the meta device are."""
+        found = [self._weights]
+        for callback in compat.callbacks(module.trainer):
+            if isinstance(callback, CompressionCallback):
+                report = callback.report
+                written = None if report is None or report.is_partial else report.output_dir
+                found += [None if written is None else Path(written), callback.settings.weights]
+        for weights in found:
+            if weights is not None:
+                return weights
+        raise UnsupportedModelError(
+            f"Parameters of {type(compressed_module(module)).__name__} are on the meta device, and nothing says where "
+            "their values are: use Trainer(strategy=SequentialOnloadStrategy(weights=FOLDER))."
+        )
 
     def teardown(self) -> None:
         # at the end of every trainer function; DDP would move the module to the CPU, which meta parameters cannot be
+        self._evaluation.close()
         if self.lightning_module is None or not is_on_meta(self.lightning_module):
             super().teardown()
             return
