@@ -1,12 +1,14 @@
 """Values that cross from one step to a later one, per batch: on the device, in host memory, or in a scratch file.
 
 A value is stored when the step that computed it ends, and dropped when its last reader has run, so the cache holds the
-boundary of one cut and not the history of the graph. Tensors that find no room in the budget go to the file; while one
-batch is computed the next one's are read.
+boundary of one cut and not the history of the graph. What is kept are storages: tensors that share one are views of one
+again when they are loaded. Storages that find no room in the budget go to the file; while one batch is computed the
+next one's are read and copied to the device.
 """
 
 from collections.abc import Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
@@ -15,6 +17,7 @@ from torch import Tensor, fx
 
 from lightning_compress.graph.compat import pytree
 from lightning_compress.memory.scratch import ScratchFile, Stored
+from lightning_compress.memory.transfer import Lane, Sent
 
 _LEAST_SPILLED = 1 << 16  # bytes; smaller tensors, such as masks and positions, are not worth a transfer
 
@@ -34,13 +37,38 @@ def versions(value: object) -> tuple[int, ...]:
     )
 
 
+@dataclass(eq=False)
+class _Held:
+    """A storage as it waits: bytes [n] at home, or in the file. `readers`: how many tensors of the cache are in it."""
+
+    place: Tensor | Stored
+    nbytes: int
+    readers: int = 0
+
+
+@dataclass(frozen=True)
+class _View:
+    """A tensor of the cache."""
+
+    held: _Held
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    storage_offset: int
+
+    def of(self, storage: Tensor) -> Tensor:
+        """The tensor in its storage, given as bytes; tensors in one storage count each other's in-place writes."""
+        whole = len(storage) // self.dtype.itemsize * self.dtype.itemsize
+        return storage[:whole].view(self.dtype).as_strided(self.shape, self.stride, self.storage_offset)
+
+
 @final
 class ActivationCache:
     """For each batch a mapping from a graph's values to tensors (or trees of them, or plain numbers).
 
     Args:
         batches: the values known at the start, per batch: the inputs.
-        home: where values wait. Host memory is pinned when `device` is CUDA, so that copies overlap.
+        home: where values wait; host memory or `device`.
         device: where values are used.
         budget: bytes of stored values that may wait at home; None: all.
         scratch_dir: folder of the file for the others; None: the system's temporary folder.
@@ -55,13 +83,17 @@ class ActivationCache:
         budget: int | None = None,
         scratch_dir: Path | None = None,
     ) -> None:
-        self._home = home
-        self._device = device
+        self._lane = Lane(device)
+        self._home_is_device = home == device
         self._budget = budget
         self._scratch = None if budget is None else ScratchFile(scratch_dir)
-        self._values = [{key: self._moved(value, home) for key, value in batch.items()} for batch in batches]
-        self._num_bytes = sum(nbytes(value) for batch in self._values for value in batch.values())
-        self._coming: dict[Stored, Future[Tensor]] = {}
+        self._num_bytes = 0
+        self._reading: dict[_Held, Future[Tensor]] = {}
+        self._sent: dict[_Held, Sent] = {}
+        self._values: list[dict[fx.Node, object]] = []
+        for batch in batches:  # inputs are small, and stay at home whatever the budget
+            self._values.append({})
+            self._keep(len(self._values) - 1, batch, spill=False)
 
     def __len__(self) -> int:
         return len(self._values)
@@ -72,23 +104,26 @@ class ActivationCache:
         With `copy` they are the caller's own, also where home and device are one: what is written to them in place does
         not reach the cache.
         """
-        copy = copy and self._home == self._device
         found = {key: value for key, value in self._values[batch].items() if key in keys}
-        self._fetch(found)
-        self._fetch({key: value for key, value in self._after(batch).items() if key in keys})
+        self._begin(found)
+        following = self._values[batch + 1] if batch + 1 < len(self._values) else {}
+        self._begin({key: value for key, value in following.items() if key in keys})
+        here: dict[_Held, Tensor] = {}
 
-        def here(leaf: object) -> object:
-            if isinstance(leaf, Stored):
-                return self._coming.pop(leaf).result()
-            return leaf.clone() if copy and isinstance(leaf, Tensor) else leaf
+        def tensor(leaf: object) -> object:
+            if not isinstance(leaf, _View):
+                return leaf
+            if leaf.held not in here:
+                storage = self._arrived(leaf.held)
+                is_ours = storage is leaf.held.place
+                here[leaf.held] = storage.clone() if copy and is_ours else storage
+            return leaf.of(here[leaf.held])
 
-        return {key: self._moved(pytree.tree_map(here, value), self._device) for key, value in found.items()}
+        return {key: pytree.tree_map(tensor, value) for key, value in found.items()}
 
     def store(self, batch: int, values: Mapping[fx.Node, object]) -> None:
         """Keep values for later steps; what is cached under the same key is replaced."""
-        for key, value in values.items():
-            self._drop(self._values[batch].pop(key, None))
-            self._values[batch][key] = pytree.tree_map(self._kept, value)
+        self._keep(batch, values, spill=True)
 
     def retain(self, batch: int, keys: set[fx.Node]) -> None:
         """Drop everything else."""
@@ -100,44 +135,70 @@ class ActivationCache:
         """Bytes held at home for all batches."""
         return self._num_bytes
 
-    def _after(self, batch: int) -> dict[fx.Node, object]:
-        return self._values[batch + 1] if batch + 1 < len(self._values) else {}
+    def _keep(self, batch: int, values: Mapping[fx.Node, object], *, spill: bool) -> None:
+        waiting = [leaf.held for leaf in self._leaves(self._values[batch])]
+        known = {held.place.data_ptr(): held for held in waiting if isinstance(held.place, Tensor)}
 
-    def _fetch(self, values: Mapping[fx.Node, object]) -> None:
-        """Begin to read what waits in the file."""
-        for leaf in pytree.tree_leaves(list(values.values())):
-            if isinstance(leaf, Stored) and leaf not in self._coming:
-                assert self._scratch is not None
-                self._coming[leaf] = self._scratch.read(leaf)
+        def kept(leaf: object) -> object:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            if leaf.untyped_storage().nbytes() > 1.5 * leaf.nbytes:
+                leaf = leaf.clone(memory_format=torch.contiguous_format)
+            storage = torch.empty(0, dtype=torch.uint8, device=leaf.device).set_(leaf.untyped_storage())
+            held = known.get(storage.data_ptr()) or self._held(storage, spill)
+            if storage.numel():
+                known[storage.data_ptr()] = held
+            held.readers += 1
+            return _View(held, leaf.dtype, tuple(leaf.shape), tuple(leaf.stride()), int(leaf.storage_offset()))
 
-    def _kept(self, leaf: object) -> object:
-        """A leaf as it waits: at home, or in the file."""
-        if not isinstance(leaf, Tensor):
-            return leaf
-        moved = self._moved(leaf, self._home)
-        assert isinstance(moved, Tensor)
-        is_over = self._budget is not None and self._num_bytes + moved.nbytes > self._budget
-        if self._scratch is not None and is_over and moved.nbytes >= _LEAST_SPILLED:
-            return self._scratch.write(moved.cpu())
-        self._num_bytes += moved.nbytes
-        return moved
+        new = {key: pytree.tree_map(kept, value) for key, value in values.items()}
+        for key in new:
+            self._drop(self._values[batch].pop(key, None))
+        self._values[batch].update(new)
+
+    def _held(self, storage: Tensor, spill: bool) -> _Held:
+        """A storage at home, or in the file."""
+        nbytes = storage.numel()
+        is_over = spill and self._budget is not None and self._num_bytes + nbytes > self._budget
+        if self._scratch is not None and is_over and nbytes >= _LEAST_SPILLED:
+            return _Held(self._scratch.write(self._lane.fetch(storage, wait=True)), nbytes)
+        self._num_bytes += nbytes
+        if self._home_is_device:
+            return _Held(self._lane.receive(self._lane.send(storage)), nbytes)
+        return _Held(self._lane.fetch(storage), nbytes)
+
+    def _begin(self, values: Mapping[fx.Node, object]) -> None:
+        """Begin to read what waits in the file, and to copy what waits in host memory."""
+        for leaf in self._leaves(values):
+            place = leaf.held.place
+            if isinstance(place, Stored):
+                if leaf.held not in self._reading:
+                    assert self._scratch is not None
+                    self._reading[leaf.held] = self._scratch.read(place)
+            elif self._lane.is_away(place) and leaf.held not in self._sent:
+                self._sent[leaf.held] = self._lane.send(place)
+
+    def _arrived(self, held: _Held) -> Tensor:
+        """A storage on the device."""
+        if held in self._reading:
+            return self._lane.receive(self._lane.send(self._reading.pop(held).result()))
+        if held in self._sent:
+            return self._lane.receive(self._sent.pop(held))
+        assert isinstance(held.place, Tensor)
+        return held.place
 
     def _drop(self, value: object) -> None:
-        for leaf in pytree.tree_leaves(value):
-            if isinstance(leaf, Stored):
+        for leaf in self._leaves(value):
+            leaf.held.readers -= 1
+            if leaf.held.readers:
+                continue
+            self._reading.pop(leaf.held, None)
+            self._sent.pop(leaf.held, None)
+            if isinstance(leaf.held.place, Stored):
                 assert self._scratch is not None
-                self._coming.pop(leaf, None)
-                self._scratch.free(leaf)
-            elif isinstance(leaf, Tensor):
-                self._num_bytes -= leaf.nbytes
+                self._scratch.free(leaf.held.place)
+            else:
+                self._num_bytes -= leaf.held.nbytes
 
-    def _moved(self, value: object, target: torch.device) -> object:
-        def move(leaf: object) -> object:
-            if not isinstance(leaf, Tensor) or leaf.device == target:
-                return leaf
-            if target.type == "cpu" and leaf.device.type == "cuda":
-                host = torch.empty_like(leaf, device=target, pin_memory=True)
-                return host.copy_(leaf)
-            return leaf.to(target, non_blocking=leaf.is_pinned())
-
-        return pytree.tree_map(move, value)
+    def _leaves(self, value: object) -> list[_View]:
+        return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, _View)]

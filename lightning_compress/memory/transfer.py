@@ -51,6 +51,20 @@ class Lane:
             torch.cuda.current_stream(self.device).wait_event(sent.event)
         return sent.value
 
+    def fetch(self, tensor: Tensor, *, wait: bool = False) -> Tensor:
+        """Begin to copy to host memory; what is sent back later waits for it, what reads it on the host has to `wait`
+        here."""
+        if self._stream is None or tensor.device.type == "cpu":
+            return tensor.cpu()
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            host.copy_(tensor, non_blocking=True)
+            tensor.record_stream(self._stream)
+        if wait:
+            self._stream.synchronize()
+        return host
+
     def give_back(self) -> None:
         """Call before tensors that were received are dropped: later copies wait for what has been using them."""
         if self._stream is not None:

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from helpers import (
-    CPU,
     compress,
     compress_in_memory,
     linears,
@@ -341,7 +340,7 @@ def test_recompute_gives_the_same_weights_in_less_memory() -> None:
 def test_cached_values_may_live_on_the_device() -> None:
     job = prepare(tiny_llama(1), token_batches(), recipe(4), memory=MemoryConfig(cache_on_device=True))
     assert isinstance(job.run.flow.cache, ActivationCache)
-    assert job.run.flow.cache._home == CPU
+    assert job.run.flow.cache._home_is_device
     assert len(run(job).modules) == 7
 
 
