@@ -19,11 +19,13 @@ from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from lightning_compress.calibration.boundary import restore_boundary, save_boundary
 from lightning_compress.calibration.flow import Flow, Values, onloaded, prefetch, run_step
 from lightning_compress.calibration.observe import Statistics, observing
 from lightning_compress.calibration.records import ModuleRecord, SubgraphRecord
@@ -69,19 +71,21 @@ class Calibration:
 
 
 @torch.no_grad()
-def calibrate(run: Calibration, output: Output) -> Iterator[SubgraphRecord]:
+def calibrate(run: Calibration, output: Output, keep_in: Path | None = None) -> Iterator[SubgraphRecord]:
     """Quantize the model, one subgraph per item of the iterator.
 
     Args:
         run: what to do.
         output: takes what is quantized. Subgraphs that it knows to be finished are run through once, with their
             quantized weights, for the activations that later ones need.
+        keep_in: folder where the activations between two subgraphs are kept, so that those need not be run through.
 
     Yields:
         A record of each finished subgraph. The model holds the quantized weights of all subgraphs yielded so far.
     """
     flow = run.flow
     progress = _Progress(run, output, {}, len(output.finished))
+    restored = -1 if keep_in is None else restore_boundary(keep_in, flow, progress.num_finished)
     first_step = 0
     for index, subgraph in enumerate(flow.subgraphs):
         if index < progress.num_finished:
@@ -92,12 +96,14 @@ def calibrate(run: Calibration, output: Output) -> Iterator[SubgraphRecord]:
             clock.lap("onload")
             prefetch(flow, index)
             if index < progress.num_finished:
-                _repeat(progress, subgraph, index, first_step)
+                _repeat(progress, subgraph, index, first_step, has_run=index <= restored)
                 record = output.finished[index]
             else:
                 record = _solve(progress, subgraph, index, first_step, clock)
                 output.commit(subgraph, record)
                 _take_from_output(flow, subgraph, index, output)
+                if keep_in is not None and not progress.statistics:  # statistics for later subgraphs are not kept
+                    save_boundary(keep_in, index, flow)
         first_step += len(subgraph.steps)
         yield record
 
@@ -158,8 +164,9 @@ def _solve(progress: _Progress, subgraph: Subgraph, index: int, first_step: int,
     )
 
 
-def _repeat(progress: _Progress, subgraph: Subgraph, index: int, first_step: int) -> None:
-    """Put a finished subgraph's weights in place and, if others are to follow, run what outlives it, once.
+def _repeat(progress: _Progress, subgraph: Subgraph, index: int, first_step: int, has_run: bool) -> None:
+    """Put a finished subgraph's weights in place and, if others are to follow, run what outlives it, once, unless the
+    cache holds that.
 
     Statistics are gathered again where a later subgraph shares them.
     """
@@ -170,7 +177,7 @@ def _repeat(progress: _Progress, subgraph: Subgraph, index: int, first_step: int
     shared = {s for part in remaining for step in part.steps for group in step.solve for s in group.sources}
     for number, step in enumerate(subgraph.steps, first_step):
         observe = tuple(source for source in step.observe if source in shared)
-        if remaining and (step.keep or observe):
+        if remaining and not has_run and (step.keep or observe):
             _run_step(progress, replace(step, observe=observe, solve=()), number)
 
 

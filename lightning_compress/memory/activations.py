@@ -121,6 +121,10 @@ class ActivationCache:
 
         return {key: pytree.tree_map(tensor, value) for key, value in found.items()}
 
+    def keys(self, batch: int) -> set[fx.Node]:
+        """What is cached of a batch."""
+        return set(self._values[batch])
+
     def store(self, batch: int, values: Mapping[fx.Node, object]) -> None:
         """Keep values for later steps; what is cached under the same key is replaced."""
         self._keep(batch, values, spill=True)

@@ -59,6 +59,8 @@ class CompressionCallback(Callback):
             changed; others, which are in memory, are compressed as ever.
         resume: `auto` continues an interrupted run with the same recipe, model and data that `output_dir` holds;
             `never` starts over.
+        keep_activations: write the activations to `output_dir` after each subgraph (they are removed at the end), so
+            that a continued run reads them instead of running the finished subgraphs once more.
         seed: for shuffling calibration loaders.
 
     Raises:
@@ -79,6 +81,7 @@ class CompressionCallback(Callback):
         tokenizer: SavesPretrained | None = None,
         weights: str | Path | None = None,
         resume: Literal["auto", "never"] = "auto",
+        keep_activations: bool = False,
         seed: int = 0,
     ) -> None:
         if when not in ("after_train", "only"):
@@ -98,6 +101,7 @@ class CompressionCallback(Callback):
             verify=verify,
             weights=None if weights is None else Path(weights),
             resume=resume == "auto",
+            keep_activations=keep_activations,
             tokenizer=tokenizer,
         )
         self.when = when

@@ -1,6 +1,7 @@
 """One compression from a model to a verified checkpoint, as a generator that a Trainer's loop (or anything else)
 drives."""
 
+import shutil
 import time
 import warnings
 from collections.abc import Generator, Mapping, Sequence
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from lightning_compress.calibration.batches import CalibrationSet
+from lightning_compress.calibration.boundary import FOLDER
 from lightning_compress.calibration.loop import Calibration, calibrate
 from lightning_compress.calibration.prepare import calibrating, check_layout, needs_data, prepare
 from lightning_compress.calibration.records import SubgraphRecord
@@ -40,6 +42,7 @@ class Settings:
         memory: budgets, and what waits where.
         verify: read the checkpoint back and compare.
         resume: continue an interrupted run that is the same, if `output_dir` holds one.
+        keep_activations: write them to `output_dir` after each subgraph, for that.
     """
 
     recipe: Recipe
@@ -50,6 +53,7 @@ class Settings:
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     verify: bool = True
     resume: bool = True
+    keep_activations: bool = False
     tokenizer: SavesPretrained | None = None
 
 
@@ -167,7 +171,8 @@ def run_job(
     stop: bool | None = False
     with calibrating(root):
         try:
-            for record in calibrate(job.run, writer or Unwritten()):
+            keep_in = output_dir / FOLDER if output_dir is not None and job.settings.keep_activations else None
+            for record in calibrate(job.run, writer or Unwritten(), keep_in):
                 records.append(record)
                 stop = yield record
                 if stop or len(records) == max_subgraphs:
@@ -179,6 +184,7 @@ def run_job(
         verification = None
         if writer is not None and not partial:
             writer.close(job.settings.tokenizer)
+            shutil.rmtree(writer.folder / FOLDER, ignore_errors=True)
             verification = _verified(job, writer.folder)
     total_s = job.prepare_s + time.perf_counter() - start
     report = _report(job, records, bytes_before, total_s, writer, num_resumed, verification)

@@ -1,0 +1,77 @@
+"""Activations kept on disk between subgraphs, so that an interrupted run need not compute them again.
+
+After a subgraph the cache holds all that later ones read. It is written batch by batch into a folder that gets its
+name, the subgraph's number, when all of it is there; then the folder of the subgraph before is removed.
+"""
+
+import pickle
+import shutil
+from pathlib import Path
+
+import torch
+
+from lightning_compress.calibration.flow import Flow
+from lightning_compress.calibration.resume import replacing, sync
+from lightning_compress.errors import OutputDirectoryError
+
+FOLDER = "activations"
+
+
+def save_boundary(folder: Path, index: int, flow: Flow) -> None:
+    """Write what the cache holds after subgraph `index`.
+
+    Raises:
+        OutputDirectoryError: no room.
+    """
+    partial, final = folder / f".{index:05d}.partial", folder / f"{index:05d}"
+    try:
+        folder.mkdir(exist_ok=True)
+        for leftover in folder.glob(".*.partial"):
+            shutil.rmtree(leftover)
+        partial.mkdir()
+        for batch in range(len(flow.cache)):
+            values = {node.name: value for node, value in flow.cache.load(batch, flow.cache.keys(batch)).items()}
+            with replacing(partial / f"{batch:06d}.pt") as file:
+                torch.save(values, file)
+        partial.rename(final)
+        sync(folder)
+    except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
+        shutil.rmtree(partial, ignore_errors=True)
+        raise OutputDirectoryError(
+            f"The activations behind {flow.subgraphs[index].name} could not be kept in {folder}, where "
+            f"{shutil.disk_usage(folder.parent).free / 1e6:.1f} MB are free: {error}. Make room, or do without "
+            "(keep_activations=false), and start the same run again: the subgraph itself is finished."
+        ) from error
+    for older in folder.iterdir():
+        if older != final:
+            shutil.rmtree(older)
+
+
+def restore_boundary(folder: Path, flow: Flow, num_finished: int) -> int:
+    """Fill the cache with what was kept last, if that is of one of the first `num_finished` subgraphs.
+
+    Returns:
+        The number of the subgraph after which that was; -1: nothing was kept, and the cache is as before.
+
+    Raises:
+        OutputDirectoryError: it cannot be read.
+    """
+    kept = [int(path.name) for path in folder.glob("[0-9]*")] if folder.is_dir() else []
+    usable = [index for index in kept if index < num_finished]
+    if not usable or flow.traced is None:
+        return -1
+    index = max(usable)
+    nodes = {node.name: node for node in flow.traced.graph.nodes}
+    for batch in range(len(flow.cache)):
+        file = folder / f"{index:05d}" / f"{batch:06d}.pt"
+        try:
+            values = torch.load(file, map_location="cpu", weights_only=True)
+            found = {nodes[name]: value for name, value in values.items()}
+        except (OSError, RuntimeError, KeyError, EOFError, pickle.UnpicklingError) as error:
+            raise OutputDirectoryError(
+                f"The activations in {file} cannot be read: {error}. Delete the folder {folder} and start the same run "
+                "again: it computes them anew."
+            ) from error
+        flow.cache.store(batch, found)
+        flow.cache.retain(batch, set(found))
+    return index
