@@ -1,11 +1,12 @@
 """Peak host memory of a streamed compression against the model's depth: it should not grow.
 
-    python benchmarks/memory_depth.py [--depths 8 16 32 64] [--num-batches 4 16] [--work-dir DIR]
+    python benchmarks/memory_depth.py [--depths 8 16 32 64] [--num-batches 4 16] [--peer-venv DIR] [--work-dir DIR]
 
 Random Llamas in bfloat16, 1024 wide, intermediate 2816, vocabulary 4096 (26 MB a layer), written by this script;
 W4A16 GPTQ in groups of 128, samples of 256 tokens in batches of 4, activations in a file. Every run is a fresh process;
 its peak is VmHWM, its idle size that after imports. `finish s` is the time from the last subgraph's shard to the
-report; `save.py` looks closer.
+report; `save.py` looks closer. With --peer-venv (an environment as `gptq_vs_llmcompressor.py` makes one) a second line
+is LLM Compressor's with all weights offloaded to disk, its peak that after saving.
 """
 
 import argparse
@@ -29,9 +30,17 @@ LlamaForCausalLM(config).bfloat16().save_pretrained(sys.argv[1], max_shard_size=
 """
 
 
-def run(model: Path, num_batches: int, work_dir: Path, *options: str, keep: bool = False) -> dict[str, Any]:
+def run(
+    model: Path,
+    num_batches: int,
+    work_dir: Path,
+    *options: str,
+    keep: bool = False,
+    script: tuple[Path | str, str] = (sys.executable, "_streamed.py"),
+) -> dict[str, Any]:
     out = work_dir / "out"
-    command = [sys.executable, HERE / "_streamed.py", model, out, "--num-batches", num_batches, *options]
+    python, file = script
+    command = [python, HERE / file, model, out, "--num-batches", num_batches, *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "2"}
     done = subprocess.run([str(word) for word in command], env=environment, capture_output=True, text=True)
     if not keep:
@@ -48,6 +57,7 @@ def main() -> None:
     parser.add_argument("--depths", type=int, nargs="+", default=[8, 16, 32, 64])
     parser.add_argument("--num-batches", type=int, nargs="+", default=[4, 16])
     parser.add_argument("--activation-budget", type=int, default=0)
+    parser.add_argument("--peer-venv", type=Path)
     parser.add_argument("--json", type=Path, default=Path("outputs/memory_depth.json"))
     arguments = parser.parse_args()
     rows = []
@@ -68,6 +78,15 @@ def main() -> None:
                 f" {row['total_s']:8.1f}",
                 flush=True,
             )
+            if arguments.peer_venv is not None:
+                script = (arguments.peer_venv / "bin" / "python", "_peer_streamed.py")
+                rows[-1]["peer"] = peer = run(model, num_batches, arguments.work_dir, script=script)
+                over = peer["peak_bytes"] - peer["idle_bytes"]
+                print(
+                    f"{'':7}{'LLM Compressor':18} {peer['idle_bytes'] / 1e6:8.0f} {peer['peak_bytes'] / 1e6:8.0f}"
+                    f" {over / 1e6:10.0f} {'':18} {peer['total_s']:8.1f}",
+                    flush=True,
+                )
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
     arguments.json.write_text(json.dumps(rows, indent=2))
 
