@@ -51,7 +51,7 @@ def main() -> None:
         recipe = GPTQModifier(
             config_groups={"group_0": QuantizationScheme(targets=["Linear"], weights=weights)}, ignore=["lm_head"]
         )
-        loader = DataLoader(rows, batch_size=4)  # type: ignore[var-annotated, arg-type]
+        loader = DataLoader([{"input_ids": row} for row in tokens], batch_size=4)  # type: ignore[var-annotated, arg-type]
         unused = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, unk_token="a")))
         oneshot(model=model, processor=unused, dataset=loader, recipe=recipe, pipeline="sequential")
         solved_bytes, solved_s = peak_bytes(), time.perf_counter() - start
