@@ -44,9 +44,7 @@ def main() -> None:
             model = LlamaForCausalLM.from_pretrained(
                 arguments.model, dtype=torch.bfloat16, device_map={"": "disk"}, offload_folder=folder
             )
-        rows = [
-            {"input_ids": ids} for ids in torch.randint(0, model.config.vocab_size, (4 * arguments.num_batches, 256))
-        ]
+        tokens = torch.randint(0, model.config.vocab_size, (4 * arguments.num_batches, 256))
         weights = QuantizationArgs(num_bits=4, type="int", symmetric=True, strategy="group", group_size=128)
         recipe = GPTQModifier(
             config_groups={"group_0": QuantizationScheme(targets=["Linear"], weights=weights)}, ignore=["lm_head"]
