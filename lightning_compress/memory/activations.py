@@ -62,6 +62,11 @@ class _View:
         return storage[:whole].view(self.dtype).as_strided(self.shape, self.stride, self.storage_offset)
 
 
+def _identity(tensor: Tensor) -> int:
+    """Equal for tensors in one storage, fake ones too."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 @final
 class ActivationCache:
     """For each batch a mapping from a graph's values to tensors (or trees of them, or plain numbers).
@@ -141,17 +146,20 @@ class ActivationCache:
 
     def _keep(self, batch: int, values: Mapping[fx.Node, object], *, spill: bool) -> None:
         waiting = [leaf.held for leaf in self._leaves(self._values[batch])]
-        known = {held.place.data_ptr(): held for held in waiting if isinstance(held.place, Tensor)}
+        known = {_identity(held.place): held for held in waiting if isinstance(held.place, Tensor)}
 
         def kept(leaf: object) -> object:
             if not isinstance(leaf, Tensor):
                 return leaf
-            if leaf.untyped_storage().nbytes() > 1.5 * leaf.nbytes:
+            is_part = leaf.untyped_storage().nbytes() > 1.5 * leaf.nbytes
+            if is_part:
                 leaf = leaf.clone(memory_format=torch.contiguous_format)
             storage = torch.empty(0, dtype=torch.uint8, device=leaf.device).set_(leaf.untyped_storage())
-            held = known.get(storage.data_ptr()) or self._held(storage, spill)
-            if storage.numel():
-                known[storage.data_ptr()] = held
+            held = known.get(_identity(storage)) if not is_part else None
+            if held is None:
+                held = self._held(storage, spill)
+            if not is_part:  # its storage may be gone before the next one is looked at, which then may be in its place
+                known[_identity(storage)] = held
             held.readers += 1
             return _View(held, leaf.dtype, tuple(leaf.shape), tuple(leaf.stride()), int(leaf.storage_offset()))
 
