@@ -157,7 +157,7 @@ def factorize(gram: Tensor, damping: float, activation_order: bool = True) -> Fa
         first_to_last = diagonal.argsort(descending=True, stable=True)
     order = first_to_last.flip(0)
     tried = damping
-    while (lower := _cholesky(gram.index_select(0, order).index_select(1, order), tried * mean)) is None:
+    while (lower := _cholesky(_reordered(gram, order), tried * mean)) is None:
         if tried >= _MAX_DAMPING:
             raise SolveError(
                 f"The Gram of {num_channels} input channels cannot be factorized even with damping {tried:g}: "
@@ -174,6 +174,14 @@ def factorize(gram: Tensor, damping: float, activation_order: bool = True) -> Fa
         added=tried * mean,
         notes=(raised,) if tried != damping else (),
     )
+
+
+def _reordered(gram: Tensor, order: Tensor) -> Tensor:
+    """The Gram [I, I] with rows and columns in `order`, by panels: whole, a third matrix would exist for a moment."""
+    result = torch.empty_like(gram)
+    for panel, rows in zip(result.split(_PANEL), order.split(_PANEL), strict=True):
+        torch.index_select(gram.index_select(0, rows), 1, order, out=panel)
+    return result
 
 
 def _cholesky(matrix: Tensor, added: float) -> Tensor | None:
