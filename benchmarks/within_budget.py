@@ -106,7 +106,8 @@ def main() -> None:
     if status:
         raise SystemExit(status)
     report = json.loads((out / "report.json").read_text())
-    row = {"model_bytes": size, "peak_bytes": peak, "seconds": seconds, **(report.get("host") or {})}
+    row = {"model_bytes": size, "peak_bytes": peak, "seconds": seconds, **(report.get("memory") or {})}
+    row["high_water"] = [subgraph["peak_bytes"] for subgraph in report["subgraphs"]]
     print(json.dumps(row, indent=2))
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
     arguments.json.write_text(json.dumps(row, indent=2))

@@ -31,3 +31,7 @@ class SolveError(CompressionError):
 
 class OutputDirectoryError(CompressionError):
     """The output folder cannot be written to."""
+
+
+class BudgetError(CompressionError):
+    """A budget of memory cannot hold the run."""

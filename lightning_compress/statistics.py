@@ -181,6 +181,11 @@ class MinMax(Statistic):
         }
 
 
+def matrix_bytes(num_channels: int) -> int:
+    """At most alive inside `InputGram.matrix`, with its result: a block of rows in both precisions beside it."""
+    return 4 * num_channels**2 + 24 * _BLOCK * num_channels
+
+
 def _spans(num_channels: int) -> list[tuple[int, int]]:
     """Start and end of every column block.
 

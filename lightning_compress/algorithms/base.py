@@ -18,7 +18,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
-from lightning_compress.algorithms.scales import Grid, Scales, choose_scales
+from lightning_compress.algorithms.scales import Grid, Scales, choose_scales, num_groups
 from lightning_compress.errors import NonFiniteError, SolveError
 from lightning_compress.statistics import InputGram, Statistic
 
@@ -140,6 +140,31 @@ class Algorithm(ABC):
     def solve_rows(self, weight: Tensor, rows: slice, prepared: Prepared) -> Solved:
         """Solve the rows `rows` of `weight` [O, I], one of its `row_tiles`."""
 
+    @abstractmethod
+    def prepare_bytes(self, num_rows: int, num_channels: int, args: QuantizationArgs, has_gram: bool) -> tuple[int, int]:
+        """At most alive while `prepare` runs on a weight [O, I], and of that what it returns, beside its arguments.
+
+        `has_gram`: an `InputGram` is among the statistics, whether the algorithm asks for one or not.
+        """
+
+    @abstractmethod
+    def tile_bytes(self, num_rows: int, num_channels: int, args: QuantizationArgs, has_gram: bool) -> int:
+        """At most alive inside `solve_rows` for R rows of I channels, with its result, beside its arguments."""
+
+    def workspace_bytes(self, num_rows: int, num_channels: int, args: QuantizationArgs, has_gram: bool) -> int:
+        """At most alive inside `solve` of a weight [O, I], with its result, beside weight and statistics.
+
+        A closed form of those above: while preparing; then beside what is prepared the largest tile with the results of
+        all others, or all results twice, when they are joined.
+        """
+        tiles = row_tiles(num_rows)
+        height = tiles[0].stop
+        peak, held = self.prepare_bytes(num_rows, num_channels, args, has_gram)
+        tile = self.tile_bytes(height, num_channels, args, has_gram)
+        others = result_bytes(num_rows - height, num_channels, args)
+        joined = 2 * result_bytes(num_rows, num_channels, args) if len(tiles) > 1 else 0
+        return max(peak, held + max(tile + others, joined))
+
     def solve(
         self,
         weight: Tensor,
@@ -175,6 +200,15 @@ def row_tiles(num_rows: int) -> list[slice]:
     num_tiles = -(-num_rows // ROW_TILE)
     height = -(-num_rows // (num_tiles * 64)) * 64
     return [slice(start, min(start + height, num_rows)) for start in range(0, num_rows, height)]
+
+
+def result_bytes(num_rows: int, num_channels: int, args: QuantizationArgs) -> int:
+    """At most the bytes of the `Solved` of a weight [O, I]: codes, float32 scales, zero-points, errors and energies.
+
+    >>> result_bytes(10, 256, QuantizationArgs(num_bits=4, strategy="group", group_size=128))
+    2820
+    """
+    return num_rows * (num_channels + 5 * num_groups(num_channels, args) + 16)
 
 
 def join(parts: Sequence[Solved]) -> Solved:

@@ -44,9 +44,9 @@ from lightning_compress.algorithms.base import (
     input_gram,
     row_products,
 )
-from lightning_compress.algorithms.scales import Grid, Scales, make_grid, tensor_scales
+from lightning_compress.algorithms.scales import Grid, Scales, make_grid, num_groups, scales_bytes, tensor_scales
 from lightning_compress.errors import NonFiniteError, SolveError
-from lightning_compress.statistics import InputGram, Statistic
+from lightning_compress.statistics import InputGram, Statistic, matrix_bytes
 
 _SUB_BLOCK = 16
 _PANEL = 128
@@ -79,6 +79,19 @@ class Gptq(Algorithm):
 
     def statistics(self, weights: QuantizationArgs) -> tuple[type[Statistic], ...]:
         return (InputGram,)
+
+    def prepare_bytes(self, num_rows: int, num_channels: int, args: QuantizationArgs, has_gram: bool) -> tuple[int, int]:
+        gram, vectors = 4 * num_channels**2, 40 * num_channels
+        panels = 3 * 4 * _PANEL * num_channels  # of the reordered Gram, and of the factor that takes its place
+        scales = scales_bytes(num_rows, num_channels, args, self.scale_search) if args.strategy == "tensor" else 0
+        return max(matrix_bytes(num_channels), 2 * gram + vectors + max(panels, scales)), 2 * gram + vectors
+
+    def tile_bytes(self, num_rows: int, num_channels: int, args: QuantizationArgs, has_gram: bool) -> int:
+        # [R, I] each: the weight and w - q as float32, codes, codes in their own order, and transposed
+        matrices = num_rows * num_channels * (4 + 4 + 1 + 1 + 1)
+        blocks = 3 * 4 * num_rows * min(self.block_size, num_channels)  # targets, rounded values, a product
+        stored = num_rows * (13 * num_groups(num_channels, args) + 32)
+        return max(matrices + blocks + stored, scales_bytes(num_rows, num_channels, args, self.scale_search))
 
     @torch.no_grad()
     def prepare(

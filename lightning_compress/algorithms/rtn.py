@@ -17,8 +17,15 @@ from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
 from lightning_compress.algorithms.base import Algorithm, Prepared, Solved, check_weight, input_gram, row_products
-from lightning_compress.algorithms.scales import make_grid, round_to_grid, tensor_scales, values_of
-from lightning_compress.statistics import Statistic
+from lightning_compress.algorithms.scales import (
+    make_grid,
+    num_groups,
+    round_to_grid,
+    scales_bytes,
+    tensor_scales,
+    values_of,
+)
+from lightning_compress.statistics import Statistic, matrix_bytes
 
 
 @final
@@ -35,6 +42,17 @@ class Rtn(Algorithm):
 
     def statistics(self, weights: QuantizationArgs) -> tuple[type[Statistic], ...]:
         return ()
+
+    def prepare_bytes(self, num_rows: int, num_channels: int, args: QuantizationArgs, has_gram: bool) -> tuple[int, int]:
+        gram = 4 * num_channels**2 if has_gram else 0
+        scales = scales_bytes(num_rows, num_channels, args, self.scale_search) if args.strategy == "tensor" else 0
+        return max(matrix_bytes(num_channels) if has_gram else 0, gram + scales), gram
+
+    def tile_bytes(self, num_rows: int, num_channels: int, args: QuantizationArgs, has_gram: bool) -> int:
+        # [R, I] each: codes, weight, values and their factor as float32; or codes, a difference, its double, the square
+        per_weight = 1 + 4 + 4 + 4 if has_gram else 1 + 4 + 8 + 8
+        matrices = num_rows * (num_channels * per_weight + 16) + 13 * num_rows * num_groups(num_channels, args)
+        return max(matrices, scales_bytes(num_rows, num_channels, args, self.scale_search))
 
     @torch.no_grad()
     def prepare(

@@ -154,6 +154,24 @@ def choose_scales(weight: Tensor, weighting: Tensor | None, grid: Grid, search: 
     return search_scales(weight, weighting, grid) if search else minmax_scales(weight, grid)
 
 
+def num_groups(num_channels: int, args: QuantizationArgs) -> int:
+    """Groups G of a row of I channels under a scheme."""
+    return num_channels // args.group_size if args.group_size and args.group_size > 0 else 1
+
+
+def scales_bytes(num_rows: int, num_channels: int, args: QuantizationArgs, search: bool) -> int:
+    """At most alive inside `choose_scales` for R rows of I channels, with its result, beside its arguments.
+
+    A search judges two scales per shrink factor: at its end there are the scales, both moments and three terms of the
+    error of each, and about the halves that they came from. Its tiles are four float32 copies of some rows, and two of
+    the next.
+    """
+    per_group = 4 * 13 * len(SHRINKS) if search else 20
+    tile = min(max(_TILE_ELEMENTS, num_channels), num_rows * num_channels)
+    tiles = 6 * 4 * tile + 12 * num_channels if search else 0
+    return num_rows * num_groups(num_channels, args) * per_group + tiles
+
+
 def tensor_scales(
     weight: Tensor, weighting: Tensor | None, grid: Grid, search: bool, row_splits: Sequence[int]
 ) -> Scales | None:

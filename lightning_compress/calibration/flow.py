@@ -109,6 +109,7 @@ def run_step(
             changed = {node: value for node, value in values.items() if before.get(node) != versions(value)}
             flow.cache.store(batch, {node: value for node, value in changed.items() if node in outliving})
             flow.cache.retain(batch, outliving)
+            del changed  # what went to the file must not live on while the next batch runs
         yield values
         del values
 

@@ -33,6 +33,7 @@ from lightning_compress.calibration.solve import QuantizedModule, Restored, appl
 from lightning_compress.errors import SolveError
 from lightning_compress.graph.stages import Group, Source, Step, Subgraph
 from lightning_compress.graph.trace import Leaf
+from lightning_compress.memory.buffers import trim_heap
 from lightning_compress.memory.tracker import peak_bytes, reset_peak
 from lightning_compress.recipe.resolve import ResolvedRecipe
 from lightning_compress.statistics import Statistic
@@ -140,6 +141,8 @@ def _solve(progress: _Progress, subgraph: Subgraph, index: int, first_step: int,
     for number, step in enumerate(subgraph.steps, first_step):
         _run_step(progress, step, number)
         clock.lap("run")
+        if run.flow.placement.is_tight:
+            trim_heap()  # holes that activations left do not serve what a solve asks for
         for group in step.solve:
             gathered = _merged(run, group, statistics)
             num_tokens = max([num_tokens, *(statistic.num_tokens for statistic in gathered.values())])

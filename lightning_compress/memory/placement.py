@@ -87,6 +87,7 @@ class Placement:
         prefetch_depth: how many subgraphs ahead of the one that computes weights are read and copied; 0: none.
         activation_budget: bytes of activations that may wait on `cache_device`; None: all of them.
         scratch_dir: folder of the file for the others; None: the system's temporary folder.
+        is_tight: there is a budget of host memory, so what is freed is given back to the system at once.
     """
 
     device: torch.device
@@ -96,6 +97,7 @@ class Placement:
     prefetch_depth: int = 1
     activation_budget: int | None = None
     scratch_dir: Path | None = None
+    is_tight: bool = False
 
 
 def placement(memory: MemoryConfig, device: torch.device, source: WeightSource | None) -> Placement:
@@ -107,4 +109,5 @@ def placement(memory: MemoryConfig, device: torch.device, source: WeightSource |
         prefetch_depth=memory.prefetch_depth,
         activation_budget=memory.num_bytes("activation_budget"),
         scratch_dir=None if memory.scratch_dir is None else Path(memory.scratch_dir),
+        is_tight=memory.host_budget is not None,
     )

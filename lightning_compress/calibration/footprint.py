@@ -1,0 +1,288 @@
+"""What a run will need of memory, subgraph by subgraph, before any work: the table that `memory.budget` fits.
+
+Method: the run's own code, `flow.run_step`, runs on fake tensors of the largest batch, while every storage is followed:
+batches, and statistics with them, are what the same code takes on real tensors. Solving looks at values, so its part is
+the closed form that each algorithm states (`Algorithm.workspace_bytes`); packing's is a constant of compressed-tensors
+per weight. Values of the other batches are those of the largest, in the ratio of their sizes.
+
+A module that cannot run on fake tensors because it reads values (a loop over experts) is given an allowance: float32
+copies of its inputs and outputs, and per token of all outputs of its matrices. That is more than a feed-forward or a
+convolution takes; scores that attention inside it would write down, token by token, it does not cover.
+
+Alternative not taken: adding up sizes of the graph's values. Half of what a norm takes happens inside it, and views and
+in-place writes have to be told from copies.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx, nn
+
+from lightning_compress.algorithms.base import result_bytes
+from lightning_compress.calibration.flow import Flow, Values, run_step
+from lightning_compress.calibration.loop import Calibration
+from lightning_compress.calibration.observe import Statistics, observing
+from lightning_compress.calibration.solve import InputQuantizer, quantize_inputs
+from lightning_compress.graph.compat import (
+    attributes_restored,
+    calls_replaced,
+    fake_like,
+    new_fake_mode,
+    pytree,
+    replace_by_fakes,
+)
+from lightning_compress.graph.leaf import Leaf
+from lightning_compress.graph.stages import Group, Source, Step, Subgraph
+from lightning_compress.graph.trace import Traced
+from lightning_compress.graph.values import concrete, expression
+from lightning_compress.memory.activations import _LEAST_SPILLED as LEAST_SPILLED
+from lightning_compress.memory.activations import ActivationCache, nbytes
+from lightning_compress.memory.budget import Moment, Needs
+from lightning_compress.memory.tracker import LiveMemory
+from lightning_compress.statistics import InputGram, Statistic
+
+PACKING = 16
+"""Bytes per weight that compressed-tensors has alive while it packs one module, its result included (0.19 and 0.20)."""
+_CPU = torch.device("cpu")
+
+
+def footprint(run: Calibration, batches: Sequence[Sequence[Tensor]]) -> tuple[Needs, ...]:
+    """The table of a prepared run; changes nothing.
+
+    Args:
+        run: what will be done.
+        batches: the tensors of each batch, in the order of the graph's placeholders; none where nothing runs.
+    """
+    meter = _Meter(run, batches)
+    rows: list[Needs] = []
+    number = 0
+    with meter.on_fakes():
+        for subgraph in run.flow.subgraphs:
+            moments: list[Moment] = []
+            packed = 0
+            for step in subgraph.steps:
+                moments += meter.run(step, number)
+                for group in step.solve:
+                    solve, size = meter.solve(group, packed)
+                    moments.append(solve)
+                    packed += size
+                meter.forget(step)
+                number += 1
+            moments.append(meter.write(subgraph, packed))
+            rows.append(Needs(subgraph.name, meter.brought(subgraph), tuple(moments)))
+    return tuple(rows)
+
+
+class _Meter:
+    """Follows the run on fake tensors; one subgraph after the other, step by step."""
+
+    def __init__(self, run: Calibration, batches: Sequence[Sequence[Tensor]]) -> None:
+        self._run = run
+        self._root = run.flow.root
+        self._brought = {part.name: _brought(run.flow, part) for part in run.flow.subgraphs}
+        self._statistics: Statistics = {}
+        self._memory = LiveMemory()
+        self._flow = run.flow
+        self._largest = max(batches, key=_numel, default=())
+        self._sizes = [_bindings(run.flow.traced, batch) for batch in batches] if run.flow.traced is not None else []
+        self._num_cached = 0  # bytes of the batch's values that wait now
+
+    @contextmanager
+    def on_fakes(self) -> Iterator[None]:
+        """Within: the model has fake parameters, and the largest batch waits in a cache of its own."""
+        traced = self._run.flow.traced
+        if traced is None:
+            yield
+            return
+        mode = new_fake_mode()
+        leaves = {node.target.name: node for node in traced.graph.nodes if isinstance(node.target, Leaf)}
+        placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
+        inputs = [fake_like(mode, tensor) for tensor in self._largest]
+        cache = ActivationCache([dict(zip(placeholders, inputs, strict=True))], home=_CPU, device=_CPU)
+        placement = replace(self._run.flow.placement, device=_CPU, cache_device=_CPU)
+        self._flow = replace(self._run.flow, cache=cache, placement=placement, masks={})
+        with attributes_restored(self._root):
+            replace_by_fakes(self._root, mode)
+            self._memory.ignore(*self._root.parameters(), *self._root.buffers(), *inputs)
+            modules = {name: self._root.get_submodule(name) for name in leaves}
+            with calls_replaced(modules, self._allowing(leaves)), torch.no_grad(), mode, self._memory:
+                yield
+
+    def run(self, step: Step, number: int) -> list[Moment]:
+        """The moment of the step's largest batch, beside all others that wait."""
+        if self._flow.traced is None or not step.nodes:
+            return []
+        before = self._waiting()
+        self._memory.reset_peak()
+        deque(run_step(self._flow, step, number, self._watch), maxlen=0)
+        statistics = _nbytes_of(self._statistics.values())
+        self._num_cached = self._memory.live_bytes - statistics
+        after = self._waiting()
+        self._quantize_inputs(step)
+        large, small = (_worst_mixture(earlier, later) for earlier, later in zip(before, after, strict=True))
+        in_flight = max(before[0], default=0) + max(after[0], default=0)
+        batch = self._memory.peak_bytes - statistics
+        return [Moment("batch", "", large, small, in_flight, batch, statistics)]
+
+    def solve(self, group: Group, packed: int) -> tuple[Moment, int]:
+        """The moment at which a group is solved or packed, with `packed` bytes there already, and how many it adds."""
+        assignment = self._run.resolved.assignments[group.members[0]]
+        weights = [self._root.get_submodule(name).get_parameter("weight") for name in group.members]
+        num_rows, num_channels = sum(len(weight) for weight in weights), weights[0].shape[1]
+        gathered = [self._statistics[source] for source in group.sources if source in self._statistics]
+        has_gram = any(InputGram in found for found in gathered)
+        workspace = assignment.algorithm.workspace_bytes(num_rows, num_channels, assignment.weights, has_gram)
+        merged = _nbytes_of(gathered[:1]) if len(gathered) > 1 else 0
+        stacked = num_rows * num_channels * weights[0].itemsize
+        results = result_bytes(num_rows, num_channels, assignment.weights)
+        added = results - num_rows * num_channels * (8 - assignment.weights.num_bits) // 8
+        packing = PACKING * max(weight.numel() for weight in weights)
+        large, small = (sum(sizes) for sizes in self._waiting())
+        most = packed + merged + max(stacked + workspace, results + added + packing)
+        statistics = _nbytes_of(self._statistics.values())
+        return Moment("solve", ", ".join(group.members), large, small, 0, 0, statistics, most), added
+
+    def write(self, subgraph: Subgraph, packed: int) -> Moment:
+        """The moment at which a subgraph's shard, with `packed` bytes of modules, is read back tensor by tensor."""
+        large, small = (sum(sizes) for sizes in self._waiting())
+        tensors = _tensors(self._root, subgraph)
+        kept = [tensor.nbytes for name, tensor in tensors.items() if name.removesuffix(".weight") not in subgraph.solved]
+        copied = sum(kept) if self._run.flow.device.type != "cpu" else 0
+        statistics = _nbytes_of(self._statistics.values())
+        workspace = packed + copied + max([*kept, packed])
+        return Moment("write", "", large, small, 0, 0, statistics, workspace)
+
+    def forget(self, step: Step) -> None:
+        """As the run does, when a step's groups are solved."""
+        for source in step.forget:
+            self._statistics.pop(source, None)
+
+    def brought(self, subgraph: Subgraph) -> int:
+        """Bytes of the weights that are not where they are used."""
+        return self._brought[subgraph.name]
+
+    def _waiting(self) -> tuple[list[int], list[int]]:
+        """For each batch the bytes of the values that wait now: of those that may go to the file, and of small ones.
+
+        Views keep the whole storage that they are of, which only the live bytes tell.
+        """
+        if self._flow.traced is None:
+            return [], []
+        values = self._flow.cache.load(0, set(self._flow.last))
+        cached = {node: value for node, value in values.items() if node.op != "placeholder"}
+        leaves = [leaf.nbytes for leaf in pytree.tree_leaves(list(cached.values())) if isinstance(leaf, Tensor)]
+        if not leaves:
+            return [0] * len(self._sizes), [0] * len(self._sizes)
+        small = sum(size for size in leaves if size < LEAST_SPILLED) / sum(leaves)
+        known: dict[tuple[object, ...], int] = {}
+        totals = []
+        for sizes in self._sizes:
+            key = tuple(sizes.values())
+            if key not in known:
+                known[key] = sum(nbytes(concrete(node.meta.get("val"), sizes)) for node in cached)
+            totals.append(known[key] * self._num_cached / max(sum(leaves), 1))
+        return [round(total * (1 - small)) for total in totals], [round(total * small) for total in totals]
+
+    @contextmanager
+    def _watch(self, sources: Sequence[Source], values: Values) -> Iterator[None]:
+        """Gather statistics; where a mask leaves padding out, the other tokens are copied."""
+        run = self._run
+        masked = [nbytes(source.node.meta.get("val")) for source in sources if source in run.flow.masks]
+        with observing(self._root, sources, values, {}, run.needs, self._statistics):
+            copied = torch.empty(int(max(masked, default=0)), dtype=torch.uint8)
+            yield
+        del copied
+
+    def _quantize_inputs(self, step: Step) -> None:
+        """What is solved computes with quantized inputs from then on."""
+        for name in (name for group in step.solve for name in group.members):
+            args = self._run.resolved.assignments[name].scheme.input_activations
+            if args is not None:
+                module = self._root.get_submodule(name)
+                scale = None if args.dynamic else torch.ones(1, dtype=module.get_parameter("weight").dtype)
+                zero_point = None if args.dynamic or args.symmetric else torch.zeros(1, dtype=torch.int8)
+                quantize_inputs(module, InputQuantizer(args, scale, zero_point))
+
+    def _allowing(self, leaves: Mapping[str, fx.Node]) -> Callable[[str, nn.Module], Callable[..., Any]]:
+        """Calls that fail on fake tensors take their allowance and return what was traced."""
+
+        def wrap(name: str, module: nn.Module) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                try:
+                    return module._call_impl(*args, **kwargs)
+                except Exception:  # whatever it is: how a module fails that looks at values is its own affair
+                    output = concrete(leaves[name].meta.get("val"), self._sizes_of_largest)
+                    torch.empty(_allowance(module, (args, kwargs), output), dtype=torch.uint8)
+                    return output
+
+            return call
+
+        return wrap
+
+    @property
+    def _sizes_of_largest(self) -> Mapping[sympy.Symbol, int]:
+        assert self._run.flow.traced is not None
+        return _bindings(self._run.flow.traced, self._largest)
+
+
+def _numel(batch: Sequence[Tensor]) -> int:
+    return sum(tensor.numel() for tensor in batch)
+
+
+def _bindings(traced: Traced, batch: Sequence[Tensor]) -> dict[sympy.Symbol, int]:
+    """The symbols of the traced sizes in a batch of these tensors."""
+    found: dict[sympy.Symbol, int] = {}
+    placeholders = (node for node in traced.graph.nodes if node.op == "placeholder")
+    for node, tensor in zip(placeholders, batch, strict=True):
+        for symbol, size in zip(map(expression, node.meta["val"].shape), tensor.shape, strict=True):
+            if symbol.is_Symbol:
+                found.setdefault(symbol, size)
+    return found
+
+
+def _tensors(root: nn.Module, subgraph: Subgraph) -> dict[str, Tensor]:
+    """The parameters and buffers that a subgraph brings, each once."""
+    named: dict[str, Tensor] = {}
+    for module in subgraph.modules:
+        part = root.get_submodule(module)
+        named.update({f"{module}.{key}": tensor for key, tensor in (*part.named_parameters(), *part.named_buffers())})
+    for name in subgraph.tensors:
+        owner, _, key = name.rpartition(".")
+        named[name] = getattr(root.get_submodule(owner), key)
+    return {name: tensor for tensor, name in {id(t): (t, n) for n, t in reversed(list(named.items()))}.values()}
+
+
+def _brought(flow: Flow, subgraph: Subgraph) -> int:
+    tensors = _tensors(flow.root, subgraph).values()
+    return sum(tensor.nbytes for tensor in tensors if tensor.is_meta or tensor.device.type != flow.device.type)
+
+
+def _nbytes_of(gathered: Iterable[Mapping[type[Statistic], Statistic]]) -> int:
+    """Bytes of statistics."""
+    found = (statistic for entry in gathered for statistic in entry.values())
+    return sum(tensor.nbytes for statistic in found for tensor, _ in statistic.reductions().values())
+
+
+def _worst_mixture(before: Sequence[int], after: Sequence[int]) -> int:
+    """While the batches pass a step, the earlier ones have its results, the later ones what it reads: the most that all
+    but the one at hand take together.
+
+    >>> _worst_mixture([1, 1, 1], [5, 5, 5]), _worst_mixture([], [])
+    (10, 0)
+    """
+    done, left = [0, *accumulate(after)], [0, *accumulate(reversed(before))][::-1]
+    return max((done[number] + left[number + 1] for number in range(len(before))), default=0)
+
+
+def _allowance(module: nn.Module, given: object, output: object) -> int:
+    """See the module's docstring."""
+    tensors = [leaf for leaf in pytree.tree_leaves((given, output)) if isinstance(leaf, Tensor)]
+    num_tokens = max((leaf.numel() // leaf.shape[-1] for leaf in tensors if leaf.ndim and leaf.shape[-1]), default=0)
+    widths = sum(parameter.shape[-2] for parameter in module.parameters() if parameter.ndim > 1)
+    return 4 * (sum(leaf.numel() for leaf in tensors) + num_tokens * widths)

@@ -1,0 +1,253 @@
+"""What a run needs at its worst moments, and how it is fitted into budgets, before any work.
+
+Method: `calibration.footprint` fills a table, per subgraph the bytes of its weights and of every moment at which much is
+alive at once; `fit` finds the largest prefetch depth, and what may wait in memory between steps, with which all of it
+stays within the budgets. Home of weights and device are given: a model in memory stays there, and one on disk is read
+one subgraph at a time, because a calibration comes by every subgraph once, so weights that stay anywhere else would
+serve nobody.
+
+Alternative not taken: measuring, and giving room where it gets tight. A run that dies after hours because its last
+layer is wider than the others could have said so before the first.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, final
+
+import torch
+
+from lightning_compress.errors import BudgetError
+
+What = Literal["batch", "solve", "write", "verification"]
+_NAMES = {
+    "held": "held by the process before the run",
+    "weights": "weights",
+    "prefetch": "weights of the next subgraph",
+    "waiting": "activations that wait",
+    "in_flight": "activations from and to the file",
+    "batch": "a batch",
+    "statistics": "statistics",
+    "workspace": "the solve's, packing's or writing's workspace",
+}
+_REMEDIES = {
+    "weights": "sequential_targets of smaller modules",
+    "waiting": "a smaller activation_budget",
+    "in_flight": "a smaller batch size or shorter samples",
+    "batch": "a smaller batch size or shorter samples",
+    "statistics": "sequential_targets of smaller modules",
+    "workspace": "the algorithm rtn for, or `ignore` of, the widest modules",
+    "verification": "verify=False, or weights that stay on disk (`weights=`, model.load=disk)",
+}
+
+
+@final
+@dataclass(frozen=True)
+class Moment:
+    """What is alive at once beside the weights, in bytes.
+
+    Attributes:
+        what: while a `batch` runs, a group is `solve`d and packed, a shard is `write`n, or all is read back.
+        of: the modules that are solved, or what else it is about.
+        waiting: of all batches but the one that runs, values that may wait in the scratch file.
+        fixed: of the same, those too small for it.
+        in_flight: what is on its way from and to that file, if it is used.
+        batch: values of the batch that runs.
+        statistics: sums over tokens.
+        workspace: what a solve, packing or writing makes, and what is packed and not written yet.
+    """
+
+    what: What
+    of: str
+    waiting: int = 0
+    fixed: int = 0
+    in_flight: int = 0
+    batch: int = 0
+    statistics: int = 0
+    workspace: int = 0
+
+
+@final
+@dataclass(frozen=True)
+class Needs:
+    """A subgraph's row of the table.
+
+    Attributes:
+        name: of the subgraph.
+        weights: bytes that it brings; none of those whose home is where it runs.
+        moments: in the order of the run.
+    """
+
+    name: str
+    weights: int
+    moments: tuple[Moment, ...]
+
+
+@final
+@dataclass(frozen=True)
+class Budgets:
+    """What there is, in bytes; None: no limit.
+
+    Attributes:
+        host: of the process, `held` included.
+        held: what the process holds before the run begins.
+        device: of what the run has on the device.
+        activations: what the user lets wait in memory.
+        depth: how many subgraphs ahead the user wants to bring.
+        cache_on_device: values wait on the device.
+        has_weights: `held` includes the model's weights.
+    """
+
+    host: int | None
+    held: int
+    device: int | None = None
+    activations: int | None = None
+    depth: int = 1
+    cache_on_device: bool = False
+    has_weights: bool = False
+
+
+@final
+@dataclass(frozen=True)
+class Fit:
+    """How the run stays within its budgets.
+
+    Attributes:
+        depth: how many subgraphs ahead of the one that computes weights are brought.
+        activations: bytes of values that may wait in memory; None: all.
+        host_bytes, device_bytes: what the run foresees to take, at most; the host's with what was held before.
+        notes: what is not as asked, as sentences.
+    """
+
+    depth: int
+    activations: int | None
+    host_bytes: int
+    device_bytes: int
+    notes: tuple[str, ...] = ()
+
+
+def fit(table: Sequence[Needs], device: torch.device, budgets: Budgets) -> Fit:
+    """The largest depth, and then the most activations in memory, that the budgets admit.
+
+    On a CPU the host holds all, and the device's budget is for what the run adds to it.
+
+    Raises:
+        BudgetError: a budget that cannot hold the run; says which could, what takes it, and what would lower it.
+    """
+    for depth in range(budgets.depth, -1, -1):
+        activations = _activations(table, device, budgets, depth)
+        host, on_device = (_most(table, device, budgets, place, depth, activations) for place in ("host", "device"))
+        if host.num_bytes <= _limit(budgets.host) and on_device.num_bytes <= _limit(budgets.device):
+            notes = _notes(budgets, depth, activations)
+            return Fit(depth, activations, host.num_bytes, on_device.num_bytes, notes)
+    if host.num_bytes > _limit(budgets.host):
+        raise BudgetError(_refusal("host_budget", budgets.host, host, budgets))
+    raise BudgetError(_refusal("device_budget", budgets.device, on_device, budgets))
+
+
+Place = Literal["host", "device"]
+
+
+@dataclass(frozen=True)
+class _Peak:
+    """A moment, and what it consists of in one place."""
+
+    row: Needs
+    moment: Moment
+    parts: dict[str, int]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.parts.values())
+
+
+def _limit(budget: int | None) -> float:
+    return float("inf") if budget is None else budget
+
+
+def _most(
+    table: Sequence[Needs], device: torch.device, budgets: Budgets, place: Place, depth: int, activations: int | None
+) -> _Peak:
+    """The moment that takes the most of a place."""
+    peaks = [
+        _Peak(row, moment, _parts(row, ahead, moment, device, budgets, place, activations))
+        for number, row in enumerate(table)
+        for ahead in [sum(later.weights for later in table[number + 1 : number + 1 + depth])]
+        for moment in row.moments
+    ]
+    return max(peaks, key=lambda peak: peak.num_bytes)
+
+
+def _parts(
+    row: Needs,
+    ahead: int,
+    moment: Moment,
+    device: torch.device,
+    budgets: Budgets,
+    place: Place,
+    activations: int | None,
+) -> dict[str, int]:
+    """What a moment takes of a place, by kind. `ahead`: weights of later subgraphs that are on their way."""
+    waiting = moment.waiting if activations is None else min(moment.waiting, activations)
+    is_spilling = activations is not None and activations < moment.waiting
+    cached = {"waiting": waiting + moment.fixed, "in_flight": moment.in_flight if is_spilling else 0}
+    window = {"weights": row.weights, "prefetch": ahead}
+    running = {"batch": moment.batch, "statistics": moment.statistics, "workspace": moment.workspace}
+    if device.type == "cpu":
+        return {**({"held": budgets.held} if place == "host" else {}), **window, **cached, **running}
+    is_host = place == "host"
+    on_host = is_host and moment.what in ("write", "verification")
+    return {
+        **({"held": budgets.held} if is_host else {}),
+        **window,  # on the host in pinned memory, which is kept and reused
+        **(cached if is_host != budgets.cache_on_device else {}),
+        **(running if on_host or not is_host else {}),
+    }
+
+
+def _activations(table: Sequence[Needs], device: torch.device, budgets: Budgets, depth: int) -> int | None:
+    """What may wait in memory: as the user says; else all, if that is within the budget, else what it leaves."""
+    if budgets.activations is not None:
+        return budgets.activations
+    place: Place = "device" if budgets.cache_on_device and device.type != "cpu" else "host"
+    places: tuple[Place, ...] = ("host", "device") if device.type == "cpu" else (place,)
+    limits = {"host": _limit(budgets.host), "device": _limit(budgets.device)}
+    if all(_most(table, device, budgets, each, depth, None).num_bytes <= limits[each] for each in places):
+        return None
+    left = min(limits[each] - _most(table, device, budgets, each, depth, 0).num_bytes for each in places)
+    return max(int(left), 0)
+
+
+def _notes(budgets: Budgets, depth: int, activations: int | None) -> tuple[str, ...]:
+    notes = []
+    if depth < budgets.depth:
+        notes.append(f"prefetch_depth is {depth}, not {budgets.depth}, to stay within the budget.")
+    if activations is not None and budgets.activations is None:
+        notes.append(f"Of the activations {gib(activations)} wait in memory, the rest in a file.")
+    return tuple(notes)
+
+
+def _refusal(name: str, given: int | None, peak: _Peak, budgets: Budgets) -> str:
+    assert given is not None
+    needed = peak.num_bytes
+    verb = {"batch": "runs", "solve": "is solved", "write": "is written", "verification": "is read back"}
+    parts = sorted(peak.parts.items(), key=lambda part: -part[1])
+    listed = ", ".join(f"{_NAMES[part]} {gib(size)}" for part, size in parts if size > needed / 100)
+    where = f"{peak.row.name}: {peak.moment.of}" if peak.moment.of else peak.row.name
+    lower = [_REMEDIES[part] for part, size in parts if part in _REMEDIES and size > needed / 20]
+    if peak.moment.what == "verification":
+        lower = [_REMEDIES["verification"]]
+    elif budgets.has_weights and name == "host_budget":
+        lower.append("weights that stay on disk (`weights=`, model.load=disk)")
+    return (
+        f"memory.{name}={gib(given)} cannot hold this run, the smallest that can is {needed} bytes ({gib(needed)}). "
+        f"It takes that while {where} {verb[peak.moment.what]}: {listed}. "
+        f"Lower it by {'; or '.join(lower) or 'using a smaller model'}."
+    )
+
+
+def gib(size: int) -> str:
+    """
+    >>> gib(1610612736)
+    '1.50 GiB'
+    """
+    return f"{size / 2**30:.2f} GiB"
