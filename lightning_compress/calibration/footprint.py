@@ -28,7 +28,6 @@ from lightning_compress.algorithms.base import result_bytes
 from lightning_compress.calibration.flow import Flow, Values, run_step
 from lightning_compress.calibration.loop import Calibration
 from lightning_compress.calibration.observe import Statistics, observing
-from lightning_compress.calibration.solve import InputQuantizer, quantize_inputs
 from lightning_compress.graph.compat import (
     attributes_restored,
     calls_replaced,
@@ -49,6 +48,8 @@ from lightning_compress.statistics import InputGram, Statistic
 
 PACKING = 16
 """Bytes per weight that compressed-tensors has alive while it packs one module, its result included (0.19 and 0.20)."""
+QUANTIZING = 4
+"""Copies of a module's input that exist while it is quantized and dequantized, the result included."""
 _CPU = torch.device("cpu")
 
 
@@ -202,12 +203,8 @@ class _Meter:
     def _quantize_inputs(self, step: Step) -> None:
         """What is solved computes with quantized inputs from then on."""
         for name in (name for group in step.solve for name in group.members):
-            args = self._run.resolved.assignments[name].scheme.input_activations
-            if args is not None:
-                module = self._root.get_submodule(name)
-                scale = None if args.dynamic else torch.ones(1, dtype=module.get_parameter("weight").dtype)
-                zero_point = None if args.dynamic or args.symmetric else torch.zeros(1, dtype=torch.int8)
-                quantize_inputs(module, InputQuantizer(args, scale, zero_point))
+            if self._run.resolved.assignments[name].scheme.input_activations is not None:
+                self._root.get_submodule(name).register_forward_pre_hook(_like_quantizing)
 
     def _allowing(self, leaves: Mapping[str, fx.Node]) -> Callable[[str, nn.Module], Callable[..., Any]]:
         """Calls that fail on fake tensors take their allowance and return what was traced."""
@@ -229,6 +226,14 @@ class _Meter:
     def _sizes_of_largest(self) -> Mapping[sympy.Symbol, int]:
         assert self._run.flow.traced is not None
         return _bindings(self._run.flow.traced, self._largest)
+
+
+def _like_quantizing(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Takes what `InputQuantizer` does (which must not run on fake tensors: compressed-tensors caches some of them)."""
+    if not args:
+        return args
+    torch.empty((QUANTIZING - 1) * args[0].nbytes, dtype=torch.uint8)
+    return (args[0].clone(), *args[1:])
 
 
 def _numel(batch: Sequence[Tensor]) -> int:

@@ -281,6 +281,13 @@ def _parts(root: nn.Module, subgraphs: Sequence[Subgraph]) -> list[list[str]]:
     return [*parts, *_rest(waiting)]
 
 
+def largest_rest(root: nn.Module, subgraphs: Sequence[Subgraph]) -> tuple[int, int]:
+    """Of what no subgraph holds the bytes of the largest shard, and of the largest tensor."""
+    state = root.state_dict(keep_vars=True)
+    parts = [[state[key].nbytes for key in keys] for keys in _parts(root, subgraphs)[len(subgraphs) :]]
+    return max(map(sum, parts), default=0), max((max(part) for part in parts), default=0)
+
+
 def _rest(sizes: Mapping[str, int]) -> Iterable[list[str]]:
     """Keys in parts of at most `_SHARD_BYTES`, or of one unit.
 

@@ -144,6 +144,39 @@ def fit(table: Sequence[Needs], device: torch.device, budgets: Budgets) -> Fit:
     raise BudgetError(_refusal("device_budget", budgets.device, on_device, budgets))
 
 
+@final
+@dataclass(frozen=True)
+class MemoryUse:
+    """Budgets and what became of them, for the report. Bytes.
+
+    Attributes:
+        host_budget, device_budget: what the user gave.
+        held_bytes: resident in the process before the run.
+        high_water_before: the process's peak until then.
+        host_bytes, device_bytes: foreseen, at most; the host's with what was held.
+        prefetch_depth, activation_budget: that the run was given to stay within; None: all activations in memory.
+        notes: what is not as asked.
+        peak_bytes: the process's own peak (VmHWM) after the run.
+    """
+
+    host_budget: int | None
+    device_budget: int | None
+    held_bytes: int
+    high_water_before: int
+    host_bytes: int
+    device_bytes: int
+    prefetch_depth: int
+    activation_budget: int | None
+    notes: tuple[str, ...]
+    peak_bytes: int
+
+    def summary(self) -> str:
+        """A line for the user."""
+        budget = "" if self.host_budget is None else f" of a budget of {gib(self.host_budget)}"
+        said = "".join(f" {note}" for note in self.notes)
+        return f"host memory: {gib(self.peak_bytes)}{budget}, foreseen {gib(self.host_bytes)}.{said}"
+
+
 Place = Literal["host", "device"]
 
 

@@ -66,10 +66,28 @@ class LiveMemory(TorchDispatchMode):
 def peak_bytes(device: torch.device) -> int:
     """Peak memory so far: allocated on a CUDA device since the last reset, else this process' resident high-water
     mark."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else high_water_bytes()
+
+
+def high_water_bytes() -> int:
+    """The most host memory that this process had resident so far (VmHWM)."""
+    found = _status("VmHWM")
+    if found is not None:
+        return found
+    unit = 1 if sys.platform == "darwin" else 1024  # on Linux this would include what a parent had before `exec`
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def resident_bytes() -> int:
+    """Host memory that this process has resident now; where the system does not tell, the most it had."""
+    return _status("VmRSS") or high_water_bytes()
+
+
+def _status(field: str) -> int | None:
+    """A size in /proc/self/status, where that exists (Linux)."""
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.is_file() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:")), None)
 
 
 def reset_peak(device: torch.device) -> None:

@@ -23,8 +23,10 @@ from lightning_compress.export.checkpoint import SavesPretrained, check_output_d
 from lightning_compress.export.verify import Verification, verify, verify_files
 from lightning_compress.export.writer import CheckpointWriter, Unwritten
 from lightning_compress.graph.stages import Schedule
+from lightning_compress.memory.budget import MemoryUse
 from lightning_compress.memory.placement import MemoryConfig, placement
 from lightning_compress.memory.source import WeightSource, is_on_meta, weight_source
+from lightning_compress.plugin.budget import finished_use, within_budgets
 from lightning_compress.plugin.progress import Progress, check_continues
 from lightning_compress.recipe.config import Recipe
 from lightning_compress.recipe.resolve import ResolvedRecipe, resolve
@@ -63,6 +65,7 @@ class Job:
 
     Attributes:
         fingerprints: of everything that decides the result, where it is written; see `calibration.resume`.
+        memory: what the run is expected to take, where there are budgets.
     """
 
     target: Target
@@ -74,6 +77,7 @@ class Job:
     source: WeightSource | None
     fingerprints: Mapping[str, str]
     prepare_s: float
+    memory: MemoryUse | None = None
 
 
 def plan_recipe(module: nn.Module, settings: Settings) -> tuple[Target, ResolvedRecipe]:
@@ -112,10 +116,12 @@ def prepare_job(module: nn.Module, data: CalibrationSet | None, settings: Settin
             schedule=schedule,
             sequential_targets=settings.sequential_targets,
         )
+        writes = settings.output_dir is not None
+        run, use = within_budgets(run, data, memory, writes, writes and settings.verify and source is None)
     given: Mapping[str, str] = {}
     if settings.output_dir is not None:
         given = _fingerprints(target, resolved, data, run, schedule, source)
-    return Job(target, resolved, data, run, settings, schedule, source, given, time.perf_counter() - start)
+    return Job(target, resolved, data, run, settings, schedule, source, given, time.perf_counter() - start, use)
 
 
 def _check_weights(root: nn.Module, settings: Settings) -> None:
@@ -232,6 +238,7 @@ def _report(
         is_partial=len(records) < len(job.run.flow.subgraphs),
         num_resumed=num_resumed,
         extra={},
+        memory=finished_use(job.memory, job.run.flow.device),
     )
 
 

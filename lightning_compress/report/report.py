@@ -10,6 +10,7 @@ from rich.table import Table
 from lightning_compress.calibration.records import ModuleRecord, SubgraphRecord
 from lightning_compress.export.verify import Verification
 from lightning_compress.graph.trace import Fallback
+from lightning_compress.memory.budget import MemoryUse
 from lightning_compress.recipe.resolve import Excluded
 from lightning_compress.report.html import render_html
 
@@ -32,6 +33,7 @@ class Report:
         verification: None where nothing was written or reading it back was switched off.
         num_resumed: subgraphs that an interrupted run had finished before.
         is_partial: not all subgraphs were quantized (`fast_dev_run`, or the Trainer was told to stop).
+        memory: budgets, what was foreseen and what was taken; None where there are no budgets.
         extra: figures that the caller adds, e.g. perplexities.
     """
 
@@ -53,6 +55,7 @@ class Report:
     is_partial: bool
     num_resumed: int
     extra: dict[str, float]
+    memory: MemoryUse | None = None
 
     @property
     def modules(self) -> tuple[ModuleRecord, ...]:
@@ -115,6 +118,8 @@ class Report:
                 )
         if self.extra:
             lines.append(", ".join(f"{name.replace('_', ' ')} {value:.5g}" for name, value in self.extra.items()))
+        if self.memory is not None:
+            lines.append(self.memory.summary())
         if self.num_resumed:
             lines.append(f"continued an interrupted run, which had finished {self.num_resumed} subgraphs")
         if self.is_partial:

@@ -1,0 +1,133 @@
+"""Budgets of memory applied to a prepared run: refused or fitted before any work, compared with the process after it."""
+
+import warnings
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from lightning_compress.calibration.batches import CalibrationSet
+from lightning_compress.calibration.footprint import footprint
+from lightning_compress.calibration.loop import Calibration
+from lightning_compress.calibration.prepare import cached_inputs
+from lightning_compress.export.writer import largest_rest
+from lightning_compress.graph.trace import flatten_batch
+from lightning_compress.graph.values import concrete
+from lightning_compress.memory.activations import nbytes
+from lightning_compress.memory.budget import Budgets, Fit, MemoryUse, Moment, Needs, fit, gib
+from lightning_compress.memory.buffers import trim_heap
+from lightning_compress.memory.placement import MemoryConfig
+from lightning_compress.memory.tracker import high_water_bytes, resident_bytes
+from lightning_compress.recipe.resolve import ResolvedRecipe
+
+
+class BudgetWarning(UserWarning):
+    """The process took more than its budget."""
+
+
+def within_budgets(
+    run: Calibration, data: CalibrationSet | None, config: MemoryConfig, writes: bool, verifies: bool
+) -> tuple[Calibration, MemoryUse | None]:
+    """The run with the prefetch depth and the activation budget that fit, and what it will take; as it is, and None,
+    where there are no budgets.
+
+    Args:
+        run: prepared.
+        data: its calibration set.
+        config: the user's budgets.
+        writes: whether a checkpoint is written.
+        verifies: whether that is loaded a second time at the end.
+
+    Raises:
+        BudgetError: it cannot fit.
+    """
+    if config.host_budget is None and config.device_budget is None:
+        return run, None
+    placement, root = run.flow.placement, run.flow.root
+    table = (*footprint(run, [] if data is None else [flatten_batch(batch)[0] for batch in data.batches]),)
+    if writes:
+        table += tuple(_at_the_end(run, data, verifies))
+    trim_heap()
+    budgets = Budgets(
+        host=config.num_bytes("host_budget"),
+        held=resident_bytes(),
+        device=config.num_bytes("device_budget"),
+        activations=config.num_bytes("activation_budget"),
+        depth=config.prefetch_depth,
+        cache_on_device=config.cache_on_device,
+        has_weights=not any(parameter.is_meta for parameter in root.parameters()),
+    )
+    found = fit(table, placement.device, budgets)
+    placement = replace(placement, prefetch_depth=found.depth, activation_budget=found.activations)
+    flow = replace(run.flow, placement=placement)
+    if data is not None and flow.traced is not None:
+        flow = replace(flow, cache=cached_inputs(flow.traced, data, placement))
+    return replace(run, flow=flow), _use(budgets, found)
+
+
+def _use(budgets: Budgets, found: Fit) -> MemoryUse:
+    return MemoryUse(
+        host_budget=budgets.host,
+        device_budget=budgets.device,
+        held_bytes=budgets.held,
+        high_water_before=high_water_bytes(),
+        host_bytes=found.host_bytes,
+        device_bytes=found.device_bytes,
+        prefetch_depth=found.depth,
+        activation_budget=found.activations,
+        notes=found.notes,
+        peak_bytes=0,
+    )
+
+
+def _at_the_end(run: Calibration, data: CalibrationSet | None, verifies: bool) -> list[Needs]:
+    """Rows of the table for what comes behind the last subgraph."""
+    root, parts = run.flow.root, run.flow.subgraphs
+    rest, largest = largest_rest(root, parts)
+    on_disk = any(parameter.is_meta for parameter in root.parameters())
+    rows = [Needs("what no subgraph holds", rest if on_disk else 0, (Moment("write", "", workspace=largest),))]
+    if verifies:
+        outputs = 0
+        if run.flow.traced is not None and data is not None:
+            (end,) = (node for node in run.flow.traced.graph.nodes if node.op == "output")
+            outputs = nbytes(concrete([node.meta.get("val") for node in end.all_input_nodes]))
+        workspace = _loaded_bytes(root, run.resolved) + 3 * outputs  # of both models, and their difference
+        rows.append(Needs("the checkpoint", 0, (Moment("verification", "", workspace=workspace),)))
+    return rows
+
+
+def _loaded_bytes(root: nn.Module, resolved: ResolvedRecipe) -> int:
+    """Of a second model, whose modules hold packed weights and, once they have run, those weights as they were."""
+    dense = sum(tensor.nbytes for tensor in root.state_dict(keep_vars=True).values() if isinstance(tensor, Tensor))
+    return dense + sum(
+        root.get_submodule(name).get_parameter("weight").numel() * assignment.weights.num_bits // 8
+        for name, assignment in resolved.assignments.items()
+    )
+
+
+def finished_use(use: MemoryUse | None, device: torch.device) -> MemoryUse | None:
+    """`use` with the process's own peak; warns if that is over the budget.
+
+    A high-water mark never falls: one that was over the budget before the run says nothing about it.
+    """
+    if use is None:
+        return None
+    use = replace(use, peak_bytes=high_water_bytes())
+    if use.host_budget is not None and use.peak_bytes > max(use.host_budget, use.high_water_before):
+        warnings.warn(
+            f"The process took {gib(use.peak_bytes)} of host memory, more than memory.host_budget="
+            f"{gib(use.host_budget)}; the run had foreseen {gib(use.host_bytes)}, to the tensor. What is beyond that "
+            "belongs to libraries and to holes in the heap: give the run a budget that is so much smaller.",
+            BudgetWarning,
+            stacklevel=2,
+        )
+    if device.type == "cuda" and use.device_budget is not None:
+        taken = torch.cuda.max_memory_allocated(device)
+        if taken > use.device_budget:
+            warnings.warn(
+                f"The run took {gib(taken)} of the device, more than memory.device_budget={gib(use.device_budget)}; "
+                f"it had foreseen {gib(use.device_bytes)}.",
+                BudgetWarning,
+                stacklevel=2,
+            )
+    return use
