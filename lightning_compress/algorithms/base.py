@@ -141,7 +141,9 @@ class Algorithm(ABC):
         """Solve the rows `rows` of `weight` [O, I], one of its `row_tiles`."""
 
     @abstractmethod
-    def prepare_bytes(self, num_rows: int, num_channels: int, args: QuantizationArgs, has_gram: bool) -> tuple[int, int]:
+    def prepare_bytes(
+        self, num_rows: int, num_channels: int, args: QuantizationArgs, has_gram: bool
+    ) -> tuple[int, int]:
         """At most alive while `prepare` runs on a weight [O, I], and of that what it returns, beside its arguments.
 
         `has_gram`: an `InputGram` is among the statistics, whether the algorithm asks for one or not.

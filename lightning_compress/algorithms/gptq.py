@@ -80,7 +80,9 @@ class Gptq(Algorithm):
     def statistics(self, weights: QuantizationArgs) -> tuple[type[Statistic], ...]:
         return (InputGram,)
 
-    def prepare_bytes(self, num_rows: int, num_channels: int, args: QuantizationArgs, has_gram: bool) -> tuple[int, int]:
+    def prepare_bytes(
+        self, num_rows: int, num_channels: int, args: QuantizationArgs, has_gram: bool
+    ) -> tuple[int, int]:
         gram, vectors = 4 * num_channels**2, 40 * num_channels
         panels = 3 * 4 * _PANEL * num_channels  # of the reordered Gram, and of the factor that takes its place
         scales = scales_bytes(num_rows, num_channels, args, self.scale_search) if args.strategy == "tensor" else 0

@@ -43,7 +43,9 @@ class Rtn(Algorithm):
     def statistics(self, weights: QuantizationArgs) -> tuple[type[Statistic], ...]:
         return ()
 
-    def prepare_bytes(self, num_rows: int, num_channels: int, args: QuantizationArgs, has_gram: bool) -> tuple[int, int]:
+    def prepare_bytes(
+        self, num_rows: int, num_channels: int, args: QuantizationArgs, has_gram: bool
+    ) -> tuple[int, int]:
         gram = 4 * num_channels**2 if has_gram else 0
         scales = scales_bytes(num_rows, num_channels, args, self.scale_search) if args.strategy == "tensor" else 0
         return max(matrix_bytes(num_channels) if has_gram else 0, gram + scales), gram

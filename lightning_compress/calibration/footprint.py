@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
+from math import prod
 from typing import Any
 
 import sympy
@@ -36,12 +37,12 @@ from lightning_compress.graph.compat import (
     pytree,
     replace_by_fakes,
 )
-from lightning_compress.graph.leaf import Leaf
+from lightning_compress.graph.leaf import Leaf, leaf_input
 from lightning_compress.graph.stages import Group, Source, Step, Subgraph
 from lightning_compress.graph.trace import Traced
 from lightning_compress.graph.values import concrete, expression
 from lightning_compress.memory.activations import _LEAST_SPILLED as LEAST_SPILLED
-from lightning_compress.memory.activations import ActivationCache, nbytes
+from lightning_compress.memory.activations import ActivationCache
 from lightning_compress.memory.budget import Moment, Needs
 from lightning_compress.memory.tracker import LiveMemory
 from lightning_compress.statistics import InputGram, Statistic
@@ -122,14 +123,13 @@ class _Meter:
         before = self._waiting()
         self._memory.reset_peak()
         deque(run_step(self._flow, step, number, self._watch), maxlen=0)
-        statistics = _nbytes_of(self._statistics.values())
+        peak, statistics = self._memory.peak_bytes, _nbytes_of(self._statistics.values())
         self._num_cached = self._memory.live_bytes - statistics
         after = self._waiting()
         self._quantize_inputs(step)
         large, small = (_worst_mixture(earlier, later) for earlier, later in zip(before, after, strict=True))
         in_flight = max(before[0], default=0) + max(after[0], default=0)
-        batch = self._memory.peak_bytes - statistics
-        return [Moment("batch", "", large, small, in_flight, batch, statistics)]
+        return [Moment("batch", "", large, small, in_flight, peak - statistics, statistics)]
 
     def solve(self, group: Group, packed: int) -> tuple[Moment, int]:
         """The moment at which a group is solved or packed, with `packed` bytes there already, and how many it adds."""
@@ -153,7 +153,9 @@ class _Meter:
         """The moment at which a subgraph's shard, with `packed` bytes of modules, is read back tensor by tensor."""
         large, small = (sum(sizes) for sizes in self._waiting())
         tensors = _tensors(self._root, subgraph)
-        kept = [tensor.nbytes for name, tensor in tensors.items() if name.removesuffix(".weight") not in subgraph.solved]
+        kept = [
+            tensor.nbytes for name, tensor in tensors.items() if name.removesuffix(".weight") not in subgraph.solved
+        ]
         copied = sum(kept) if self._run.flow.device.type != "cpu" else 0
         statistics = _nbytes_of(self._statistics.values())
         workspace = packed + copied + max([*kept, packed])
@@ -186,7 +188,7 @@ class _Meter:
         for sizes in self._sizes:
             key = tuple(sizes.values())
             if key not in known:
-                known[key] = sum(nbytes(concrete(node.meta.get("val"), sizes)) for node in cached)
+                known[key] = sum(traced_bytes(node, sizes) for node in cached)
             totals.append(known[key] * self._num_cached / max(sum(leaves), 1))
         return [round(total * (1 - small)) for total in totals], [round(total * small) for total in totals]
 
@@ -194,9 +196,13 @@ class _Meter:
     def _watch(self, sources: Sequence[Source], values: Values) -> Iterator[None]:
         """Gather statistics; where a mask leaves padding out, the other tokens are copied."""
         run = self._run
-        masked = [nbytes(source.node.meta.get("val")) for source in sources if source in run.flow.masks]
+        masked = [
+            traced_bytes(leaf_input(source.node) if source.inner else source.node, self._sizes_of_largest)
+            for source in sources
+            if source in run.flow.masks
+        ]
         with observing(self._root, sources, values, {}, run.needs, self._statistics):
-            copied = torch.empty(int(max(masked, default=0)), dtype=torch.uint8)
+            copied = torch.empty(max(masked, default=0), dtype=torch.uint8)
             yield
         del copied
 
@@ -234,6 +240,12 @@ def _like_quantizing(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ..
         return args
     torch.empty((QUANTIZING - 1) * args[0].nbytes, dtype=torch.uint8)
     return (args[0].clone(), *args[1:])
+
+
+def traced_bytes(node: fx.Node, sizes: Mapping[sympy.Symbol, int] | None = None) -> int:
+    """Bytes of a value of the graph for the traced batch, or for one of other sizes."""
+    leaves = [leaf for leaf in pytree.tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
+    return sum(leaf.itemsize * prod(concrete(size, sizes) for size in leaf.shape) for leaf in leaves)
 
 
 def _numel(batch: Sequence[Tensor]) -> int:

@@ -1,7 +1,7 @@
 """What a run needs at its worst moments, and how it is fitted into budgets, before any work.
 
-Method: `calibration.footprint` fills a table, per subgraph the bytes of its weights and of every moment at which much is
-alive at once; `fit` finds the largest prefetch depth, and what may wait in memory between steps, with which all of it
+Method: `calibration.footprint` fills a table, per subgraph the bytes of its weights and of every moment at which much
+is alive at once; `fit` finds the largest prefetch depth, and what may wait in memory between steps, with which all of it
 stays within the budgets. Home of weights and device are given: a model in memory stays there, and one on disk is read
 one subgraph at a time, because a calibration comes by every subgraph once, so weights that stay anywhere else would
 serve nobody.
@@ -11,7 +11,7 @@ layer is wider than the others could have said so before the first.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, final
 
 import torch
@@ -19,6 +19,8 @@ import torch
 from lightning_compress.errors import BudgetError
 
 What = Literal["batch", "solve", "write", "verification"]
+RESERVE = 0.3
+"""Holes in the heap and libraries' own memory, as a fraction of the tensors of a run: 0.03 to 0.3 were measured."""
 _NAMES = {
     "held": "held by the process before the run",
     "weights": "weights",
@@ -128,17 +130,19 @@ class Fit:
 def fit(table: Sequence[Needs], device: torch.device, budgets: Budgets) -> Fit:
     """The largest depth, and then the most activations in memory, that the budgets admit.
 
-    On a CPU the host holds all, and the device's budget is for what the run adds to it.
+    On a CPU the host holds all, and the device's budget is for what the run adds to it. What is foreseen are tensors; a
+    process takes more (`RESERVE`). Depth and activations are given up for that, but nothing is refused for it.
 
     Raises:
         BudgetError: a budget that cannot hold the run; says which could, what takes it, and what would lower it.
     """
-    for depth in range(budgets.depth, -1, -1):
-        activations = _activations(table, device, budgets, depth)
-        host, on_device = (_most(table, device, budgets, place, depth, activations) for place in ("host", "device"))
-        if host.num_bytes <= _limit(budgets.host) and on_device.num_bytes <= _limit(budgets.device):
-            notes = _notes(budgets, depth, activations)
-            return Fit(depth, activations, host.num_bytes, on_device.num_bytes, notes)
+    for given in (_with_reserve(budgets), budgets):
+        for depth in range(budgets.depth, -1, -1):
+            activations = _activations(table, device, given, depth)
+            host, on_device = (_most(table, device, given, place, depth, activations) for place in ("host", "device"))
+            if host.num_bytes <= _limit(given.host) and on_device.num_bytes <= _limit(given.device):
+                notes = _notes(given, depth, activations)
+                return Fit(depth, activations, host.num_bytes, on_device.num_bytes, notes)
     if host.num_bytes > _limit(budgets.host):
         raise BudgetError(_refusal("host_budget", budgets.host, host, budgets))
     raise BudgetError(_refusal("device_budget", budgets.device, on_device, budgets))
@@ -191,6 +195,13 @@ class _Peak:
     @property
     def num_bytes(self) -> int:
         return sum(self.parts.values())
+
+
+def _with_reserve(budgets: Budgets) -> Budgets:
+    """A host budget that is smaller by what a run takes beside its tensors."""
+    if budgets.host is None:
+        return budgets
+    return replace(budgets, host=budgets.held + int((budgets.host - budgets.held) / (1 + RESERVE)))
 
 
 def _limit(budget: int | None) -> float:

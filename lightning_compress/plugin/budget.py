@@ -1,4 +1,4 @@
-"""Budgets of memory applied to a prepared run: refused or fitted before any work, compared with the process after it."""
+"""Budgets of memory and a prepared run: refused or fitted before any work, compared with the process after it."""
 
 import warnings
 from dataclasses import replace
@@ -7,13 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_compress.calibration.batches import CalibrationSet
-from lightning_compress.calibration.footprint import footprint
+from lightning_compress.calibration.footprint import footprint, traced_bytes
 from lightning_compress.calibration.loop import Calibration
 from lightning_compress.calibration.prepare import cached_inputs
 from lightning_compress.export.writer import largest_rest
 from lightning_compress.graph.trace import flatten_batch
-from lightning_compress.graph.values import concrete
-from lightning_compress.memory.activations import nbytes
 from lightning_compress.memory.budget import Budgets, Fit, MemoryUse, Moment, Needs, fit, gib
 from lightning_compress.memory.buffers import trim_heap
 from lightning_compress.memory.placement import MemoryConfig
@@ -90,7 +88,7 @@ def _at_the_end(run: Calibration, data: CalibrationSet | None, verifies: bool) -
         outputs = 0
         if run.flow.traced is not None and data is not None:
             (end,) = (node for node in run.flow.traced.graph.nodes if node.op == "output")
-            outputs = nbytes(concrete([node.meta.get("val") for node in end.all_input_nodes]))
+            outputs = sum(traced_bytes(node) for node in end.all_input_nodes)
         workspace = _loaded_bytes(root, run.resolved) + 3 * outputs  # of both models, and their difference
         rows.append(Needs("the checkpoint", 0, (Moment("verification", "", workspace=workspace),)))
     return rows

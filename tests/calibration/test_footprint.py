@@ -1,0 +1,171 @@
+"""What is foreseen of a run's memory, against what the run takes, storage by storage."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from helpers import padded, prepare, ragged_batches, recipe, tiny_llama, token_batches
+from torch import Tensor, nn
+
+from lightning_compress.calibration.footprint import _worst_mixture, footprint
+from lightning_compress.calibration.loop import calibrate
+from lightning_compress.calibration.prepare import calibrating
+from lightning_compress.export.writer import Unwritten
+from lightning_compress.graph.trace import flatten_batch
+from lightning_compress.memory.budget import Needs
+from lightning_compress.memory.placement import MemoryConfig
+from lightning_compress.memory.tracker import LiveMemory
+from lightning_compress.memory.transfer import Lane, Sent
+from lightning_compress.plugin.job import Job
+
+WIDE = {"hidden_size": 512, "intermediate_size": 1024, "initializer_range": 0.02}
+INT8 = {"weights": {"num_bits": 8, "strategy": "channel"}}
+STATIC = {**INT8, "input_activations": {"num_bits": 8, "strategy": "tensor", "dynamic": False}}
+DYNAMIC = {**INT8, "input_activations": {"num_bits": 8, "strategy": "token", "dynamic": True}}
+
+
+def table_of(job: Job) -> tuple[Needs, ...]:
+    batches = [] if job.data is None else [flatten_batch(batch)[0] for batch in job.data.batches]
+    with calibrating(job.target.root):
+        return footprint(job.run, batches)
+
+
+def foreseen(table: Sequence[Needs], depth: int, weights: Sequence[int]) -> list[int]:
+    """The most of each subgraph, with the weights of `depth` following ones."""
+    most = [max(m.waiting + m.fixed + m.batch + m.statistics + m.workspace for m in row.moments) for row in table]
+    return [peak + sum(weights[number : number + 1 + depth]) for number, peak in enumerate(most)]
+
+
+def taken(job: Job, memory: LiveMemory | None = None) -> list[int]:
+    """The peak of live bytes while each subgraph is at work; the model's home and the inputs do not count."""
+    root = job.target.root
+    inputs = [] if job.data is None else [tensor for batch in job.data.batches for tensor in flatten_batch(batch)[0]]
+    peaks = []
+    memory = memory or LiveMemory()
+    with calibrating(root), memory:
+        memory.ignore(*root.parameters(), *root.buffers(), *inputs)
+        for _ in calibrate(job.run, Unwritten()):
+            peaks.append(memory.peak_bytes)
+            memory.reset_peak()
+    return peaks
+
+
+@pytest.mark.parametrize("schedule", ["staged", "recompute", "block", "basic"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        recipe(4, group_size=64),
+        recipe(3, "rtn", group_size=64, scale_search=True),
+        recipe(algorithm="rtn", scheme=STATIC),
+        recipe(algorithm="gptq", scheme=DYNAMIC),
+    ],
+    ids=["gptq", "rtn", "static", "dynamic"],
+)
+def test_never_less_than_the_run_takes_and_not_much_more(schedule: str, dtype: torch.dtype, how: Any) -> None:
+    """Seen to fail (less than was taken): without the batches that wait, without statistics, without the stacked rows,
+    and with a factor in `Gptq.prepare_bytes` left out; (much more): with statistics counted twice."""
+    job = prepare(tiny_llama(2, dtype=dtype, **WIDE), token_batches(4, rows=4, length=64), how, schedule=schedule)
+    table = table_of(job)
+    ours, theirs = foreseen(table, 0, [0] * len(table)), taken(job)
+    assert all(one >= other for one, other in zip(ours, theirs, strict=True)), (ours, theirs)
+    assert max(ours) <= 1.25 * max(theirs), (ours, theirs)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_weights_that_are_brought(monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
+    """Onloading copies, as to a device. Seen to fail: with the next subgraph's weights left out at depth 1."""
+    monkeypatch.setattr(Lane, "is_away", lambda *_: True)
+    memory = LiveMemory()
+
+    def send(_: Lane, tensor: Tensor) -> Sent:
+        copy = tensor.clone()
+        memory.track(copy)  # a mode does not follow the worker's thread
+        return Sent(copy)
+
+    monkeypatch.setattr(Lane, "send", send)
+    config = MemoryConfig(prefetch_depth=depth)
+    job = prepare(tiny_llama(3, **WIDE), token_batches(2, rows=2), recipe(4, group_size=64), memory=config)
+    sizes = [_nbytes(job.target.root, part.modules) for part in job.run.flow.subgraphs]
+    ours, theirs = foreseen(table_of(job), depth, sizes), taken(job, memory)
+    assert all(one >= other for one, other in zip(ours, theirs, strict=True)), (ours, theirs)
+    assert max(ours) <= 1.25 * max(theirs), (ours, theirs)
+
+
+def _nbytes(root: nn.Module, modules: Sequence[str]) -> int:
+    return sum(tensor.nbytes for name in modules for tensor in root.get_submodule(name).parameters())
+
+
+@pytest.mark.parametrize(
+    "batches", [padded(token_batches(3, rows=4, length=48)), ragged_batches()], ids=["padded", "ragged"]
+)
+def test_padding_and_batches_of_several_lengths(batches: list[dict[str, Tensor]]) -> None:
+    """Seen to fail: with all batches taken to be as large as the largest (too much), without the copy of tokens that
+    are no padding (too little, where the statistics are small)."""
+    job = prepare(tiny_llama(2, **WIDE), batches, recipe(algorithm="rtn", scheme=STATIC))
+    table = table_of(job)
+    ours, theirs = foreseen(table, 0, [0] * len(table)), taken(job)
+    assert all(one >= other for one, other in zip(ours, theirs, strict=True)), (ours, theirs)
+    assert max(ours) <= 1.25 * max(theirs), (ours, theirs)
+
+
+class Picky(nn.Module):
+    """Reads values, so it cannot run on fake tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(64, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.wide(x)[..., :64].clone() if float(x.abs().sum()) > 0 else x
+
+
+class Holder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 64)
+        self.layers = nn.ModuleList([Picky(), Picky()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(self.first(x))
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:.*recorded as a single call")
+def test_modules_that_read_values_get_an_allowance() -> None:
+    """Seen to fail: with an allowance of nothing."""
+    batches = [torch.randn(64, 32, 64) for _ in range(2)]
+    job = prepare(Holder(), batches, recipe(8, "gptq", strategy="channel", ignore=["first"]), schedule="block")
+    table = table_of(job)
+    assert any(moment.batch >= 4 * 64 * 32 * 256 for row in table for moment in row.moments)
+    ours, theirs = foreseen(table, 0, [0] * len(table)), taken(job)
+    assert all(one >= other for one, other in zip(ours, theirs, strict=True)), (ours, theirs)
+
+
+def test_foreseeing_changes_nothing() -> None:
+    """Seen to fail: with input quantizers on fake tensors, of which compressed-tensors caches some."""
+    how = recipe(algorithm="rtn", scheme=STATIC)
+    weights = []
+    for looks in (False, True):
+        job = prepare(tiny_llama(2), token_batches(2), how)
+        if looks:
+            table_of(job)
+        taken(job)
+        weights.append(list(job.target.root.parameters()))
+    assert all(torch.equal(*pair) for pair in zip(*weights, strict=True))
+
+
+def test_data_free_runs() -> None:
+    job = prepare(tiny_llama(2, **WIDE), None, recipe(4, "rtn", group_size=64))
+    table = table_of(job)
+    ours, theirs = foreseen(table, 0, [0] * len(table)), taken(job)
+    assert all(theirs[n] <= ours[n] <= 1.25 * theirs[n] for n in range(len(table))), (ours, theirs)
+
+
+def test_waiting_values_while_batches_pass() -> None:
+    """Growing values are at their most before the last batch, shrinking ones before the first."""
+    assert _worst_mixture([1, 1, 1], [4, 4, 4]) == 8
+    assert _worst_mixture([4, 4, 4], [1, 1, 1]) == 8
+    assert _worst_mixture([4, 1], [1, 4]) == 1

@@ -1,0 +1,84 @@
+"""Fitting a table into budgets, and what is said when it does not fit."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lightning_compress.errors import BudgetError
+from lightning_compress.memory.budget import RESERVE, Budgets, Moment, Needs, fit
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+MOMENTS = (
+    Moment("batch", "", waiting=500, fixed=10, in_flight=60, batch=100, statistics=40),
+    Moment("solve", "layer.down", waiting=300, fixed=10, statistics=40, workspace=200),
+)
+TABLE = (Needs("embed", 20, MOMENTS[:1]), Needs("layer", 100, MOMENTS), Needs("last", 30, MOMENTS[:1]))
+NO_LIMIT = Budgets(host=None, held=1000)
+ALL = 1000 + 100 + 30 + 500 + 10 + 100 + 40
+"""While `layer` runs a batch, with the weights of `last`."""
+
+
+def with_reserve(tensors: int) -> int:
+    return 1001 + int((tensors - 1000) * (1 + RESERVE))
+
+
+def test_everything_as_asked_where_there_is_room() -> None:
+    found = fit(TABLE, CPU, NO_LIMIT)
+    assert (found.depth, found.activations, found.host_bytes, found.notes) == (1, None, ALL, ())
+    assert found.device_bytes == ALL - 1000
+    assert fit(TABLE, CPU, replace(NO_LIMIT, host=with_reserve(ALL))).activations is None
+
+
+def test_activations_go_to_the_file_before_the_depth_is_lowered() -> None:
+    """Seen to fail: with `in_flight` left out of what the budget has to hold."""
+    found = fit(TABLE, CPU, replace(NO_LIMIT, host=with_reserve(ALL - 100)))
+    assert found.depth == 1
+    assert found.activations == ALL - 100 - (1000 + 100 + 30 + 10 + 40 + 200), "what the solve leaves"
+    assert found.host_bytes == ALL - 100
+    assert "wait in memory, the rest in a file" in found.notes[0]
+
+
+def test_depth_is_lowered_if_the_budget_demands_it_and_that_is_said() -> None:
+    least = 1000 + 100 + 10 + 40 + 200
+    found = fit(TABLE, CPU, replace(NO_LIMIT, host=with_reserve(least)))
+    assert (found.depth, found.activations) == (0, 0)
+    assert found.notes[0] == "prefetch_depth is 0, not 1, to stay within the budget."
+
+
+def test_the_reserve_is_given_up_before_a_run_is_refused_and_the_smallest_budget_that_is_named_holds() -> None:
+    with pytest.raises(BudgetError) as caught:
+        fit(TABLE, CPU, replace(NO_LIMIT, host=1200))
+    message = str(caught.value)
+    assert "memory.host_budget=0.00 GiB cannot hold this run, the smallest that can is 1350 bytes" in message
+    assert "while layer: layer.down is solved: held by the process before the run" in message
+    assert "Lower it by the algorithm rtn for, or `ignore` of, the widest modules; or sequential_targets" in message
+    assert fit(TABLE, CPU, replace(NO_LIMIT, host=1350)).host_bytes == 1350
+    with pytest.raises(BudgetError):
+        fit(TABLE, CPU, replace(NO_LIMIT, host=1349))
+
+
+def test_remedies_are_those_that_would_help() -> None:
+    of_batch = (Needs("layer", 0, (Moment("batch", "", batch=500),)),)
+    with pytest.raises(BudgetError, match=r"Lower it by a smaller batch size or shorter samples\.$"):
+        fit(of_batch, CPU, replace(NO_LIMIT, host=1100))
+    with pytest.raises(BudgetError, match=r"; or weights that stay on disk"):
+        fit(of_batch, CPU, replace(NO_LIMIT, host=1100, has_weights=True))
+    given = replace(NO_LIMIT, host=1300, activations=400)
+    with pytest.raises(BudgetError, match="a smaller activation_budget"):
+        fit(TABLE, CPU, given)
+    verification = (*of_batch, Needs("the checkpoint", 0, (Moment("verification", "", workspace=900),)))
+    with pytest.raises(BudgetError, match=r"Lower it by verify=False, or weights that stay on disk"):
+        fit(verification, CPU, replace(NO_LIMIT, host=1600))
+
+
+def test_on_a_device_each_place_has_its_own() -> None:
+    """Seen to fail: with batches counted for the host."""
+    found = fit(TABLE, CUDA, NO_LIMIT)
+    assert found.device_bytes == 100 + 30 + 40 + 200, "weights, the next ones', statistics, the solve"
+    assert found.host_bytes == 1000 + 130 + 510, "the same weights in pinned memory, and what waits"
+    cached = fit(TABLE, CUDA, replace(NO_LIMIT, cache_on_device=True))
+    assert cached.device_bytes == ALL - 1000
+    assert cached.host_bytes == 1000 + 130
+    with pytest.raises(BudgetError, match=r"memory\.device_budget=.* smallest that can is 340 bytes"):
+        fit(TABLE, CUDA, replace(NO_LIMIT, device=339))
