@@ -1,7 +1,7 @@
 """What a run needs at its worst moments, and how it is fitted into budgets, before any work.
 
 Method: `calibration.footprint` fills a table, per subgraph the bytes of its weights and of every moment at which much
-is alive at once; `fit` finds the largest prefetch depth, and what may wait in memory between steps, with which all of it
+is alive at once; `fit` finds the largest prefetch depth, and what may wait in memory between steps, with which all
 stays within the budgets. Home of weights and device are given: a model in memory stays there, and one on disk is read
 one subgraph at a time, because a calibration comes by every subgraph once, so weights that stay anywhere else would
 serve nobody.

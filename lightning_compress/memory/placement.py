@@ -18,12 +18,16 @@ class MemoryConfig:
     """What a user says about memory. Sizes are bytes, or text like "4GiB".
 
     Attributes:
-        device_budget: how much of the device's memory the run may take; None: whatever it needs.
-        host_budget: how much host memory the process may take; None: whatever it needs.
+        device_budget: how much of the device's memory the run may take (on a CPU: how much it may add to what the
+            process holds); None: whatever it needs.
+        host_budget: how much host memory the process may take, all that it holds already included; None: whatever it
+            needs. Tensors are sure to stay within it, or the run is refused before it begins; that the process does is
+            checked at the end (see `memory.budget`).
         activation_budget: how much of the activations may wait in memory between steps, the rest waits in an unnamed
             file; None: all of them, or what `host_budget` leaves.
         cache_on_device: keep activations on the device between steps instead of in host memory.
-        prefetch_depth: how many subgraphs ahead of the one that computes weights are brought; 0: none.
+        prefetch_depth: how many subgraphs ahead of the one that computes weights are brought; 0: none. Fewer than asked
+            where a budget demands it.
         scratch_dir: a folder with room for that file; None: the system's temporary folder.
 
     Raises:

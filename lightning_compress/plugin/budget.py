@@ -96,11 +96,12 @@ def _at_the_end(run: Calibration, data: CalibrationSet | None, verifies: bool) -
 
 def _loaded_bytes(root: nn.Module, resolved: ResolvedRecipe) -> int:
     """Of a second model, whose modules hold packed weights and, once they have run, those weights as they were."""
-    dense = sum(tensor.nbytes for tensor in root.state_dict(keep_vars=True).values() if isinstance(tensor, Tensor))
-    return dense + sum(
+    dense: int = sum(tensor.nbytes for tensor in root.state_dict(keep_vars=True).values() if isinstance(tensor, Tensor))
+    packed: int = sum(
         root.get_submodule(name).get_parameter("weight").numel() * assignment.weights.num_bits // 8
         for name, assignment in resolved.assignments.items()
     )
+    return dense + packed
 
 
 def finished_use(use: MemoryUse | None, device: torch.device) -> MemoryUse | None:
