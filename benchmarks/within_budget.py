@@ -3,11 +3,10 @@
     python benchmarks/within_budget.py [--host-budget 1.5GiB] [--num-layers 28] [--work-dir DIR] [KEY=VALUE ...]
 
 A random Llama in bfloat16 (2048 wide, intermediate 5632, 28 layers of 16 heads, vocabulary 32000, untied), written
-shard by shard
-with a tokenizer trained on the documentation; then, in a process of its own,
+shard by shard, with a tokenizer trained on the documentation; then, in a process of its own,
 
     lightning-compress compress model.path=DIR model.load=disk data=docs data.num_samples=16 data.max_length=128
-        memory.host_budget=1.5GiB output_dir=OUT
+        trainer=cpu memory.host_budget=1.5GiB output_dir=OUT
 
 Prints the budget, what the run foresaw, and the process's peak (VmHWM). KEY=VALUE go to the command.
 """

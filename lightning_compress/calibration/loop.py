@@ -144,12 +144,9 @@ def _solve(progress: _Progress, subgraph: Subgraph, index: int, first_step: int,
         if run.flow.placement.is_tight:
             trim_heap()  # holes that activations left do not serve what a solve asks for
         for group in step.solve:
-            gathered = _merged(run, group, statistics)
-            num_tokens = max([num_tokens, *(statistic.num_tokens for statistic in gathered.values())])
-            for quantized in solve_group(group, run.flow.root, run.resolved, gathered):
-                packed = progress.output.pack(quantized)
-                modules.append(_record(run, subgraph, group, quantized, gathered, packed))
-                apply(quantized, run.flow.root, run.flow.store)
+            solved = _solve_group(progress, subgraph, group)
+            modules += solved
+            num_tokens = max([num_tokens, *(record.num_tokens for record in solved)])
         for source in step.forget:
             statistics.pop(source, None)
         clock.lap("solve")
@@ -165,6 +162,18 @@ def _solve(progress: _Progress, subgraph: Subgraph, index: int, first_step: int,
         activation_bytes=run.flow.cache.num_bytes,
         peak_bytes=peak_bytes(run.flow.device),
     )
+
+
+def _solve_group(progress: _Progress, subgraph: Subgraph, group: Group) -> list[ModuleRecord]:
+    """Quantize a group's modules; nothing of it but what is packed outlives this."""
+    run = progress.run
+    gathered = _merged(run, group, progress.statistics)
+    records = []
+    for quantized in solve_group(group, run.flow.root, run.resolved, gathered):
+        packed = progress.output.pack(quantized)
+        records.append(_record(run, subgraph, group, quantized, gathered, packed))
+        apply(quantized, run.flow.root, run.flow.store)
+    return records
 
 
 def _repeat(progress: _Progress, subgraph: Subgraph, index: int, first_step: int, has_run: bool) -> None:

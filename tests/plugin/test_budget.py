@@ -46,8 +46,8 @@ def test_refused_before_any_work(tmp_path: Path) -> None:
 
 
 def test_a_budget_is_kept_by_leaving_activations_to_the_file() -> None:
-    """Of what the run adds, storage by storage; the result is the same to the last bit. Seen to fail: with values that
-    are in the file kept alive by the step that computed them, and without the budget."""
+    """Of what the run adds, storage by storage; the result is the same to the last bit. Seen to fail: with a budget
+    that does not reach the cache."""
     peaks, weights = [], []
     unlimited = prepare(tiny_llama(2, **WIDE), BATCHES, HOW, memory=MemoryConfig(device_budget="1GiB"))
     assert unlimited.memory is not None
