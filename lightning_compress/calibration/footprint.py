@@ -16,7 +16,7 @@ in-place writes have to be told from copies.
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
 from typing import Any
@@ -210,7 +210,7 @@ class _Meter:
         """What is solved computes with quantized inputs from then on."""
         for name in (name for group in step.solve for name in group.members):
             if self._run.resolved.assignments[name].scheme.input_activations is not None:
-                self._root.get_submodule(name).register_forward_pre_hook(_like_quantizing)
+                self._root.get_submodule(name).register_forward_pre_hook(_LikeQuantizing(torch.ones(2)))
 
     def _allowing(self, leaves: Mapping[str, fx.Node]) -> Callable[[str, nn.Module], Callable[..., Any]]:
         """Calls that fail on fake tensors take their allowance and return what was traced."""
@@ -234,12 +234,17 @@ class _Meter:
         return _bindings(self._run.flow.traced, self._largest)
 
 
-def _like_quantizing(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+@dataclass(frozen=True)
+class _LikeQuantizing:
     """Takes what `InputQuantizer` does (which must not run on fake tensors: compressed-tensors caches some of them)."""
-    if not args:
-        return args
-    torch.empty((QUANTIZING - 1) * args[0].nbytes, dtype=torch.uint8)
-    return (args[0].clone(), *args[1:])
+
+    scale: Tensor
+
+    def __call__(self, _: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        if not args:
+            return args
+        torch.empty((QUANTIZING - 1) * args[0].nbytes, dtype=torch.uint8)
+        return (args[0].clone(), *args[1:])
 
 
 def traced_bytes(node: fx.Node, sizes: Mapping[sympy.Symbol, int] | None = None) -> int:
