@@ -62,6 +62,12 @@ class _View:
         return storage[:whole].view(self.dtype).as_strided(self.shape, self.stride, self.storage_offset)
 
 
+def _whole(tensor: Tensor) -> Tensor:
+    """All of a tensor's storage, as bytes [n]."""
+    length = tensor.untyped_storage().nbytes() // tensor.itemsize
+    return tensor.detach().as_strided((length,), (1,), 0).view(torch.uint8)
+
+
 def _identity(tensor: Tensor) -> int:
     """Equal for tensors in one storage, fake ones too."""
     return int(tensor.untyped_storage()._cdata)
@@ -154,7 +160,7 @@ class ActivationCache:
             is_part = leaf.untyped_storage().nbytes() > 1.5 * leaf.nbytes
             if is_part:
                 leaf = leaf.clone(memory_format=torch.contiguous_format)
-            storage = torch.empty(0, dtype=torch.uint8, device=leaf.device).set_(leaf.untyped_storage())
+            storage = _whole(leaf)
             held = known.get(_identity(storage)) if not is_part else None
             if held is None:
                 held = self._held(storage, spill)

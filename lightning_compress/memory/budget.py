@@ -52,7 +52,7 @@ class Moment:
         of: the modules that are solved, or what else it is about.
         waiting: of all batches but the one that runs, values that may wait in the scratch file.
         fixed: of the same, those too small for it.
-        in_flight: what is on its way from and to that file, if it is used.
+        in_flight: what is on its way from and to that file, if it is used, or to and from the device.
         batch: values of the batch that runs.
         statistics: sums over tokens.
         workspace: what a solve, packing or writing makes, and what is packed and not written yet.
@@ -240,10 +240,11 @@ def _parts(
         return {**({"held": budgets.held} if place == "host" else {}), **window, **cached, **running}
     is_host = place == "host"
     on_host = is_host and moment.what in ("write", "verification")
+    copied_ahead = {} if is_host else {"in_flight": moment.in_flight}  # of the next batch
     return {
         **({"held": budgets.held} if is_host else {}),
         **window,  # on the host in pinned memory, which is kept and reused
-        **(cached if is_host != budgets.cache_on_device else {}),
+        **(cached if is_host != budgets.cache_on_device else copied_ahead),
         **(running if on_host or not is_host else {}),
     }
 

@@ -117,7 +117,7 @@ def prepare_job(module: nn.Module, data: CalibrationSet | None, settings: Settin
             sequential_targets=settings.sequential_targets,
         )
         writes = settings.output_dir is not None
-        run, use = within_budgets(run, data, memory, writes, writes and settings.verify and source is None)
+        run, use = within_budgets(run, data, settings.memory, writes, writes and settings.verify and source is None)
     given: Mapping[str, str] = {}
     if settings.output_dir is not None:
         given = _fingerprints(target, resolved, data, run, schedule, source)
