@@ -6,13 +6,15 @@ the closed form that each algorithm states (`Algorithm.workspace_bytes`); packin
 per weight. Values of the other batches are those of the largest, in the ratio of their sizes.
 
 A module that cannot run on fake tensors because it reads values (a loop over experts) is given an allowance: float32
-copies of its inputs and outputs, and per token of all outputs of its matrices. That is more than a feed-forward or a
-convolution takes; scores that attention inside it would write down, token by token, it does not cover.
+copies of its inputs and outputs, and per token twice the wide side of each of its matrices. That is more than a
+feed-forward or experts take at sizes that matter; scores that attention inside it would write down, token by token, it
+does not cover.
 
 Alternative not taken: adding up sizes of the graph's values. Half of what a norm takes happens inside it, and views and
 in-place writes have to be told from copies.
 """
 
+import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,6 +31,7 @@ from lightning_compress.algorithms.base import result_bytes
 from lightning_compress.calibration.flow import Flow, Values, run_step
 from lightning_compress.calibration.loop import Calibration
 from lightning_compress.calibration.observe import Statistics, observing
+from lightning_compress.errors import BudgetError
 from lightning_compress.graph.compat import (
     attributes_restored,
     calls_replaced,
@@ -102,7 +105,7 @@ class _Meter:
         if traced is None:
             yield
             return
-        mode = new_fake_mode()
+        mode = new_fake_mode(symbolic=False)
         leaves = {node.target.name: node for node in traced.graph.nodes if isinstance(node.target, Leaf)}
         placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
         inputs = [fake_like(mode, tensor) for tensor in self._largest]
@@ -122,7 +125,14 @@ class _Meter:
             return []
         before = self._waiting()
         self._memory.reset_peak()
-        deque(run_step(self._flow, step, number, self._watch), maxlen=0)
+        try:
+            deque(run_step(self._flow, step, number, self._watch), maxlen=0)
+        except Exception as error:
+            raise BudgetError(
+                f"What {step.nodes[0].name} and what follows it will take cannot be foreseen, so no budget can be "
+                f"promised: {type(error).__name__}: {error}. Leave host_budget and device_budget out; "
+                "activation_budget and prefetch_depth work without them."
+            ) from error
         peak, statistics = self._memory.peak_bytes, _nbytes_of(self._statistics.values())
         self._num_cached = self._memory.live_bytes - statistics
         after = self._waiting()
@@ -220,7 +230,7 @@ class _Meter:
                 try:
                     return module._call_impl(*args, **kwargs)
                 except Exception:  # whatever it is: how a module fails that looks at values is its own affair
-                    output = concrete(leaves[name].meta.get("val"), self._sizes_of_largest)
+                    output = _traced_output(leaves[name], self._sizes_of_largest)
                     torch.empty(_allowance(module, (args, kwargs), output), dtype=torch.uint8)
                     return output
 
@@ -245,6 +255,14 @@ class _LikeQuantizing:
             return args
         torch.empty((QUANTIZING - 1) * args[0].nbytes, dtype=torch.uint8)
         return (args[0].clone(), *args[1:])
+
+
+def _traced_output(node: fx.Node, sizes: Mapping[sympy.Symbol, int]) -> object:
+    """The value of a node; of a nested one (which only its readers know) those items that are read."""
+    items = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+    if node.meta.get("val") is not None or not items:
+        return concrete(node.meta.get("val"), sizes)
+    return {key: _traced_output(user, sizes) for key, user in items.items()}
 
 
 def traced_bytes(node: fx.Node, sizes: Mapping[sympy.Symbol, int] | None = None) -> int:
@@ -306,5 +324,5 @@ def _allowance(module: nn.Module, given: object, output: object) -> int:
     """See the module's docstring."""
     tensors = [leaf for leaf in pytree.tree_leaves((given, output)) if isinstance(leaf, Tensor)]
     num_tokens = max((leaf.numel() // leaf.shape[-1] for leaf in tensors if leaf.ndim and leaf.shape[-1]), default=0)
-    widths = sum(parameter.shape[-2] for parameter in module.parameters() if parameter.ndim > 1)
-    return 4 * (sum(leaf.numel() for leaf in tensors) + num_tokens * widths)
+    widths = sum(max(parameter.shape[-2:]) for parameter in module.parameters() if parameter.ndim > 1)
+    return 4 * (sum(leaf.numel() for leaf in tensors) + 2 * num_tokens * widths)

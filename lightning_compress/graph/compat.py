@@ -152,9 +152,9 @@ class Shapes(ShapeEnv):
             self.decisions.append(g)
 
 
-def new_fake_mode() -> FakeTensorMode:
-    """A fake-tensor mode with symbolic sizes that takes the model's real constants."""
-    return FakeTensorMode(shape_env=Shapes(), allow_non_fake_inputs=True)
+def new_fake_mode(symbolic: bool = True) -> FakeTensorMode:
+    """A fake-tensor mode, with symbolic or with plain sizes, that takes the model's real constants."""
+    return FakeTensorMode(shape_env=Shapes() if symbolic else None, allow_non_fake_inputs=True)
 
 
 def shapes_of(fake_mode: FakeTensorMode) -> Shapes:

@@ -286,7 +286,7 @@ def _refusal(name: str, given: int | None, peak: _Peak, budgets: Budgets) -> str
     return (
         f"memory.{name}={gib(given)} cannot hold this run, the smallest that can is {needed} bytes ({gib(needed)}). "
         f"It takes that while {where} {verb[peak.moment.what]}: {listed}. "
-        f"Lower it by {'; or '.join(lower) or 'using a smaller model'}."
+        f"Lower it by {'; or '.join(dict.fromkeys(lower)) or 'using a smaller model'}."
     )
 
 
