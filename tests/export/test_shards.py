@@ -143,7 +143,7 @@ def test_stopped_in_what_no_subgraph_holds(tmp_path: Path, monkeypatch: pytest.M
     onload = WeightStore.onload
     brought: list[str] = []
 
-    def fails(self: WeightStore, modules: Any, tensors: Any = ()) -> Any:
+    def fails(self: WeightStore, modules: Any, tensors: Any = (), **options: Any) -> Any:
         brought.extend(tensors)
         if any(".layers.2." in name for name in brought):
             raise OSError("unplugged")
