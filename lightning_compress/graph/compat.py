@@ -8,7 +8,8 @@ Written against torch 2.11-2.13 and transformers 5.15-5.23. What is used and why
 - `nn.Module._compiled_call_impl`: an instance-level hook around `__call__`, made for `nn.Module.compile`. It sees a
   call with the module's own hooks inside and leaves `forward` alone, whoever else has replaced it.
 - `masking_utils.find_packed_sequence_indices` reads values; on fake tensors it assumes packing (no fast path).
-- `config._experts_implementation`: the default loops over the experts that were hit; `batched_mm` does not.
+- `config._experts_implementation`: mixture-of-experts modules loop over the experts that were hit, which fake tensors
+  cannot tell; `batched_mm` has the same result shape and no such loop.
 """
 
 import logging
@@ -20,7 +21,6 @@ from typing import Any
 
 import sympy
 import torch
-import transformers
 from torch import Tensor, fx, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
@@ -41,6 +41,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.utils import _python_dispatch, _pytree
 from transformers import masking_utils
 
+from lightning_compress.graph.configs import configs_of
 from lightning_compress.graph.values import SYMBOLIC_TYPES
 
 pytree = _pytree
@@ -338,23 +339,6 @@ def replace_by_fakes(root: nn.Module, fake_mode: FakeTensorMode) -> dict[int, st
                     container[key] = tensor = fake
                 names.setdefault(id(tensor), f"{prefix}.{key}" if prefix else key)
     return names
-
-
-def configs_of(root: nn.Module) -> list[transformers.PreTrainedConfig]:
-    """Configurations of all transformers models inside `root`, nested ones included, each once."""
-    found: dict[int, transformers.PreTrainedConfig] = {}
-    waiting: list[Any] = [getattr(module, "config", None) for module in root.modules()]
-    while waiting:
-        config = waiting.pop()
-        if isinstance(config, transformers.PreTrainedConfig) and id(config) not in found:
-            found[id(config)] = config
-            waiting += [getattr(config, key, None) for key in config.sub_configs]
-    return list(found.values())
-
-
-def is_encoder_decoder(root: nn.Module) -> bool:
-    """Whether a transformers model inside has an encoder and a decoder, with sequences of their own."""
-    return any(getattr(config, "is_encoder_decoder", False) for config in configs_of(root))
 
 
 @contextmanager

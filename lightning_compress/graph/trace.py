@@ -24,6 +24,7 @@ from torch import Tensor, fx, nn
 
 from lightning_compress.errors import UntraceableModelError
 from lightning_compress.graph import compat
+from lightning_compress.graph.configs import is_encoder_decoder
 from lightning_compress.graph.leaf import Leaf, leaf_input
 from lightning_compress.graph.record import Attempt, Body, Cut, observe
 from lightning_compress.graph.synthesize import Structure, Synthetic, flatten_batch, synthesize
@@ -111,7 +112,7 @@ def trace(
         UntraceableModelError: not even fallbacks help; names the module and the remedy.
     """
     tensors, structure = flatten_batch(batch)
-    separate = compat.is_encoder_decoder(root)
+    separate = is_encoder_decoder(root)
     cut = _first_cut(root, leaf_names, boundary_names)
     fixed: frozenset[tuple[int, int]] = frozenset()
     fallbacks: dict[str, Fallback] = {}

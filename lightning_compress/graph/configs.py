@@ -1,0 +1,23 @@
+"""What the configurations of transformers models inside a module say."""
+
+from typing import Any
+
+import transformers
+from torch import nn
+
+
+def configs_of(root: nn.Module) -> list[transformers.PreTrainedConfig]:
+    """Configurations of all transformers models inside `root`, nested ones included, each once."""
+    found: dict[int, transformers.PreTrainedConfig] = {}
+    waiting: list[Any] = [getattr(module, "config", None) for module in root.modules()]
+    while waiting:
+        config = waiting.pop()
+        if isinstance(config, transformers.PreTrainedConfig) and id(config) not in found:
+            found[id(config)] = config
+            waiting += [getattr(config, key, None) for key in config.sub_configs]
+    return list(found.values())
+
+
+def is_encoder_decoder(root: nn.Module) -> bool:
+    """Whether a transformers model inside has an encoder and a decoder, with sequences of their own."""
+    return any(getattr(config, "is_encoder_decoder", False) for config in configs_of(root))
