@@ -4,6 +4,7 @@ from lightning_compress.algorithms.gptq import Gptq
 from lightning_compress.algorithms.rtn import Rtn
 from lightning_compress.errors import CompressionError
 from lightning_compress.export.packed import load_compressed
+from lightning_compress.memory.placement import MemoryConfig
 from lightning_compress.memory.source import parameters_on_meta
 from lightning_compress.plugin.callback import CompressionCallback
 from lightning_compress.plugin.compressor import Compressor
@@ -19,6 +20,7 @@ __all__ = [
     "CompressionError",
     "Compressor",
     "Gptq",
+    "MemoryConfig",
     "Modifier",
     "Recipe",
     "Report",

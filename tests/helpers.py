@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from lightning_compress.calibration import loop
 from lightning_compress.calibration.batches import collect
@@ -49,6 +49,15 @@ def tiny_llama(
     for parameter in model.parameters():  # not buffers: a loader makes rotary frequencies in float32
         parameter.data = parameter.data.to(dtype)
     return model.eval()
+
+
+def tiny_mixtral(num_layers: int, num_experts: int) -> MixtralForCausalLM:
+    """Experts of 32 x 32 that its checkpoints store one by one and the module as one parameter."""
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": num_layers}
+    experts = {"num_local_experts": num_experts, "num_experts_per_tok": 2}
+    return MixtralForCausalLM(MixtralConfig(vocab_size=64, **sizes, **heads, **experts)).eval()
 
 
 def saved(model: nn.Module, folder: Path, **options: Any) -> nn.Module:

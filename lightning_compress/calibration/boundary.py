@@ -26,7 +26,7 @@ def save_boundary(folder: Path, index: int, flow: Flow) -> None:
     partial, final = folder / f".{index:05d}.partial", folder / f"{index:05d}"
     try:
         folder.mkdir(exist_ok=True)
-        for leftover in folder.glob(".*.partial"):
+        for leftover in (*folder.glob(".*.partial"), *folder.glob(final.name)):
             shutil.rmtree(leftover)
         partial.mkdir()
         for batch in range(len(flow.cache)):

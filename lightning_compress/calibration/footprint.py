@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from lightning_compress.algorithms.base import result_bytes
-from lightning_compress.calibration.flow import Flow, Values, run_step
+from lightning_compress.calibration.flow import Values, run_step
 from lightning_compress.calibration.loop import Calibration
 from lightning_compress.calibration.observe import Statistics, observing
 from lightning_compress.errors import BudgetError
@@ -44,8 +44,7 @@ from lightning_compress.graph.leaf import Leaf, leaf_input
 from lightning_compress.graph.stages import Group, Source, Step, Subgraph
 from lightning_compress.graph.trace import Traced
 from lightning_compress.graph.values import concrete, expression
-from lightning_compress.memory.activations import _LEAST_SPILLED as LEAST_SPILLED
-from lightning_compress.memory.activations import ActivationCache
+from lightning_compress.memory.activations import LEAST_SPILLED, ActivationCache
 from lightning_compress.memory.budget import Moment, Needs
 from lightning_compress.memory.tracker import LiveMemory
 from lightning_compress.statistics import InputGram, Statistic
@@ -90,7 +89,9 @@ class _Meter:
     def __init__(self, run: Calibration, batches: Sequence[Sequence[Tensor]]) -> None:
         self._run = run
         self._root = run.flow.root
-        self._brought = {part.name: _brought(run.flow, part) for part in run.flow.subgraphs}
+        self._brought = {
+            part.name: run.flow.store.away_bytes(part.modules, part.tensors) for part in run.flow.subgraphs
+        }
         self._statistics: Statistics = {}
         self._memory = LiveMemory()
         self._flow = run.flow
@@ -296,11 +297,6 @@ def _tensors(root: nn.Module, subgraph: Subgraph) -> dict[str, Tensor]:
         owner, _, key = name.rpartition(".")
         named[name] = getattr(root.get_submodule(owner), key)
     return {name: tensor for tensor, name in {id(t): (t, n) for n, t in reversed(list(named.items()))}.values()}
-
-
-def _brought(flow: Flow, subgraph: Subgraph) -> int:
-    tensors = _tensors(flow.root, subgraph).values()
-    return sum(tensor.nbytes for tensor in tensors if tensor.is_meta or tensor.device.type != flow.device.type)
 
 
 def _nbytes_of(gathered: Iterable[Mapping[type[Statistic], Statistic]]) -> int:

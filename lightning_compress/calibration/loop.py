@@ -86,6 +86,8 @@ def calibrate(run: Calibration, output: Output, keep_in: Path | None = None) -> 
     """
     flow = run.flow
     progress = _Progress(run, output, {}, len(output.finished))
+    if flow.traced is None or progress.num_finished == len(flow.subgraphs):
+        keep_in = None  # nothing flows
     restored = -1 if keep_in is None else restore_boundary(keep_in, flow, progress.num_finished)
     first_step = 0
     for index, subgraph in enumerate(flow.subgraphs):
@@ -103,7 +105,8 @@ def calibrate(run: Calibration, output: Output, keep_in: Path | None = None) -> 
                 record = _solve(progress, subgraph, index, first_step, clock)
                 output.commit(subgraph, record)
                 _take_from_output(flow, subgraph, index, output)
-                if keep_in is not None and not progress.statistics:  # statistics for later subgraphs are not kept
+                is_last = index + 1 == len(flow.subgraphs)
+                if keep_in is not None and not is_last and not progress.statistics:  # those are not kept
                     save_boundary(keep_in, index, flow)
         first_step += len(subgraph.steps)
         yield record

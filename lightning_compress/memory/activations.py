@@ -19,7 +19,7 @@ from lightning_compress.graph.compat import pytree
 from lightning_compress.memory.scratch import ScratchFile, Stored
 from lightning_compress.memory.transfer import Lane, Sent
 
-_LEAST_SPILLED = 1 << 16  # bytes; smaller tensors, such as masks and positions, are not worth a transfer
+LEAST_SPILLED = 1 << 16  # bytes; smaller tensors, such as masks and positions, are not worth a transfer
 
 
 def nbytes(value: object) -> int:
@@ -161,11 +161,9 @@ class ActivationCache:
             if is_part:
                 leaf = leaf.clone(memory_format=torch.contiguous_format)
             storage = _whole(leaf)
-            held = known.get(_identity(storage)) if not is_part else None
+            held = None if is_part else known.get(_identity(storage))  # a copy may be where a dropped one was
             if held is None:
-                held = self._held(storage, spill)
-            if not is_part:  # its storage may be gone before the next one is looked at, which then may be in its place
-                known[_identity(storage)] = held
+                held = known[_identity(storage)] = self._held(storage, spill)
             held.readers += 1
             return _View(held, leaf.dtype, tuple(leaf.shape), tuple(leaf.stride()), int(leaf.storage_offset()))
 
@@ -178,7 +176,7 @@ class ActivationCache:
         """A storage at home, or in the file."""
         nbytes = storage.numel()
         is_over = spill and self._budget is not None and self._num_bytes + nbytes > self._budget
-        if self._scratch is not None and is_over and nbytes >= _LEAST_SPILLED:
+        if self._scratch is not None and is_over and nbytes >= LEAST_SPILLED:
             return _Held(self._scratch.write(self._lane.fetch(storage, wait=True)), nbytes)
         self._num_bytes += nbytes
         if self._home_is_device:

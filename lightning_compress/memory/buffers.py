@@ -9,14 +9,14 @@ from torch import Tensor
 _LEAST_MAPPED = 1 << 20
 
 
-def host_buffer(nbytes: int, pin: bool = False) -> Tensor:
+def host_buffer(nbytes: int) -> Tensor:
     """An uninitialized uint8 [nbytes] in memory of its own, which goes back to the system when the tensor is freed.
 
     The C heap keeps what is freed, and where several threads take and give large blocks of many sizes its holes add up
     to a multiple of what is in use.
     """
-    if pin or nbytes < _LEAST_MAPPED:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pin)
+    if nbytes < _LEAST_MAPPED:
+        return torch.empty(nbytes, dtype=torch.uint8)
     return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
 
 

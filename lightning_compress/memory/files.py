@@ -137,13 +137,13 @@ def _remedy(folder: Path) -> str:
     return ""
 
 
-def read_tensor(stored: StoredTensor, pin: bool = False) -> Tensor:
-    """Read a tensor into a new buffer in host memory, pinned if asked for.
+def read_tensor(stored: StoredTensor) -> Tensor:
+    """Read a tensor into a new buffer in host memory.
 
     Raises:
         CompressionError: the file ends too early, or cannot be read.
     """
-    buffer = host_buffer(stored.nbytes, pin)
+    buffer = host_buffer(stored.nbytes)
     if stored.nbytes:
         view = memoryview(buffer.numpy())  # type: ignore[arg-type]
         descriptor = os.open(stored.file, os.O_RDONLY)

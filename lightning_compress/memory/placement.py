@@ -105,13 +105,19 @@ class Placement:
 
 
 def placement(memory: MemoryConfig, device: torch.device, source: WeightSource | None) -> Placement:
-    """Where a run on `device` puts what, as far as a user says it."""
+    """Where a run on `device` puts what, as far as a user says it.
+
+    Under a budget of host memory all activations wait in the file, until a run has fitted what may stay (see
+    `memory.budget`).
+    """
+    is_tight = memory.host_budget is not None
+    activations = memory.num_bytes("activation_budget")
     return Placement(
         device,
         cache_device=device if memory.cache_on_device else torch.device("cpu"),
         source=source,
         prefetch_depth=memory.prefetch_depth,
-        activation_budget=memory.num_bytes("activation_budget"),
+        activation_budget=0 if is_tight and activations is None else activations,
         scratch_dir=None if memory.scratch_dir is None else Path(memory.scratch_dir),
-        is_tight=memory.host_budget is not None,
+        is_tight=is_tight,
     )

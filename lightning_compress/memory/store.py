@@ -65,9 +65,7 @@ class WeightStore:
             stay: leave the weights on the device afterwards, or (those from disk) in host memory, until `close`; None:
                 only their homes keep them.
         """
-        found = self._found(modules, tensors)
-        absent = [tensor for tensor in found if tensor.is_meta]
-        moved = [tensor for tensor in found if self._is_at_home(tensor) and self._lane.is_away(tensor)]
+        absent, moved = self._away(modules, tensors)
         is_done = False
         try:
             self._bring(absent)
@@ -84,12 +82,16 @@ class WeightStore:
 
         Its size is in host memory (what is read) and on the device from now on.
         """
-        for tensor in self._found(modules, tensors):
-            if tensor.is_meta:
-                _, load = self._loader(tensor)
-                self._begin(load, load)
-            elif self._is_at_home(tensor) and self._lane.is_away(tensor):
-                self._begin(id(tensor), lambda home=tensor.data: {"": home})  # type: ignore[misc]
+        absent, moved = self._away(modules, tensors)
+        for meta in absent:
+            _, load = self._loader(meta)
+            self._begin(load, load)
+        for tensor in moved:
+            self._begin(id(tensor), lambda home=tensor.data: {"": home})  # type: ignore[misc]
+
+    def away_bytes(self, modules: Iterable[str], tensors: Iterable[str] = ()) -> int:
+        """Bytes that `onload` would bring now."""
+        return sum(tensor.nbytes for part in self._away(modules, tensors) for tensor in part)
 
     def write(self, tensor: Tensor, value: Tensor) -> None:
         """Replace the values of a parameter, on the device (where onloaded) and at home in host memory. Same shape and
@@ -160,9 +162,16 @@ class WeightStore:
         if metas:
             trim_heap()
 
-    def _is_at_home(self, tensor: Tensor) -> bool:
-        """Whether it is in host memory, and no copy of it on the device."""
-        return not tensor.is_meta and id(tensor) not in self._homes
+    def _away(self, modules: Iterable[str], tensors: Iterable[str]) -> tuple[list[Tensor], list[Tensor]]:
+        """Of the tensors that are not on the device: those at home on disk, and those in host memory."""
+        found = self._found(modules, tensors)
+        absent = [tensor for tensor in found if tensor.is_meta]
+        moved = [
+            tensor
+            for tensor in found
+            if not tensor.is_meta and id(tensor) not in self._homes and self._lane.is_away(tensor)
+        ]
+        return absent, moved
 
     def _found(self, modules: Iterable[str], tensors: Iterable[str]) -> list[Tensor]:
         """The tensors of the modules (with their children), and those named; each once."""

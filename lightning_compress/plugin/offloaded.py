@@ -52,7 +52,12 @@ def offloaded(
 
 
 def _staying(sizes: Mapping[str, int], budget: int) -> dict[str, Tier]:
-    """The first layers, as far as `budget` reaches when the largest two others come and go."""
+    """The first layers, as far as `budget` reaches when the largest two others come and go.
+
+    >>> layers = {"0": 10, "1": 10, "2": 10, "3": 10}
+    >>> [len(_staying(layers, budget)) for budget in (40, 39, 30, 29, 0)]
+    [4, 1, 1, 0, 0]
+    """
     left = budget if sum(sizes.values()) <= budget else budget - 2 * max(sizes.values(), default=0)
     stay: dict[str, Tier] = {}
     for name, size in sizes.items():

@@ -6,6 +6,8 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lightning_compress.memory.budget import MemoryUse
+
 _STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:70rem;margin:2rem auto;padding:0 1rem;color:#222}
 h1{font-size:1.5rem}h2{font-size:1.1rem;margin-top:2rem}table{border-collapse:collapse;width:100%;font-size:13px}
@@ -100,6 +102,8 @@ def _facts(report: Mapping[str, Any]) -> str:
             "" if outputs is None else f"; outputs on {_text(verification['batch'])} differ by at most {outputs:.3g}"
         )
         facts.append(("read back", f"{verdict} with {_text(verification['loaded_with'])}{detail}"))
+    if report["memory"] is not None:
+        facts.append(("memory", _text(MemoryUse(**report["memory"]).summary())))
     if report["is_partial"]:
         facts.append(
             ("state", "<span class=bad>partial: not every subgraph was quantized, no checkpoint was written</span>")

@@ -147,7 +147,7 @@ def test_room_runs_out_at_the_end(job: Make, disk: Path, tmp_path: Path) -> None
 
 def test_no_room_for_activations(job: Make, disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run names the folder and the remedies, and continues when there is room."""
-    monkeypatch.setattr(activations, "_LEAST_SPILLED", 1)
+    monkeypatch.setattr(activations, "LEAST_SPILLED", 1)
     run(job(tmp_path / "whole"))
     generator = run_job(job(tmp_path / "out", memory=MemoryConfig(activation_budget=0, scratch_dir=disk)))
     next(generator)

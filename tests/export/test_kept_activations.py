@@ -13,6 +13,7 @@ from test_resume import CASES, stopped, with_weights
 
 from lightning_compress.calibration import boundary, loop
 from lightning_compress.calibration.flow import run_step
+from lightning_compress.calibration.resume import MANIFEST
 from lightning_compress.errors import OutputDirectoryError
 from lightning_compress.memory.placement import MemoryConfig
 from lightning_compress.plugin.job import run_job
@@ -61,6 +62,19 @@ def test_stopped_after_every_subgraph(case: str, where: str, tmp_path: Path, ste
         assert contents(tmp_path / str(number)) == expected
 
 
+def test_nothing_is_kept_behind_the_last_subgraph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would serve nobody. Seen to fail: with all of them kept."""
+    kept: list[int] = []
+
+    def save(folder: Path, index: int, flow: Any) -> None:
+        kept.append(index)
+        boundary.save_boundary(folder, index, flow)
+
+    monkeypatch.setattr(loop, "save_boundary", save)
+    report = run(prepare(tiny_llama(1), token_batches(), recipe(4), tmp_path, keep_activations=True))
+    assert kept == list(range(len(report.subgraphs) - 1))
+
+
 def test_killed_between_the_manifest_and_the_activations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then one subgraph is run through again, from what was kept before it."""
 
@@ -78,6 +92,20 @@ def test_killed_between_the_manifest_and_the_activations(tmp_path: Path, monkeyp
     monkeypatch.undo()
     assert [path.name for path in (tmp_path / "out" / KEPT).iterdir()] == ["00001"]
     assert run(job("out")).num_resumed == 3
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_activations_behind_what_the_manifest_holds_are_not_used(tmp_path: Path) -> None:
+    """Seen to fail: with the newest activations, whatever is finished."""
+
+    def job(folder: str) -> Any:
+        return prepare(tiny_llama(3), token_batches(), recipe(4), tmp_path / folder, keep_activations=True)
+
+    run(job("whole"))
+    stopped(job("out"), 3)
+    manifest = tmp_path / "out" / MANIFEST
+    manifest.write_text("".join(manifest.read_text().splitlines(keepends=True)[:-1]))
+    assert run(job("out")).num_resumed == 2
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 

@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 import torch
 from compressed_tensors.quantization.utils import helpers as ranges
-from helpers import CPU, compress, recipe, tiny_llama, token_batches
+from helpers import CPU, compress, recipe, tiny_llama, tiny_mixtral, token_batches
 from torch import nn
-from transformers import MixtralConfig, MixtralForCausalLM
 
 from lightning_compress.data import perplexity
 from lightning_compress.errors import CompressionError
@@ -23,13 +22,6 @@ PER_TOKEN = {"num_bits": 8, "strategy": "token", "dynamic": True}
 def like(model: nn.Module) -> nn.Module:
     with parameters_on_meta():
         return type(model)._from_config(model.config, dtype=model.dtype).eval()  # type: ignore[attr-defined,no-any-return]
-
-
-def mixtral() -> nn.Module:
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
-    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
-    return MixtralForCausalLM(MixtralConfig(vocab_size=64, **sizes, **heads)).eval()
 
 
 @pytest.mark.parametrize(
@@ -74,7 +66,7 @@ def test_nothing_fake_is_left_by_the_trace(tmp_path: Path) -> None:
 
 def test_modules_that_transformers_renames_and_stacks(tmp_path: Path) -> None:
     """Attention is quantized, experts stay as they are, stacked in memory and apart in the file."""
-    model, batches = mixtral(), token_batches()
+    model, batches = tiny_mixtral(2, 4), token_batches()
     compress(model, batches, recipe(4, ignore=["lm_head", "re:.*gate$"]), tmp_path / "out", verify=False)
     empty = like(model)
     placement = Placement(CPU, CPU, checkpoint_source(empty, tmp_path / "out"))

@@ -10,6 +10,7 @@ from helpers import CPU
 from torch import Tensor, fx
 
 from lightning_compress.memory.activations import ActivationCache, nbytes, versions
+from lightning_compress.memory.scratch import ScratchFile, Stored
 from lightning_compress.memory.transfer import Lane, Sent
 
 
@@ -44,6 +45,26 @@ def test_trees_and_plain_numbers() -> None:
     assert loaded[a]["length"] == 7
     assert torch.equal(loaded[a]["k"][1][0], torch.zeros(3))
     assert cache.num_bytes == nbytes(value) == 5 * 4
+
+
+def test_parts_of_large_storages_are_kept_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is copied, and gone once it is in the file: the next copy may be where the one before was. Seen to fail:
+    with copies told by their place."""
+    write = ScratchFile.write
+
+    def written(self: ScratchFile, tensor: Tensor) -> Stored:
+        stored = write(self, tensor)
+        self.read(stored).result()  # behind the write
+        return stored
+
+    monkeypatch.setattr(ScratchFile, "write", written)
+    (a,) = nodes(1)
+    whole = torch.randn(40_000, 8)
+    cache = ActivationCache([{}], home=CPU, device=CPU, budget=0)
+    cache.store(0, {a: list(whole.unbind(1))})
+    loaded = cache.load(0, {a})[a]
+    assert isinstance(loaded, list)
+    assert all(torch.equal(part, whole[:, column]) for column, part in enumerate(loaded))
 
 
 def test_copies_are_the_callers_own() -> None:

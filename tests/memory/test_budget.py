@@ -7,6 +7,7 @@ import torch
 
 from lightning_compress.errors import BudgetError
 from lightning_compress.memory.budget import RESERVE, Budgets, Moment, Needs, fit
+from lightning_compress.memory.placement import MemoryConfig, placement
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 MOMENTS = (
@@ -31,12 +32,16 @@ def test_everything_as_asked_where_there_is_room() -> None:
 
 
 def test_activations_go_to_the_file_before_the_depth_is_lowered() -> None:
-    """Seen to fail: with `in_flight` left out of what the budget has to hold."""
     found = fit(TABLE, CPU, replace(NO_LIMIT, host=with_reserve(ALL - 100)))
     assert found.depth == 1
     assert found.activations == ALL - 100 - (1000 + 100 + 30 + 10 + 40 + 200), "what the solve leaves"
     assert found.host_bytes == ALL - 100
     assert "wait in memory, the rest in a file" in found.notes[0]
+
+
+def test_what_goes_to_the_file_and_comes_from_it_counts() -> None:
+    """Seen to fail: without `in_flight`."""
+    assert fit(TABLE[:1], CPU, replace(NO_LIMIT, activations=0)).host_bytes == 1000 + 20 + 10 + 60 + 100 + 40
 
 
 def test_depth_is_lowered_if_the_budget_demands_it_and_that_is_said() -> None:
@@ -77,8 +82,15 @@ def test_on_a_device_each_place_has_its_own() -> None:
     found = fit(TABLE, CUDA, NO_LIMIT)
     assert found.device_bytes == 100 + 30 + 40 + 200, "weights, the next ones', statistics, the solve"
     assert found.host_bytes == 1000 + 130 + 510, "the same weights in pinned memory, and what waits"
+    assert fit(TABLE[:1], CUDA, NO_LIMIT).device_bytes == 20 + 60 + 100 + 40, "the next batch is copied ahead"
     cached = fit(TABLE, CUDA, replace(NO_LIMIT, cache_on_device=True))
     assert cached.device_bytes == ALL - 1000
     assert cached.host_bytes == 1000 + 130
     with pytest.raises(BudgetError, match=r"memory\.device_budget=.* smallest that can is 340 bytes"):
         fit(TABLE, CUDA, replace(NO_LIMIT, device=339))
+
+
+def test_under_a_host_budget_activations_wait_in_the_file_until_a_run_is_fitted() -> None:
+    """So that an evaluation before the run does not go over it."""
+    given = [MemoryConfig(), MemoryConfig(host_budget="1GiB"), MemoryConfig(host_budget="1GiB", activation_budget=5)]
+    assert [placement(memory, CPU, None).activation_budget for memory in given] == [None, 0, 5]

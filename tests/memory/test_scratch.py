@@ -88,7 +88,7 @@ def test_the_budget_decides_what_waits_where() -> None:
 @pytest.mark.parametrize("schedule", ["staged", "recompute", "block"])
 @pytest.mark.parametrize("batches", [token_batches, ragged_batches])
 def test_the_weights_do_not_depend_on_the_budget(monkeypatch: pytest.MonkeyPatch, batches: Any, schedule: str) -> None:
-    monkeypatch.setattr(activations, "_LEAST_SPILLED", 1)
+    monkeypatch.setattr(activations, "LEAST_SPILLED", 1)
     results = []
     for budget in (None, 0, 10_000):
         model = tiny_llama(2)
@@ -115,7 +115,7 @@ class Adds(nn.Module):
 
 
 def test_values_that_are_changed_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activations, "_LEAST_SPILLED", 1)
+    monkeypatch.setattr(activations, "LEAST_SPILLED", 1)
     weights = []
     for budget in (None, 0):
         torch.manual_seed(0)
@@ -144,7 +144,7 @@ def test_no_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def full(*_: Any) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(activations, "_LEAST_SPILLED", 1)
+    monkeypatch.setattr(activations, "LEAST_SPILLED", 1)
     monkeypatch.setattr(os, "pwritev", full)
     with pytest.raises(CompressionError, match=r"could not be kept in .*No space left.*scratch_dir, or raise"):
         compress_in_memory(

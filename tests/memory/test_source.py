@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import CPU, compress, contents, prepare, recipe, saved, tiny_llama, token_batches
+from helpers import CPU, compress, contents, prepare, recipe, saved, tiny_llama, tiny_mixtral, token_batches
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import (
@@ -16,8 +16,6 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
 )
 
 from lightning_compress.calibration.loop import calibrate
@@ -72,11 +70,7 @@ def test_tied_embeddings_and_shared_layers(tmp_path: Path) -> None:
 
 def test_fused_and_stacked_weights(tmp_path: Path) -> None:
     """Mixtral's experts: single matrices in the checkpoint, one stacked parameter in the module."""
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
-    torch.manual_seed(0)
-    model = MixtralForCausalLM(
-        MixtralConfig(vocab_size=64, num_hidden_layers=2, num_local_experts=12, num_experts_per_tok=2, **sizes)
-    ).eval()
+    model = tiny_mixtral(2, 12)
     empty = saved(model, tmp_path / "in")
     assert any(".experts.11." in key for key in stored_tensors(tmp_path / "in"))
     source = weight_source(empty, tmp_path / "in")
@@ -189,12 +183,7 @@ def read(source: Any, name: str) -> Tensor:
 
 def test_tied_and_stacked_weights_in_a_lightning_checkpoint(tmp_path: Path) -> None:
     """Names and shapes are the module's own: nothing is converted, and both names of a tie are there."""
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
-    torch.manual_seed(0)
-    mixtral = MixtralForCausalLM(
-        MixtralConfig(vocab_size=64, num_hidden_layers=1, num_local_experts=2, num_experts_per_tok=2, **sizes)
-    ).eval()
-    for name, model in (("tied", tiny_llama(2, tie_word_embeddings=True)), ("mixtral", mixtral)):
+    for name, model in (("tied", tiny_llama(2, tie_word_embeddings=True)), ("mixtral", tiny_mixtral(1, 2))):
         empty = saved(model, tmp_path / name)
         torch.save({"state_dict": {f"net.{k}": v for k, v in model.state_dict().items()}}, tmp_path / f"{name}.ckpt")
         given = recipe(4, group_size=8)
@@ -205,11 +194,8 @@ def test_tied_and_stacked_weights_in_a_lightning_checkpoint(tmp_path: Path) -> N
 
 def test_a_folder_of_the_one_transformers_model_inside(tmp_path: Path) -> None:
     """Fails without the prefix; for converted weights (Mixtral's experts) too."""
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
-    config = MixtralConfig(vocab_size=64, num_hidden_layers=1, num_local_experts=2, num_experts_per_tok=2, **sizes)
-    model, teacher = MixtralForCausalLM(config), tiny_llama(1)
-    model.save_pretrained(tmp_path)
-    root = Around(teacher=teacher, student=on_meta(lambda: MixtralForCausalLM(config)))
+    model = tiny_mixtral(1, 2)
+    root = Around(teacher=tiny_llama(1), student=saved(model, tmp_path))
     source = weight_source(root, tmp_path)
     assert set(source.loaders) == {f"student.{name}" for name in model.state_dict()}
     for name, tensor in model.state_dict().items():

@@ -16,6 +16,7 @@ from lightning_compress.memory.placement import MemoryConfig
 from lightning_compress.memory.tracker import LiveMemory, high_water_bytes, resident_bytes
 from lightning_compress.plugin import budget
 from lightning_compress.plugin.budget import BudgetWarning, finished_use
+from lightning_compress.report.html import render_html
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "initializer_range": 0.02}
 HOW = recipe(4, group_size=32)
@@ -79,6 +80,7 @@ def test_the_report_has_both_numbers() -> None:
     assert use.peak_bytes == pytest.approx(high_water_bytes(), rel=0.05)
     assert f"of a budget of 100.00 GiB, foreseen {use.host_bytes / 2**30:.2f} GiB." in report.summary()
     assert report.to_dict()["memory"]["prefetch_depth"] == 1  # type: ignore[index]
+    assert f"<dd>{use.summary()}</dd>" in render_html(report.to_dict())
     assert compress_in_memory(tiny_llama(1), token_batches(), HOW).memory is None
 
 

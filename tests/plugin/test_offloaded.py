@@ -13,6 +13,7 @@ from lightning_compress import Compressor, SequentialOnloadStrategy, parameters_
 from lightning_compress.errors import CompressionError, UnsupportedModelError
 from lightning_compress.memory.source import is_on_meta
 from lightning_compress.memory.transfer import Lane, Sent
+from lightning_compress.plugin.offloaded import _move_others
 
 from .conftest import TinyModule, compression, loader, weights_of
 
@@ -94,6 +95,29 @@ def test_weights_in_host_memory(make_trainer: Any, monkeypatch: pytest.MonkeyPat
     assert equal(results(make_trainer(strategy=SequentialOnloadStrategy(device_budget=0)), module), expected)
     assert sum(sent) >= 3 * sum(parameter.numel() for parameter in module.model.model.layers.parameters())
     assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
+
+
+def test_what_no_layer_holds_goes_along() -> None:
+    """Seen to fail: with nothing moved. Meta stands for a device."""
+    module = Evaluated()
+    _move_others(module, module.model, torch.device("meta"))
+    assert module.device.type == "meta"
+    assert module.factor.is_meta  # type: ignore[union-attr]
+    assert module.mean.mean_value.is_meta
+    assert not any(tensor.is_meta for tensor in module.model.state_dict().values())
+
+
+def test_layers_that_stay_are_copied_once(make_trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen to fail: with no layer staying."""
+    sent: list[int] = []
+    monkeypatch.setattr(Lane, "is_away", lambda *_: True)
+    monkeypatch.setattr(Lane, "send", lambda _, tensor: (sent.append(tensor.numel()), Sent(tensor.clone()))[1])
+    monkeypatch.setattr(SequentialOnloadStrategy, "_needs_onloading", lambda *_: True)
+    module = Evaluated()
+    make_trainer(strategy=SequentialOnloadStrategy(device_budget="1GB")).test(module, loader(), verbose=False)
+    in_layers = {id(p): p.numel() for p in module.model.model.layers.parameters()}
+    assert len(module.test_losses) > 1
+    assert sum(sent) < len(module.test_losses) * sum(in_layers.values())
 
 
 def test_a_compression_is_followed_by_its_test(make_trainer: Any, tmp_path: Path, output_dir: Path) -> None:
