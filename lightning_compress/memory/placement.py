@@ -91,7 +91,8 @@ class Placement:
         prefetch_depth: how many subgraphs ahead of the one that computes weights are read and copied; 0: none.
         activation_budget: bytes of activations that may wait on `cache_device`; None: all of them.
         scratch_dir: folder of the file for the others; None: the system's temporary folder.
-        is_tight: there is a budget of host memory, so what is freed is given back to the system at once.
+        is_tight: there is a budget of host memory or of activations in it, so what is freed is given back to the system
+            at once (where all activations wait in memory, that would cost some percent of the time).
     """
 
     device: torch.device
@@ -110,14 +111,15 @@ def placement(memory: MemoryConfig, device: torch.device, source: WeightSource |
     Under a budget of host memory all activations wait in the file, until a run has fitted what may stay (see
     `memory.budget`).
     """
-    is_tight = memory.host_budget is not None
     activations = memory.num_bytes("activation_budget")
+    if activations is None and memory.host_budget is not None:
+        activations = 0
     return Placement(
         device,
         cache_device=device if memory.cache_on_device else torch.device("cpu"),
         source=source,
         prefetch_depth=memory.prefetch_depth,
-        activation_budget=0 if is_tight and activations is None else activations,
+        activation_budget=activations,
         scratch_dir=None if memory.scratch_dir is None else Path(memory.scratch_dir),
-        is_tight=is_tight,
+        is_tight=activations is not None,
     )
