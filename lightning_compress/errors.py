@@ -33,5 +33,9 @@ class OutputDirectoryError(CompressionError):
     """The output folder cannot be written to."""
 
 
+class CommunicationError(RuntimeError):
+    """The ranks of a run have lost one another."""
+
+
 class BudgetError(CompressionError):
     """A budget of memory cannot hold the run."""

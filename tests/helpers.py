@@ -16,7 +16,6 @@ from lightning_compress.graph.stages import Group, Schedule
 from lightning_compress.memory.source import is_on_meta, parameters_on_meta
 from lightning_compress.plugin.job import Job, Settings, prepare_job, run_job
 from lightning_compress.recipe.load import RecipeLike, load_recipe
-from lightning_compress.recipe.resolve import ResolvedRecipe
 from lightning_compress.report.report import Report
 from lightning_compress.statistics import InputGram, Statistic
 
@@ -213,10 +212,10 @@ def seen_statistics(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[type[Stat
     solve = loop.solve_group
 
     def solve_group(
-        group: Group, root: nn.Module, resolved: ResolvedRecipe, statistics: Mapping[type[Statistic], Statistic]
+        group: Group, root: Any, resolved: Any, statistics: Mapping[type[Statistic], Statistic], collective: Any
     ) -> Any:
         seen.update({name: dict(statistics) for name in group.members})
-        return solve(group, root, resolved, statistics)
+        return solve(group, root, resolved, statistics, collective)
 
     monkeypatch.setattr(loop, "solve_group", solve_group)
     return seen

@@ -10,7 +10,7 @@ their rows are stacked and the factor is computed once; `split` takes the result
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import final
 
@@ -22,6 +22,7 @@ from lightning_compress.algorithms.scales import Grid, Scales, choose_scales, nu
 from lightning_compress.errors import NonFiniteError, SolveError
 from lightning_compress.statistics import InputGram, Statistic
 
+EachTile = Callable[[Callable[[slice], "Solved"], Sequence[slice]], Iterable["Solved"]]
 ROW_TILE = 2048  # at most so many rows are solved at a time: enough to amortize the cost of a call per column
 
 
@@ -174,6 +175,7 @@ class Algorithm(ABC):
         args: QuantizationArgs,
         scale_dtype: torch.dtype,
         row_splits: Sequence[int] | None = None,
+        each: "EachTile" = map,
     ) -> Solved:
         """Quantize `weight` [O, I], the stacked rows of all modules that share an input.
 
@@ -183,6 +185,7 @@ class Algorithm(ABC):
             args: the scheme of the weights: int, 2 to 8 bits, tensor, channel or group strategy.
             scale_dtype: the dtype in which scales are stored; they are rounded to it before solving.
             row_splits: the rows of each module, which sum to O; one module by default.
+            each: solves every tile; by default one after the other, here.
 
         Raises:
             SolveError: the scheme does not fit the weight, or the Gram cannot be factorized.
@@ -190,7 +193,7 @@ class Algorithm(ABC):
         """
         splits = [weight.shape[0]] if row_splits is None else row_splits
         prepared = self.prepare(weight, statistics, args, scale_dtype, splits)
-        return join([self.solve_rows(weight, rows, prepared) for rows in row_tiles(weight.shape[0])])
+        return join(list(each(lambda rows: self.solve_rows(weight, rows, prepared), row_tiles(weight.shape[0]))))
 
 
 def row_tiles(num_rows: int) -> list[slice]:

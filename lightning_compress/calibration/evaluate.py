@@ -57,7 +57,7 @@ def prepare_evaluation(
     (end,) = (node for node in traced.graph.nodes if node.op == "output")
     results = dict(zip(traced.outputs, end.args[0], strict=True))
     store = WeightStore(target.root, Lane(placement.device), placement.source)
-    cache = cached_inputs(traced, data, placement)
+    cache = cached_inputs(traced, data.batches, placement)
     last = last_uses(parts, tuple(results.values()))
     return Evaluation(Flow(target.root, parts, traced, cache, store, placement, last, {}), results)
 

@@ -5,7 +5,8 @@ quantized.
         with store.onload(subgraph):              # its weights are on the device in here only
             for step in subgraph.steps:
                 run the step's nodes on every batch, gathering statistics of what its groups read
-                solve its groups and put the quantized weights in place
+                add them up over the ranks, which have a share of the batches each
+                solve its groups, rows shared out over the ranks, and put the quantized weights in place
         output.commit(subgraph)                   # packed and written: a run that dies later continues behind it
 
 All schedules are this loop; they differ in the steps that `graph.stages` lays out. Values that later steps read wait in
@@ -27,9 +28,10 @@ from torch import Tensor
 
 from lightning_compress.calibration.boundary import restore_boundary, save_boundary
 from lightning_compress.calibration.flow import Flow, Values, onloaded, prefetch, run_step
-from lightning_compress.calibration.observe import Statistics, observing
+from lightning_compress.calibration.observe import Statistics, observing, reduce_statistics
 from lightning_compress.calibration.records import ModuleRecord, SubgraphRecord
 from lightning_compress.calibration.solve import QuantizedModule, Restored, apply, describe_scheme, put, solve_group
+from lightning_compress.distributed.collective import Collective
 from lightning_compress.errors import SolveError
 from lightning_compress.graph.stages import Group, Source, Step, Subgraph
 from lightning_compress.graph.trace import Leaf
@@ -64,11 +66,17 @@ class Calibration:
         flow: the model's subgraphs, and where their weights and the values between them are.
         resolved: what happens to each module.
         needs: which statistics each source has to gather.
+        channels: how many input channels each source has.
+        share: the numbers of the batches that flow on this rank.
+        collective: all ranks of the run; each has the whole model, and its share of the batches.
     """
 
     flow: Flow
     resolved: ResolvedRecipe
     needs: Mapping[Source, tuple[type[Statistic], ...]]
+    channels: Mapping[Source, int]
+    share: tuple[int, ...]
+    collective: Collective
 
 
 @torch.no_grad()
@@ -172,7 +180,7 @@ def _solve_group(progress: _Progress, subgraph: Subgraph, group: Group) -> list[
     run = progress.run
     gathered = _merged(run, group, progress.statistics)
     records = []
-    for quantized in solve_group(group, run.flow.root, run.resolved, gathered):
+    for quantized in solve_group(group, run.flow.root, run.resolved, gathered, run.collective):
         packed = progress.output.pack(quantized)
         records.append(_record(run, subgraph, group, quantized, gathered, packed))
         apply(quantized, run.flow.root, run.flow.store)
@@ -197,13 +205,14 @@ def _repeat(progress: _Progress, subgraph: Subgraph, index: int, first_step: int
 
 
 def _run_step(progress: _Progress, step: Step, number: int) -> None:
-    """Run a step's nodes on every batch and gather the statistics of its sources."""
+    """Run a step's nodes on this rank's batches and gather the statistics of its sources, on all."""
     flow, needs, statistics = progress.run.flow, progress.run.needs, progress.statistics
 
     def watch(sources: Sequence[Source], values: Values) -> AbstractContextManager[None]:
         return observing(flow.root, sources, values, flow.masks, needs, statistics)
 
     deque(run_step(flow, step, number, watch), maxlen=0)  # keeps no batch's values while the next one runs
+    reduce_statistics(step.observe, needs, progress.run.channels, flow.device, statistics, progress.run.collective)
 
 
 def _merged(run: Calibration, group: Group, statistics: Statistics) -> dict[type[Statistic], Statistic]:

@@ -4,8 +4,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
+from lightning_compress.distributed.collective import Collective
 from lightning_compress.graph.stages import Source, Step, quantizable_calls
 from lightning_compress.statistics import Statistic
 
@@ -47,6 +49,32 @@ def observing(
         for source in sources:
             if source.inner is None:
                 update(source, values[source.node])
+
+
+def reduce_statistics(
+    sources: Sequence[Source],
+    needs: Mapping[Source, tuple[type[Statistic], ...]],
+    channels: Mapping[Source, int],
+    device: torch.device,
+    statistics: Statistics,
+    collective: Collective,
+) -> None:
+    """Let the statistics of `sources` be those of all ranks; one that saw no token takes part.
+
+    Sources that no rank has met are left out, as they are where there is one rank only.
+    """
+    if collective.size == 1:
+        return
+    for source in sorted(sources, key=lambda source: (source.node.name, source.inner or "", source.writes)):
+        what = f"the statistics of {source.inner or source.node.name}"
+        found = statistics.setdefault(source, {})
+        for kind in needs[source]:
+            if kind not in found:
+                found[kind] = kind(channels[source], device)
+            for tensor, reduction in found[kind].reductions().values():
+                collective.reduce(tensor, reduction, what)
+        if not any(statistic.num_tokens for statistic in found.values()):
+            del statistics[source]
 
 
 def stretches(step: Step) -> list[tuple[tuple[fx.Node, ...], list[Source]]]:

@@ -12,6 +12,8 @@ from lightning_compress.calibration.flow import Flow, last_uses
 from lightning_compress.calibration.loop import Calibration
 from lightning_compress.calibration.solve import group_key, needed_statistics
 from lightning_compress.calibration.target import Target
+from lightning_compress.distributed.collective import Collective, SingleProcess
+from lightning_compress.distributed.share import assign
 from lightning_compress.errors import CalibrationDataError, UnsupportedModelError
 from lightning_compress.graph.compat import pytree
 from lightning_compress.graph.stages import Schedule, Source, Subgraph, datafree_subgraphs, subgraphs
@@ -54,6 +56,7 @@ def prepare(
     *,
     schedule: Schedule = Schedule.STAGED,
     sequential_targets: Sequence[str] | None = None,
+    collective: Collective | None = None,
 ) -> Calibration:
     """Trace the model and lay the run out.
 
@@ -64,12 +67,14 @@ def prepare(
         placement: where weights and activations live.
         schedule: where the graph is cut.
         sequential_targets: what is onloaded at a time; None takes the model's layers.
+        collective: the ranks; all give the same arguments, `data` whole. None: this process is the only one.
 
     Raises:
         UnsupportedModelError: `datafree` with an algorithm that needs data, or a module that the forward never calls.
         UntraceableModelError: the forward cannot be recorded.
         CalibrationDataError: batches that would take different paths through the model.
     """
+    collective = collective or SingleProcess()
     names = tuple(resolved.assignments)
     boundaries = check_layout(target, resolved, schedule, sequential_targets)
     device = placement.device
@@ -78,7 +83,7 @@ def prepare(
         parts = datafree_subgraphs(_by_boundary(names, boundaries))
         cache = ActivationCache([], home=device, device=device)
         flow = Flow(target.root, parts, None, cache, store, placement, {}, {})
-        return Calibration(flow, resolved, {})
+        return Calibration(flow, resolved, {}, {}, (), collective)
     if data is None:
         raise CalibrationDataError(
             "This recipe needs calibration data: give `dataloaders`, a datamodule, or `calibration`."
@@ -91,11 +96,13 @@ def prepare(
         schedule,
     )
     _check_all_called(parts, names, target)
-    cache = cached_inputs(traced, data, placement)
+    share = assign([_num_elements(batch) for batch in data.batches], collective.size)[collective.rank]
+    cache = cached_inputs(traced, [data.batches[number] for number in share], placement)
     needs = _needs(parts, resolved)
     masks = _masks(traced, needs)
     last = last_uses(parts, tuple(masks.values()))
-    return Calibration(Flow(target.root, parts, traced, cache, store, placement, last, masks), resolved, needs)
+    flow = Flow(target.root, parts, traced, cache, store, placement, last, masks)
+    return Calibration(flow, resolved, needs, _channels(parts, target.root), share, collective)
 
 
 @contextmanager
@@ -133,10 +140,7 @@ def trace_on(target: Target, leaves: Sequence[str], boundaries: Sequence[str], d
         UntraceableModelError: the forward cannot be recorded.
         CalibrationDataError: another batch would take another path.
     """
-    largest = max(
-        data.batches,
-        key=lambda batch: sum(leaf.numel() for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)),
-    )
+    largest = max(data.batches, key=_num_elements)
     traced = trace(target.root, target.step, largest, leaf_names=leaves, boundary_names=boundaries)
     for number, batch in enumerate(data.batches):
         violated = violated_guards(traced, batch)
@@ -149,11 +153,16 @@ def trace_on(target: Target, leaves: Sequence[str], boundaries: Sequence[str], d
     return traced
 
 
-def cached_inputs(traced: Traced, data: CalibrationSet, placement: Placement) -> ActivationCache:
+def _num_elements(batch: Any) -> int:
+    """Of all its tensors: for batches of tokens, in proportion to their number."""
+    return sum(leaf.numel() for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))
+
+
+def cached_inputs(traced: Traced, batches: Sequence[Any], placement: Placement) -> ActivationCache:
     """The cache as it is at the start: with the inputs."""
     placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
     return ActivationCache(
-        [dict(zip(placeholders, flatten_batch(batch)[0], strict=True)) for batch in data.batches],
+        [dict(zip(placeholders, flatten_batch(batch)[0], strict=True)) for batch in batches],
         home=placement.cache_device,
         device=placement.device,
         budget=placement.activation_budget,
@@ -171,6 +180,15 @@ def _needs(parts: Sequence[Subgraph], resolved: ResolvedRecipe) -> dict[Source, 
                         dict.fromkeys(needed_statistics(resolved.assignments[group.members[0]]))
                     )
     return {source: tuple(kinds) for source, kinds in needs.items()}
+
+
+def _channels(parts: Sequence[Subgraph], root: nn.Module) -> dict[Source, int]:
+    groups = [group for part in parts for step in part.steps for group in step.solve]
+    return {
+        source: root.get_submodule(group.members[0]).get_parameter("weight").shape[1]
+        for group in groups
+        for source in group.sources
+    }
 
 
 def _masks(traced: Traced, needs: Mapping[Source, Any]) -> dict[Source, fx.Node]:

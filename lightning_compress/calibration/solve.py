@@ -5,7 +5,7 @@ memory holds bit for bit what a reader of the checkpoint computes.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -16,6 +16,8 @@ from compressed_tensors.quantization.utils import calculate_qparams, compute_dyn
 from torch import Tensor, nn
 
 from lightning_compress.algorithms.base import Solved, split
+from lightning_compress.distributed.collective import Collective
+from lightning_compress.distributed.share import shared
 from lightning_compress.errors import NonFiniteError, SolveError
 from lightning_compress.graph.compat import FakeTensor
 from lightning_compress.graph.stages import Group
@@ -123,9 +125,9 @@ def needed_statistics(assignment: Assignment) -> tuple[type[Statistic], ...]:
 
 @torch.no_grad()
 def solve_group(
-    group: Group, root: nn.Module, resolved: ResolvedRecipe, statistics: GroupStatistics
+    group: Group, root: nn.Module, resolved: ResolvedRecipe, statistics: GroupStatistics, collective: Collective
 ) -> list[QuantizedModule]:
-    """Quantize all members of a group from one stack of their rows.
+    """Quantize all members of a group from one stack of their rows, which the ranks share out.
 
     Raises:
         SolveError: the algorithm failed; the message names the members and the shape.
@@ -136,10 +138,16 @@ def solve_group(
     rows = [weight.shape[0] for weight in weights]
     stacked = torch.cat([weight.detach() for weight in weights])
     _check_finite(group, statistics)
+    names = ", ".join(group.members)
+
+    def each(solve: Callable[[slice], Solved], tiles: Sequence[slice]) -> list[Solved]:
+        heights = [tile.stop - tile.start for tile in tiles]
+        return shared(solve, tiles, heights, collective, f"the solution of {names}")
+
     try:
-        solved = assignment.algorithm.solve(stacked, statistics, assignment.weights, weights[0].dtype, rows)
+        solved = assignment.algorithm.solve(stacked, statistics, assignment.weights, weights[0].dtype, rows, each)
     except ValueError as error:
-        raise SolveError(f"{', '.join(group.members)} (stacked weight {list(stacked.shape)}): {error}") from error
+        raise SolveError(f"{names} (stacked weight {list(stacked.shape)}): {error}") from error
     scale, zero_point = _static_input(assignment.scheme, statistics, weights[0].dtype)
     return [
         QuantizedModule(name, resolved.assignments[name].scheme, part, scale, zero_point)

@@ -1,5 +1,6 @@
 """Checkpoint folders: what is in one, and whether it may be written to."""
 
+import tempfile
 from pathlib import Path
 from typing import Protocol
 
@@ -37,9 +38,7 @@ def check_output_dir(output_dir: Path) -> None:
 
 def _is_writable(path: Path) -> bool:
     try:
-        probe = path / ".lightning_compress_probe"
-        probe.touch()
-        probe.unlink()
+        tempfile.TemporaryFile(dir=path).close()  # without a name: several ranks try at once
     except OSError:
         return False
     return True

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import final
+from uuid import uuid4
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -34,6 +35,7 @@ from lightning_compress.calibration.resume import (
     sync,
 )
 from lightning_compress.calibration.solve import QuantizedModule, Restored
+from lightning_compress.distributed.collective import Collective, SingleProcess
 from lightning_compress.errors import OutputDirectoryError
 from lightning_compress.export.checkpoint import INCOMPLETE, MARKER, SavesPretrained, check_output_dir
 from lightning_compress.export.packing import (
@@ -88,9 +90,11 @@ class CheckpointWriter:
         store: brings what no subgraph has brought.
         fingerprints: see `calibration.resume.fingerprints`.
         resume: continue an unfinished run that is the same; otherwise start over.
+        collective: the ranks. Rank 0 writes; all do the same calls, and have to see the folder.
 
     Raises:
-        OutputDirectoryError: the folder is not ours, or holds an unfinished run of something else.
+        OutputDirectoryError: the folder is not ours, is not one folder for all ranks, or holds an unfinished run of
+            something else.
     """
 
     def __init__(
@@ -102,8 +106,12 @@ class CheckpointWriter:
         store: WeightStore,
         fingerprints: Mapping[str, str],
         resume: bool = True,
+        collective: Collective | None = None,
     ) -> None:
         check_output_dir(folder)
+        self._collective = collective or SingleProcess()
+        self._is_writing = self._collective.rank == 0
+        _check_shared(folder, self._collective)
         self.folder = folder
         self._root = root
         self._resolved = resolved
@@ -117,11 +125,12 @@ class CheckpointWriter:
         self._fingerprints = fingerprints
         self._lines: list[Finished] = []
         self._is_begun = resume and (folder / INCOMPLETE).is_file() and (folder / MANIFEST).is_file()
-        if self._is_begun:
+        if self._is_begun and self._is_writing:
             self._lines = read_manifest(folder, fingerprints)
             for leftover in folder.glob(".*.partial"):
                 leftover.unlink()
         self._check_room()
+        self._lines = self._collective.broadcast(self._lines, f"reading {folder / MANIFEST}")
 
     @property
     def finished(self) -> tuple[SubgraphRecord, ...]:
@@ -145,16 +154,23 @@ class CheckpointWriter:
     def commit(self, subgraph: Subgraph, record: SubgraphRecord) -> None:
         """Write the subgraph's shard, while its weights are at hand, and add it to the manifest."""
         assert record.index == len(self._lines)
-        if not self._is_begun:
+        if self._is_writing and not self._is_begun:
             with self._writing("its first files"):
                 self._begin()
-        self._add(record)
+        line = self._written(record) if self._is_writing else None
+        self._lines.append(self._collective.broadcast(line, f"writing {subgraph.name}"))  # type: ignore[arg-type]
+        self._packed.clear()
 
     def close(self, tokenizer: SavesPretrained | None = None) -> None:
         """Write what no subgraph holds, shard by shard; then the index, the tokenizer and, last, config.json."""
+        if self._is_writing:
+            self._finish(tokenizer)
+        self._collective.broadcast(None, "writing what no subgraph holds")
+
+    def _finish(self, tokenizer: SavesPretrained | None) -> None:
         for number in range(len(self._lines), len(self._parts)):
             with self._store.onload((), self._parts[number]):
-                self._add(None)
+                self._lines.append(self._written(None))
         weight_map = {key: line.shard for line in self._lines for key in line.keys}
         total = sum(line.nbytes for line in self._lines)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
@@ -205,8 +221,8 @@ class CheckpointWriter:
         start_manifest(self.folder, self._fingerprints)
         self._is_begun = True
 
-    def _add(self, record: SubgraphRecord | None) -> None:
-        """Write the next part's shard, if it has one, and its line."""
+    def _written(self, record: SubgraphRecord | None) -> Finished:
+        """Write the next part's shard, if it has one, and its line in the manifest."""
         number = len(self._lines)
         line = Finished(record, None, "", 0, ())
         if number in self._shards:
@@ -219,8 +235,7 @@ class CheckpointWriter:
             line = Finished(record, path.name, digest, path.stat().st_size, tuple(state))
         with self._writing(MANIFEST):
             append_finished(self.folder, line)
-        self._lines.append(line)
-        self._packed.clear()
+        return line
 
     @contextmanager
     def _writing(self, what: str) -> Iterator[None]:
@@ -252,6 +267,28 @@ class CheckpointWriter:
         if isinstance(self._root, PreTrainedModel):
             state = revert_weight_conversion(self._root, state)
         return dict(sorted(state.items()))
+
+
+def _check_shared(folder: Path, collective: Collective) -> None:
+    """All ranks read what rank 0 writes."""
+    if collective.size == 1:
+        return
+    collective.gather(None, f"looking for {folder}")  # all have looked at what was there before
+    probe = ""
+    if collective.rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = f".{uuid4().hex}.partial"
+        (folder / probe).touch()
+    probe = collective.broadcast(probe, f"looking for {folder}")
+    seen = collective.gather((folder / probe).is_file(), f"looking for {folder}")
+    if collective.rank == 0:
+        (folder / probe).unlink()
+    if not all(seen):
+        blind = ", ".join(str(rank) for rank, sees in enumerate(seen) if not sees)
+        raise OutputDirectoryError(
+            f"{folder.absolute()} on rank 0 is not what ranks {blind} find there. Give an output_dir on a file system "
+            "that all nodes share."
+        )
 
 
 def _parts(root: nn.Module, subgraphs: Sequence[Subgraph]) -> list[list[str]]:

@@ -42,7 +42,8 @@ def within_budgets(
     if config.host_budget is None and config.device_budget is None:
         return run, None
     placement, root = run.flow.placement, run.flow.root
-    table = (*footprint(run, [] if data is None else [flatten_batch(batch)[0] for batch in data.batches]),)
+    batches = [] if data is None else [data.batches[number] for number in run.share]
+    table = (*footprint(run, [flatten_batch(batch)[0] for batch in batches]),)
     if writes:
         table += tuple(_at_the_end(run, data, verifies))
     trim_heap()
@@ -58,8 +59,8 @@ def within_budgets(
     found = fit(table, placement.device, budgets)
     placement = replace(placement, prefetch_depth=found.depth, activation_budget=found.activations)
     flow = replace(run.flow, placement=placement)
-    if data is not None and flow.traced is not None:
-        flow = replace(flow, cache=cached_inputs(flow.traced, data, placement))
+    if flow.traced is not None:
+        flow = replace(flow, cache=cached_inputs(flow.traced, batches, placement))
     return replace(run, flow=flow), _use(budgets, found)
 
 

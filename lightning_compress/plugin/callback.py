@@ -1,6 +1,7 @@
 """The callback that adds a compression stage to a Trainer run."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -142,10 +143,7 @@ class CompressionCallback(Callback):
                 "one; for several recipes load the trained checkpoint anew for each, with when='only'."
             )
         if stage == "fit" and trainer.world_size > 1:
-            raise UnsupportedModelError(
-                f"Compression on {trainer.world_size} ranks is not supported yet; use Trainer(devices=1, num_nodes=1) "
-                "for it, or load the trained checkpoint in a second run with when='only'."
-            )
+            self._check_ranks(trainer)
         if stage == "fit" and is_on_meta(pl_module) and self._would_be_moved(trainer):
             raise UnsupportedModelError(_meta_under(trainer, pl_module))
 
@@ -207,9 +205,11 @@ class CompressionCallback(Callback):
         self._is_pending = False
         training_loop, pl_module = trainer.fit_loop, trainer.lightning_module
         compat.free_optimizers(trainer)
-        with calibrating(pl_module):  # all of it: a `calibration_step` may run dropout that is not the model's
+        # all of the module: a `calibration_step` may run dropout that is not the model's
+        with calibrating(pl_module), closing(compat.collective(trainer)) as collective:
             with compat.profile(trainer, "prepare"):
-                job = prepare_job(compressed_module(pl_module), self._data, self.settings, onload_device(trainer))
+                module, device = compressed_module(pl_module), onload_device(trainer)
+                job = prepare_job(module, self._data, self.settings, device, collective)
             is_trial = bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
             trial_length = _first_quantizing(job) if is_trial else None
             loop = CompressionLoop(trainer, job, trial_length, self._continues)
@@ -222,6 +222,20 @@ class CompressionCallback(Callback):
         self.report = loop.report
         if self.report is not None:
             rank_zero_info(self.report.summary())
+
+    def _check_ranks(self, trainer: pl.Trainer) -> None:
+        """Every rank has to hold the whole model, or to read from the whole checkpoint."""
+        if not isinstance(trainer.strategy, DDPStrategy):
+            raise UnsupportedModelError(
+                f"{type(trainer.strategy).__name__} splits the model over {trainer.world_size} ranks, and compressing "
+                "it needs all of it on each. Train with strategy='ddp', or save a full checkpoint and compress that "
+                "in a second run with when='only' and strategy='sequential_onload'."
+            )
+        if self.settings.keep_activations:
+            raise UnsupportedModelError(
+                f"keep_activations=True is for one rank, and there are {trainer.world_size}: a run that is continued "
+                "computes the activations again. Leave it out."
+            )
 
     def _would_be_moved(self, trainer: pl.Trainer) -> bool:
         """Whether the strategy treats parameters without values as others; sharded training gives them some."""

@@ -12,9 +12,14 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from torch.distributed.constants import default_pg_timeout
+
+from lightning_compress.distributed.collective import Collective, ProcessGroup, SingleProcess
 
 TESTED_MINOR = (2, 6)
 
@@ -51,6 +56,19 @@ def is_fitting(module: pl.LightningModule) -> bool:
 def call_callbacks(trainer: pl.Trainer, hook: str, *args: Any) -> None:
     """Call a hook of the trainer's callbacks, with Lightning's profiling and logging context."""
     call._call_callback_hooks(trainer, hook, *args)
+
+
+def collective(trainer: pl.Trainer) -> Collective:
+    """The trainer's ranks. A strategy of several has made their process group, with its timeout."""
+    if trainer.world_size == 1:
+        return SingleProcess()
+    assert isinstance(trainer.strategy, DDPStrategy)
+    return ProcessGroup(trainer.strategy._timeout or default_pg_timeout)
+
+
+def spawns(trainer: pl.Trainer) -> bool:
+    """Whether the ranks are processes without a script of their own, so that this one is none of them."""
+    return isinstance(trainer.strategy.launcher, _MultiProcessingLauncher)
 
 
 def train_dataloaders(trainer: pl.Trainer) -> Any:

@@ -59,6 +59,12 @@ class Compressor:
         with compat.replaced(self._trainer, callbacks=[callback, *others]):
             self._trainer.fit(carried, datamodule=datamodule, ckpt_path=ckpt_path)
         if callback.report is None:
+            if compat.spawns(self._trainer):
+                raise RuntimeError(
+                    f"{type(self._trainer.strategy).__name__} ran in processes of its own, where model and report "
+                    f"stayed; what was written is in output_dir={output_dir}. Use strategy='sequential_onload' to have "
+                    "them here."
+                )
             raise RuntimeError("The run was interrupted before it ended; nothing was written.")
         return callback.report
 

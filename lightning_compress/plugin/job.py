@@ -18,7 +18,8 @@ from lightning_compress.calibration.prepare import calibrating, check_layout, ne
 from lightning_compress.calibration.records import SubgraphRecord
 from lightning_compress.calibration.resume import fingerprints
 from lightning_compress.calibration.target import Target, find_target
-from lightning_compress.errors import UnsupportedModelError
+from lightning_compress.distributed.collective import Collective
+from lightning_compress.errors import CompressionError, UnsupportedModelError
 from lightning_compress.export.checkpoint import SavesPretrained, check_output_dir
 from lightning_compress.export.verify import Verification, verify, verify_files
 from lightning_compress.export.writer import CheckpointWriter, Unwritten
@@ -92,8 +93,21 @@ def plan_recipe(module: nn.Module, settings: Settings) -> tuple[Target, Resolved
     return target, resolved
 
 
-def prepare_job(module: nn.Module, data: CalibrationSet | None, settings: Settings, device: torch.device) -> Job:
+def prepare_job(
+    module: nn.Module,
+    data: CalibrationSet | None,
+    settings: Settings,
+    device: torch.device,
+    collective: Collective | None = None,
+) -> Job:
     """Resolve, trace and lay out. The model is moved to host memory, its gradients are dropped.
+
+    Args:
+        module: what is compressed, or holds it.
+        data: the calibration set, all of it on every rank.
+        settings: what the user chose.
+        device: where this rank's subgraphs run.
+        collective: the ranks; None: this process is the only one.
 
     Raises:
         CompressionError: one of its kinds, for anything in the recipe, model, data or output folder that cannot work.
@@ -115,13 +129,36 @@ def prepare_job(module: nn.Module, data: CalibrationSet | None, settings: Settin
             placement(settings.memory, device, source),
             schedule=schedule,
             sequential_targets=settings.sequential_targets,
+            collective=collective,
         )
         writes = settings.output_dir is not None
         run, use = within_budgets(run, data, settings.memory, writes, writes and settings.verify and source is None)
     given: Mapping[str, str] = {}
-    if settings.output_dir is not None:
+    if settings.output_dir is not None or run.collective.size > 1:
         given = _fingerprints(target, resolved, data, run, schedule, source)
+        _check_same(given, run.collective)
     return Job(target, resolved, data, run, settings, schedule, source, given, time.perf_counter() - start, use)
+
+
+def _check_same(given: Mapping[str, str], collective: Collective) -> None:
+    """All ranks are about to do the same."""
+    of_ranks = collective.gather(given, "comparing recipe, model and data")
+    for name, digest in of_ranks[0].items():
+        others = [rank for rank, theirs in enumerate(of_ranks) if theirs[name] != digest]
+        if others:
+            raise CompressionError(
+                f"{_SAME[name]} {', '.join(map(str, others))} as on rank 0. Every rank has to be given the same: it "
+                "takes its own share of the batches by itself."
+            )
+
+
+_SAME = {
+    "recipe": "The recipe is not the same on ranks",
+    "layout": "The schedule, the sequential targets or the kind of device are not the same on ranks",
+    "model": "The model's weights are not the same on ranks",
+    "data": "The calibration batches (is there a DistributedSampler, or an unseeded order?) are not the same on ranks",
+    "software": "The versions of torch, transformers or others are not the same on ranks",
+}
 
 
 def _check_weights(root: nn.Module, settings: Settings) -> None:
@@ -191,12 +228,12 @@ def run_job(
         if writer is not None and not partial:
             writer.close(job.settings.tokenizer)
             shutil.rmtree(writer.folder / FOLDER, ignore_errors=True)
-            verification = _verified(job, writer.folder)
+            verification = _verified(job, writer.folder)  # on all ranks: compressed-tensors loads as one of them
     total_s = job.prepare_s + time.perf_counter() - start
     report = _report(job, records, bytes_before, total_s, writer, num_resumed, verification)
-    if output_dir is not None and not partial:
+    if output_dir is not None and not partial and job.run.collective.rank == 0:
         _save(report, output_dir)
-    return report
+    return job.run.collective.broadcast(report, "verifying the checkpoint")
 
 
 def _save(report: Report, output_dir: Path) -> None:
@@ -237,6 +274,7 @@ def _report(
         verification=verification,
         is_partial=len(records) < len(job.run.flow.subgraphs),
         num_resumed=num_resumed,
+        num_ranks=job.run.collective.size,
         extra={},
         memory=finished_use(job.memory, job.run.flow.device),
     )
@@ -251,6 +289,7 @@ def _writer(job: Job, output_dir: Path) -> CheckpointWriter:
         job.run.flow.store,
         job.fingerprints,
         resume=job.settings.resume,
+        collective=job.run.collective,
     )
 
 

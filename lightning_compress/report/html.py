@@ -88,8 +88,8 @@ def _facts(report: Mapping[str, Any]) -> str:
         (
             "ran",
             _text(
-                f"{report['schedule']} on {report['device']}, {report['num_batches']} batches, padding: "
-                f"{'yes' if report['has_padding'] else 'no'}"
+                f"{report['schedule']} on {report['num_ranks']} x {report['device']}, "
+                f"{report['num_batches']} batches, padding: {'yes' if report['has_padding'] else 'no'}"
             ),
         ),
         ("time", f"{report['total_s']:.1f} s, of which {report['trace_s']:.1f} s before the first subgraph"),

@@ -33,6 +33,7 @@ class Report:
         verification: None where nothing was written or reading it back was switched off.
         num_resumed: subgraphs that an interrupted run had finished before.
         is_partial: not all subgraphs were quantized (`fast_dev_run`, or the Trainer was told to stop).
+        num_ranks: processes that shared the work.
         memory: budgets, what was foreseen and what was taken; None where there are no budgets.
         extra: figures that the caller adds, e.g. perplexities.
     """
@@ -55,6 +56,7 @@ class Report:
     is_partial: bool
     num_resumed: int
     extra: dict[str, float]
+    num_ranks: int = 1
     memory: MemoryUse | None = None
 
     @property

@@ -1,0 +1,1 @@
+"""Ranks: what they say to one another, and who does what."""

@@ -1,0 +1,38 @@
+"""Who does what: a function of the work alone, so that all ranks agree without a word."""
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from lightning_compress.distributed.collective import Collective
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def assign(costs: Sequence[int], size: int) -> tuple[tuple[int, ...], ...]:
+    """The numbers of the items that each rank gets, ascending: the largest first, each to the rank with the least.
+
+    >>> assign([5, 1, 1, 3], 2)
+    ((0,), (1, 2, 3))
+    >>> assign([4], 3)
+    ((0,), (), ())
+    """
+    loads, shares = [0] * size, [list[int]() for _ in range(size)]
+    for number in sorted(range(len(costs)), key=lambda number: (-costs[number], number)):
+        rank = loads.index(min(loads))
+        loads[rank] += costs[number]
+        shares[rank].append(number)
+    return tuple(tuple(sorted(share)) for share in shares)
+
+
+def shared(
+    compute: Callable[[Item], Result], items: Sequence[Item], costs: Sequence[int], collective: Collective, what: str
+) -> list[Result]:
+    """`compute` of every item, each computed on one rank; all ranks get all."""
+    shares = assign(costs, collective.size)
+    mine = {number: compute(items[number]) for number in shares[collective.rank]}
+    owners = {number: rank for rank, share in enumerate(shares) for number in share}
+    return [
+        collective.broadcast(mine.get(number), what, owners[number])  # type: ignore[misc]
+        for number in range(len(items))
+    ]
