@@ -37,6 +37,7 @@ def perplexity(model: nn.Module, batches: Iterable[Batch], placement: Placement 
     """
     device = next(model.parameters()).device if placement is None else placement.device
     metric = Perplexity(ignore_index=_IGNORED).to(device)
+    metric.sync_on_compute = False  # of these batches, on this rank
     kept = [dict(batch) for batch in batches]
     with evaluating(model):
         found = _logits(model, kept, device) if placement is None else _logits_by_layer(model, kept, placement)

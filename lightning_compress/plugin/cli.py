@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import hydra
+import lightning.pytorch as pl
 import torch
 import transformers
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from hydra.utils import instantiate
+from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 from rich.console import Console
@@ -29,6 +31,7 @@ from lightning_compress.memory.files import has_safetensors
 from lightning_compress.memory.placement import MemoryConfig, memory_config, placement
 from lightning_compress.memory.source import parameters_on_meta
 from lightning_compress.memory.tracker import available_bytes
+from lightning_compress.plugin import compat
 from lightning_compress.plugin.callback import onload_device
 from lightning_compress.plugin.compressor import Compressor
 from lightning_compress.recipe.load import config_dir
@@ -54,14 +57,21 @@ def main() -> None:
         return
     if command not in _COMMANDS:
         sys.exit(f"{USAGE}\n\nlightning-compress: there is no command {command!r}.")
-    sys.argv = [f"{sys.argv[0]} {command}", *sys.argv[2:]]
-    application = hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=command)(_COMMANDS[command])
-    application()
+    given = list(sys.argv)
+
+    def task(config: DictConfig) -> None:
+        sys.argv = given  # with which Lightning starts the other ranks
+        _COMMANDS[command](config)
+
+    sys.argv = [f"{given[0]} {command}", *given[2:]]
+    hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=command)(task)()
 
 
 def compress(config: DictConfig) -> None:
     """Run one compression from a composed configuration; prints the table, the summary and where the files are."""
     report = _reporting_errors(lambda: run_compress(config, _output_dir(config)))
+    if not _is_first_rank():
+        return
     console = Console()
     console.print(report.table())
     for line in (report.summary(), f"report: {report.output_dir}/report.html, {report.output_dir}/report.json"):
@@ -92,11 +102,12 @@ def run_compress(config: DictConfig, output_dir: Path) -> Report:
         callbacks=[instantiate(callback) for callback in config.callbacks.values()],
         logger=[instantiate(logger) for logger in config.logger.values()] or False,
     )
+    _check_launcher(trainer)
     options = cast(dict[str, Any], OmegaConf.to_container(config.calibration, resolve=True))
     weights, device = _weights(config.model) if from_disk else None, onload_device(trainer)
     held_out: list[Mapping[str, Tensor]] = []
     before = None
-    if config.get("held_out") is not None:
+    if config.get("held_out") is not None and _is_first_rank():
         held_out = list(evaluation_dataloader(load_data_config(config.held_out), tokenizer))
         before = _perplexity(model, held_out, weights, config.memory, device)
     report = Compressor(trainer).compress(
@@ -116,6 +127,18 @@ def run_compress(config: DictConfig, output_dir: Path) -> Report:
     report = replace(report, extra={"perplexity_before": before, "perplexity_after": after})
     report.save(output_dir)
     return report
+
+
+def _is_first_rank() -> bool:
+    return getattr(rank_zero_only, "rank", 0) == 0  # from the environment, where there is one
+
+
+def _check_launcher(trainer: pl.Trainer) -> None:
+    if compat.starts_scripts(trainer) and HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
+        raise CompressionError(
+            f"A multirun with trainer.devices={trainer.num_devices} would start the whole sweep anew in every rank. "
+            "Start the ranks from outside (torchrun, srun), or run the recipes one by one."
+        )
 
 
 def run_evaluate(config: DictConfig) -> float:

@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
@@ -64,6 +64,11 @@ def collective(trainer: pl.Trainer) -> Collective:
         return SingleProcess()
     assert isinstance(trainer.strategy, DDPStrategy)
     return ProcessGroup(trainer.strategy._timeout or default_pg_timeout)
+
+
+def starts_scripts(trainer: pl.Trainer) -> bool:
+    """Whether the strategy starts the script anew for each further rank."""
+    return trainer.world_size > 1 and isinstance(trainer.strategy.launcher, _SubprocessScriptLauncher)
 
 
 def spawns(trainer: pl.Trainer) -> bool:

@@ -88,7 +88,7 @@ def _facts(report: Mapping[str, Any]) -> str:
         (
             "ran",
             _text(
-                f"{report['schedule']} on {report['num_ranks']} x {report['device']}, "
+                f"{report['schedule']} on {report['devices']}, "
                 f"{report['num_batches']} batches, padding: {'yes' if report['has_padding'] else 'no'}"
             ),
         ),

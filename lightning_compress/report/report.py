@@ -64,10 +64,15 @@ class Report:
         """The records of all quantized modules, in order."""
         return tuple(record for subgraph in self.subgraphs for record in subgraph.modules)
 
+    @property
+    def devices(self) -> str:
+        """Of all ranks."""
+        return self.device if self.num_ranks == 1 else f"{self.num_ranks} x {self.device}"
+
     def to_dict(self) -> dict[str, object]:
         """Plain containers and scalars only."""
         passed = None if self.verification is None else self.verification.passed
-        return {**asdict(self), "verified": passed, "num_modules": len(self.modules)}
+        return {**asdict(self), "verified": passed, "num_modules": len(self.modules), "devices": self.devices}
 
     def table(self) -> Table:
         """Per-module results for the terminal."""
@@ -89,7 +94,7 @@ class Report:
         """A few lines: size, error, verification, what was left out and why."""
         errors = [record.error for record in self.modules]
         lines = [
-            f"{len(errors)} modules quantized in {self.total_s:.1f} s ({self.schedule} on {self.device}, "
+            f"{len(errors)} modules quantized in {self.total_s:.1f} s ({self.schedule} on {self.devices}, "
             f"{self.num_batches} batches); "
             f"{self.bytes_before / 1e6:.1f} MB -> {self.bytes_after / 1e6:.1f} MB"
         ]

@@ -1,5 +1,9 @@
-"""One rank of a run of several, as `test_ranks.py` starts them: RANK SIZE STORE FOLDER CASE STOP_AFTER."""
+"""One of several ranks, as `test_ranks.py` starts them: RANK SIZE STORE FOLDER, then CASE or CASE:STOP_AFTER.
 
+Each case is written to FOLDER/CASE; what the rank has then goes to FOLDER/CASE-rankRANK.pt.
+"""
+
+import shutil
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -15,50 +19,64 @@ from lightning_compress.plugin.job import Settings, prepare_job, run_job
 from lightning_compress.recipe.load import load_recipe
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from helpers import padded, ragged_batches, recipe, tiny_llama, tiny_mixtral, token_batches
+from helpers import CPU, padded, ragged_batches, recipe, saved, tiny_llama, tiny_mixtral, token_batches
 
-CPU = torch.device("cpu")
 STATIC = {
     "weights": {"num_bits": 8, "strategy": "channel"},
     "input_activations": {"num_bits": 8, "strategy": "tensor", "dynamic": False},
 }
+CASES: dict[str, Any] = {
+    "staged": lambda: (tiny_llama(3), token_batches(7), recipe(4), {}),
+    "one batch": lambda: (tiny_llama(2), token_batches(1), recipe(4), {}),
+    "padded": lambda: (tiny_llama(2), padded(token_batches(5)), recipe(4), {"schedule": Schedule.BLOCK}),
+    "ragged": lambda: (tiny_llama(2), ragged_batches(), recipe(3), {"schedule": Schedule.RECOMPUTE}),
+    "static": lambda: (tiny_llama(2), token_batches(5), recipe(algorithm="gptq", scheme=STATIC), {}),
+    "experts": lambda: (tiny_mixtral(2, 4), token_batches(5), recipe(4), {"verify": False}),
+    "row tiles": lambda: (
+        tiny_llama(1, hidden_size=64, intermediate_size=4352),
+        token_batches(6, rows=4),
+        recipe(4),
+        {},
+    ),
+    "no data": lambda: (tiny_llama(2), [], recipe(4, algorithm="rtn"), {}),
+    "disk": lambda: (tiny_llama(2, tie_word_embeddings=True), token_batches(5), recipe(4), {}),
+    "other data": lambda: (tiny_llama(2), token_batches(2, seed=dist.get_rank()), recipe(4), {}),
+    "failing": lambda: (tiny_llama(2), token_batches(4), recipe(4), {}),
+}
 
 
-def case(name: str) -> tuple[Any, list[Any], Any, dict[str, Any]]:
-    """Model, batches, recipe, settings."""
-    if name == "staged":
-        return tiny_llama(3), token_batches(7), recipe(4), {}
-    if name == "one batch":
-        return tiny_llama(2), token_batches(1), recipe(4), {}
-    if name == "padded":
-        return tiny_llama(2), padded(token_batches(5)), recipe(4), {"schedule": Schedule.BLOCK}
-    if name == "ragged":
-        return tiny_llama(2), ragged_batches(), recipe(3), {"schedule": Schedule.RECOMPUTE}
-    if name == "static":
-        return tiny_llama(2), token_batches(5), recipe(algorithm="gptq", scheme=STATIC), {}
-    if name == "experts":
-        return tiny_mixtral(2, 4), token_batches(5), recipe(4), {"verify": False}
-    assert name == "wide"  # several row tiles
-    return tiny_llama(1, hidden_size=64, intermediate_size=4352), token_batches(6, rows=4), recipe(4), {}
-
-
-def main() -> None:
-    rank, size, store, folder, name, stop_after = sys.argv[1:]
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(size), timeout=timedelta(seconds=60)
-    )
-    model, batches, given, settings = case(name)
-    settings = Settings(load_recipe(given), Path(folder), **settings)
-    job = prepare_job(model, collect(batches), settings, CPU, ProcessGroup(timedelta(seconds=60)))
+def run(name: str, stop_after: int, folder: Path) -> dict[str, Any]:
+    """A case on this rank."""
+    model, batches, given, options = CASES[name]()
+    if name == "disk":
+        weights = folder / f"weights-{dist.get_rank()}"  # each node may have a copy of its own
+        model, options = saved(model, weights), {"weights": weights}
+        dist.barrier()
+        if dist.get_rank():  # transformers saves on rank 0 only
+            shutil.copytree(folder / "weights-0", weights, dirs_exist_ok=True)
+    settings = Settings(load_recipe(given), folder / name, **options)
+    collective = ProcessGroup(timedelta(seconds=100))
+    job = prepare_job(model, collect(batches) if batches else None, settings, CPU, collective)
     generator = run_job(job)
     stop: bool | None = None
     try:
         while True:
             record = generator.send(stop)
-            stop = record.index + 1 == int(stop_after)
+            stop = record.index + 1 == stop_after
+            if name == "failing" and dist.get_rank() == dist.get_world_size() - 1:
+                raise ArithmeticError("of this rank alone")
     except StopIteration as finished:
-        report = finished.value
-    torch.save({"state": model.state_dict(), "report": report, "share": job.run.share}, f"{folder}-rank{rank}.pt")
+        collective.close()
+        return {"state": model.state_dict(), "report": finished.value, "share": job.run.share}
+
+
+def main() -> None:
+    rank, size, store, folder, *names = sys.argv[1:]
+    address = f"file://{store}"
+    dist.init_process_group("gloo", address, timedelta(seconds=100), rank=int(rank), world_size=int(size))
+    for name, _, stop_after in (given.partition(":") for given in names):
+        found = run(name, int(stop_after or -1), Path(folder))
+        torch.save(found, f"{folder}/{name}-rank{rank}.pt")
     dist.destroy_process_group()
 
 
