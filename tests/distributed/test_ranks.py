@@ -53,7 +53,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("case", SAME)
 def test_the_same_at_every_world_size(case: str, runs: Path) -> None:
-    """Seen to fail: with statistics that are not added up, and with row tiles that depend on the number of ranks."""
+    """Seen to fail: with statistics that are not added up."""
     (alone,) = found(runs / "1", case, 1)
     for size in SIZES[1:]:
         ranks = found(runs / str(size), case, size)

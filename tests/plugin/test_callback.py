@@ -313,13 +313,6 @@ def test_bad_arguments(options: dict[str, Any], match: str) -> None:
         compression(GPTQ, **options)
 
 
-def test_more_than_one_process_is_refused(make_trainer: Any) -> None:
-    callback = compression(RTN, when="only")
-    trainer = make_trainer(callback, devices=2, strategy="ddp_spawn")
-    with pytest.raises(UnsupportedModelError, match="Compression on 2 ranks is not supported yet"):
-        callback.setup(trainer, TinyModule(), "fit")
-
-
 def test_the_model_alone_is_the_reference(make_trainer: Any) -> None:
     """The seeds of this file's helpers give one model, without which comparisons above would be idle."""
     assert same(weights_of(tiny_model()), weights_of(TinyModule().model))
