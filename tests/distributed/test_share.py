@@ -1,0 +1,31 @@
+"""Who gets what: everything once, evenly, and the same whoever asks."""
+
+import random
+
+import pytest
+
+from lightning_compress.distributed.collective import SingleProcess
+from lightning_compress.distributed.share import assign, shared
+
+
+@pytest.mark.parametrize("size", range(1, 9))
+@pytest.mark.parametrize("count", [0, 1, 3, 8, 13, 61])
+def test_every_item_has_one_rank(size: int, count: int) -> None:
+    """Uneven costs, and fewer items than ranks. Seen to fail: with items dealt out in turn."""
+    costs = [random.Random(count).randint(1, 100) for _ in range(count)]
+    shares = assign(costs, size)
+    assert shares == assign(list(costs), size)
+    assert len(shares) == size
+    assert sorted(number for share in shares for number in share) == list(range(count))
+    assert all(list(share) == sorted(share) for share in shares)
+    loads = [sum(costs[number] for number in share) for share in shares]
+    if count:
+        assert max(loads) <= sum(costs) / size + max(costs) * (1 - 1 / size), "what largest-first promises"
+        assert sum(not load for load in loads) == max(size - count, 0)
+
+
+def test_alone_everything_is_done_here_in_order() -> None:
+    done: list[int] = []
+    results = shared(lambda item: done.append(item) or -item, [3, 1, 2], [1, 1, 1], SingleProcess(), "numbers")
+    assert results == [-3, -1, -2]
+    assert done == [3, 1, 2]
