@@ -11,7 +11,7 @@ from lightning_compress.distributed.share import assign, shared
 @pytest.mark.parametrize("size", range(1, 9))
 @pytest.mark.parametrize("count", [0, 1, 3, 8, 13, 61])
 def test_every_item_has_one_rank(size: int, count: int) -> None:
-    """Uneven costs, and fewer items than ranks. Seen to fail: with items dealt out in turn."""
+    """Uneven costs, and fewer items than ranks."""
     costs = [random.Random(count).randint(1, 100) for _ in range(count)]
     shares = assign(costs, size)
     assert shares == assign(list(costs), size)
@@ -20,8 +20,15 @@ def test_every_item_has_one_rank(size: int, count: int) -> None:
     assert all(list(share) == sorted(share) for share in shares)
     loads = [sum(costs[number] for number in share) for share in shares]
     if count:
-        assert max(loads) <= sum(costs) / size + max(costs) * (1 - 1 / size), "what largest-first promises"
+        falling = sorted(costs, reverse=True)  # of the k * size + 1 largest, k + 1 are on one rank
+        least = max(sum(costs) / size, *((k + 1) * falling[k * size] for k in range(-(-count // size))))
+        assert max(loads) <= 4 / 3 * least, "Graham's bound for largest-first"
         assert sum(not load for load in loads) == max(size - count, 0)
+
+
+def test_large_and_small_in_turn_are_mixed() -> None:
+    """Seen to fail: with items dealt out in turn."""
+    assert assign([10, 1, 10, 1], 2) == ((0, 1), (2, 3))
 
 
 def test_alone_everything_is_done_here_in_order() -> None:
