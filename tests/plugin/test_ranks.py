@@ -35,17 +35,17 @@ def run(*command: str, **environment: str) -> str:
 def test_instead_of_training(tmp_path: Path) -> None:
     """Eleven samples, shuffled: Lightning's own samplers would pad them, and take every second one for a rank."""
     folders = [tmp_path / name for name in ("one", "popen", "torchrun")]
-    run(SCRIPT, str(folders[0]), "1", "sequential_onload", "only")
-    said = run(SCRIPT, str(folders[1]), "2", "sequential_onload", "only")
+    run(SCRIPT, str(folders[0]))
+    said = run(SCRIPT, str(folders[1]), "--devices=2")
     assert all(f"rank {rank} of 2, 6 batches" in said for rank in (0, 1))
-    run(*TORCHRUN, SCRIPT, str(folders[2]), "2", "sequential_onload", "only")
+    run(*TORCHRUN, SCRIPT, str(folders[2]), "--devices=2")
     assert contents(folders[0]) == contents(folders[1]) == contents(folders[2])
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
 def test_after_a_training(strategy: str, tmp_path: Path) -> None:
     """The calibration data is the training data, undivided; what is spawned takes its report with it."""
-    said = run(SCRIPT, str(tmp_path / "out"), "2", strategy, "after_train")
+    said = run(SCRIPT, str(tmp_path / "out"), "--devices=2", f"--strategy={strategy}", "--when=after_train")
     assert ("rank 1 of 2, 6 batches" if strategy == "ddp" else "no report in this process") in said
     assert (tmp_path / "out" / "report.html").is_file()
 

@@ -1,6 +1,8 @@
-"""A user's script, as `test_ranks.py` starts it: OUTPUT_DIR DEVICES STRATEGY WHEN."""
+"""A user's script, as `test_ranks.py` and `multinode/test_two_nodes.py` start it."""
 
+import argparse
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -8,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_compress import CompressionCallback
+from lightning_compress import CompressionCallback, SequentialOnloadStrategy
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from helpers import recipe, tiny_llama
@@ -17,9 +19,9 @@ from helpers import recipe, tiny_llama
 class Module(pl.LightningModule):
     """Eleven samples in batches of two, which Lightning's own samplers would pad and stride."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_layers: int) -> None:
         super().__init__()
-        self.model = tiny_llama(2)
+        self.model = tiny_llama(num_layers)
 
     def calibration_step(self, batch: Tensor) -> object:
         return self.model(input_ids=batch)
@@ -36,12 +38,24 @@ class Module(pl.LightningModule):
         return DataLoader(ids, batch_size=2, shuffle=True)  # type: ignore[arg-type]
 
 
-if __name__ == "__main__":
-    folder, devices, strategy, when = sys.argv[1:]
-    callback = CompressionCallback(recipe(4), output_dir=folder, when=when)  # type: ignore[arg-type]
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("output_dir")
+    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--num-nodes", type=int, default=1)
+    parser.add_argument("--strategy", default="sequential_onload")
+    parser.add_argument("--when", default="only")
+    parser.add_argument("--num-layers", type=int, default=2)
+    parser.add_argument("--timeout", type=int, default=1800)
+    arguments = parser.parse_args()
+    strategy = arguments.strategy
+    if strategy == "sequential_onload":
+        strategy = SequentialOnloadStrategy(timeout=timedelta(seconds=arguments.timeout))
+    callback = CompressionCallback(recipe(4), output_dir=arguments.output_dir, when=arguments.when)
     trainer = pl.Trainer(
         accelerator="cpu",
-        devices=int(devices),
+        devices=arguments.devices,
+        num_nodes=arguments.num_nodes,
         strategy=strategy,
         callbacks=[callback],
         max_epochs=1,
@@ -49,9 +63,14 @@ if __name__ == "__main__":
         enable_progress_bar=False,
         enable_checkpointing=False,
     )
-    trainer.fit(Module())
+    trainer.fit(Module(arguments.num_layers))
     if callback.report is None:
-        sys.exit(print("no report in this process"))
+        print("no report in this process")
+        return
     assert callback.report.verification is not None
     assert callback.report.verification.passed
     print(f"rank {trainer.global_rank} of {callback.report.num_ranks}, {callback.report.num_batches} batches")
+
+
+if __name__ == "__main__":
+    main()

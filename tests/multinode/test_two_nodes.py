@@ -1,0 +1,99 @@
+"""Two nodes of two ranks each: network namespaces with an address each, joined by a cable that can be cut."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from helpers import contents
+
+from lightning_compress.calibration.resume import MANIFEST
+
+SCRIPT = str(Path(__file__).parents[1] / "plugin" / "trainer_of_ranks.py")
+TIMEOUT = 25
+LAYERS = "--num-layers=10"
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+
+
+@pytest.fixture
+def nodes() -> Iterator[tuple[str, str]]:
+    """Two namespaces; in each `eth` is the way to the other, 10.77.0.1 and 10.77.0.2."""
+    names = (f"lc{os.getpid()}a", f"lc{os.getpid()}b")
+    try:
+        for name in names:
+            ip("netns", "add", name)
+            ip("-n", name, "link", "set", "lo", "up")
+        ip("link", "add", "eth", "netns", names[0], "type", "veth", "peer", "name", "eth", "netns", names[1])
+        for number, name in enumerate(names, 1):
+            ip("-n", name, "address", "add", f"10.77.0.{number}/24", "dev", "eth")
+            ip("-n", name, "link", "set", "eth", "up")
+    except (OSError, subprocess.CalledProcessError) as error:
+        _remove(names)
+        pytest.skip(f"no network namespaces here: {getattr(error, 'stderr', None) or error}")
+    yield names
+    _remove(names)
+
+
+def _remove(names: tuple[str, str]) -> None:
+    for name in names:
+        subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+
+
+def start(nodes: tuple[str, str], folder: Path) -> list[subprocess.Popen[str]]:
+    """torchrun on each node."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth", "TP_SOCKET_IFNAME": "eth"}
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", "--rdzv-id=7")
+    meeting = ("--rdzv-backend=c10d", "--rdzv-endpoint=10.77.0.1:29400", "--local-addr")
+    script = (SCRIPT, str(folder), "--devices=2", "--num-nodes=2", LAYERS, f"--timeout={TIMEOUT}")
+    return [
+        subprocess.Popen(
+            [
+                *("ip", "netns", "exec", node, *launcher, *meeting, f"10.77.0.{number}"),
+                f"--rdzv-conf=is_host={number == 1}",  # the nodes' host names are one, so it cannot tell by itself
+                *script,
+            ],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for number, node in enumerate(nodes, 1)
+    ]
+
+
+def alone(folder: Path) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, SCRIPT, str(folder), LAYERS], env=environment, check=True, capture_output=True)
+
+
+@pytest.mark.slow
+def test_two_nodes_and_a_cut_cable(nodes: tuple[str, str], tmp_path: Path) -> None:
+    """The files are those of one process; a node that is cut off ends the run within the timeout, and it goes on."""
+    alone(tmp_path / "alone")
+    processes = start(nodes, tmp_path / "together")
+    said = [process.communicate(timeout=200)[0] for process in processes]
+    assert all(process.returncode == 0 for process in processes), said
+    assert all(f"rank {rank} of 4" in said[rank // 2] for rank in range(4))
+    assert contents(tmp_path / "together") == contents(tmp_path / "alone")
+
+    processes = start(nodes, tmp_path / "cut")
+    manifest = tmp_path / "cut" / MANIFEST
+    while not manifest.is_file() or manifest.read_bytes().count(b"\n") < 4:
+        time.sleep(0.05)
+        assert all(process.poll() is None for process in processes)
+    ip("-n", nodes[1], "link", "set", "eth", "down")
+    since = time.monotonic()
+    said = [process.communicate(timeout=3 * TIMEOUT)[0] for process in processes]
+    assert time.monotonic() - since < 2 * TIMEOUT
+    assert all(process.returncode != 0 for process in processes)
+    assert "could not go on with" in said[0]
+    assert f"did not come within {TIMEOUT} s" in said[0]
+    assert (tmp_path / "cut" / "INCOMPLETE").is_file()
+    alone(tmp_path / "cut")
+    assert contents(tmp_path / "cut") == contents(tmp_path / "alone")
