@@ -94,7 +94,7 @@ class CompressionLoop(compat.FitLoop):
                 compat.call_callbacks(trainer, "on_train_batch_end", None, None, index)
                 compat.end_step(trainer, self)
                 stop = trainer.should_stop or trainer.received_sigterm
-                stop = trainer.strategy.reduce_boolean_decision(stop, all=False)
+                stop = any(self._job.run.collective.gather(stop, f"the decision to go on behind {name}"))
                 if stop:
                     break
             compat.describe_progress(trainer, "Writing")

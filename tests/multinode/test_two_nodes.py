@@ -95,19 +95,19 @@ def test_two_nodes_and_a_cut_cable(nodes: tuple[str, str], tmp_path: Path) -> No
 
     processes = start(nodes, tmp_path / "cut")
     manifest = tmp_path / "cut" / MANIFEST
-    while not manifest.is_file() or manifest.read_bytes().count(b"\n") < 4:
-        time.sleep(0.05)
-        assert all(process.poll() is None for process in processes)
-    ip("-n", nodes[1], "link", "set", "eth", "down")
-    since = time.monotonic()
-    here = processes[0].communicate(timeout=3 * TIMEOUT)[0]
-    assert time.monotonic() - since < 2 * TIMEOUT
+    try:
+        while not manifest.is_file() or manifest.read_bytes().count(b"\n") < 4:
+            time.sleep(0.05)
+            assert all(process.poll() is None for process in processes)
+        ip("-n", nodes[1], "link", "set", "eth", "down")
+        here = processes[0].communicate(timeout=4 * TIMEOUT)[0]
+    finally:
+        for node in nodes:  # on the second one torchrun still looks for the first
+            end(node)
+        processes[1].communicate()
     assert processes[0].returncode != 0
+    assert "of 4 could not go on with" in here, here  # of the first rank to see it; torchrun then ends the other
     assert f"did not come within {TIMEOUT} s" in here
-    assert "CommunicationError: Rank 0 of 4 could not go on with" in here
-    end(nodes[1])  # torchrun there still looks for the other node
-    there = processes[1].communicate(timeout=30)[0]
-    assert all(f"CommunicationError: Rank {rank} of 4 could not go on with" in there for rank in (2, 3))
     assert (tmp_path / "cut" / "INCOMPLETE").is_file()
     alone(tmp_path / "cut")
     assert contents(tmp_path / "cut") == contents(tmp_path / "alone")
