@@ -15,6 +15,8 @@ OBSERVERS = {"minmax": "memoryless_minmax", "mse": "memoryless_mse", "weighted":
 
 
 def solve(model: LlamaForCausalLM, loader: DataLoader[Batch], case: Case) -> None:
+    """Quantize the model in memory."""
+    tokenizer = AutoTokenizer.from_pretrained(case.model)
     weights = QuantizationArgs(
         num_bits=case.num_bits,
         type="int",
@@ -35,5 +37,4 @@ def solve(model: LlamaForCausalLM, loader: DataLoader[Batch], case: Case) -> Non
 if __name__ == "__main__":
     case = read_case()
     logger.remove()
-    tokenizer = AutoTokenizer.from_pretrained(case.model)
     run("llmcompressor", case, solve)

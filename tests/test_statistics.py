@@ -1,5 +1,7 @@
 """Statistics are sums: the same answer for any split of the tokens, any order, any number of ranks."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -63,21 +65,76 @@ def test_sharding_the_batches_over_ranks_changes_nothing(kind: type[Statistic]) 
         assert torch.equal(alone.matrix(), ranks[2].matrix())
 
 
-def test_with_a_quantum_the_order_does_not_reach_the_last_bit() -> None:
-    """Without the rounding the float64 sums of these batches differ between orders (asserted, so the test can fail)."""
-    batches = [correlated(16, 300, seed) * 10.0 ** (seed % 5 - 2) for seed in range(24)]
-    quantum = 2.0 ** (int(torch.cat(batches).square().sum().log2()) - 40)
+def summed(batches: list[Tensor], shares: list[list[int]]) -> Tensor:
+    """What ranks with these shares of the batches end with, each share in its order; batch 0 is the first of all."""
+    grams = [InputGram(batches[0].shape[1], "cpu") for _ in shares]
+    own: dict[int, float] = {}
 
-    def total(order: list[int], rounding: float | None) -> Tensor:
-        gram = InputGram(300, "cpu", rounding)
-        for index in order:
-            gram.update(batches[index])
-        return torch.cat([tensor.flatten().double() for tensor, _ in gram.reductions().values()])
+    def told(rank: int, largest: float) -> float:
+        own[rank] = largest
+        return own[next(rank for rank, share in enumerate(shares) if 0 in share)]
 
-    forward, backward = list(range(24)), list(range(23, -1, -1))
-    assert not torch.equal(total(forward, None), total(backward, None))
-    assert torch.equal(total(forward, quantum), total(backward, quantum))
-    torch.testing.assert_close(total(forward, quantum), total(forward, None), rtol=1e-6, atol=100 * quantum)
+    for gram, share in zip(grams, shares, strict=True):
+        if share:
+            gram.update(batches[share[0]])
+    for rank in sorted(range(len(shares)), key=lambda rank: 0 not in shares[rank]):
+        grams[rank].settle(partial(told, rank))
+    for gram, share in zip(grams, shares, strict=True):
+        for number in share[1:]:
+            gram.update(batches[number])
+    for gram in grams[1:]:
+        grams[0].merge(gram)
+    return torch.cat([tensor.flatten().double() for tensor, _ in grams[0].reductions().values()])
+
+
+SHARES = [
+    [list(range(24))],
+    [[0, *range(23, 0, -1)]],
+    [list(range(12, 24)), list(range(12))],
+    [[5, 1, 9], [0, 2, 3, 4, 6, 7, 8, *range(10, 24)], []],
+    [[number] for number in range(23, -1, -1)],
+]
+
+
+def test_neither_order_nor_ranks_reach_the_last_bit() -> None:
+    """Plain float64 sums of these batches differ between orders (asserted, so the test can fail)."""
+    batches = [correlated(16, 300, seed) * 9.0 ** (seed % 3 - 1) for seed in range(24)]
+    products = [(batch.t() @ batch).double() for batch in batches]
+    assert not torch.equal(sum(products), sum(products[::-1]))  # type: ignore[arg-type]
+    expected = summed(batches, SHARES[0])
+    for shares in SHARES[1:]:
+        assert torch.equal(summed(batches, shares), expected), shares
+    gram = InputGram(300, "cpu")
+    for batch in batches:
+        gram.update(batch)
+    torch.testing.assert_close(gram.matrix() * (24 * 16), sum(products).float(), rtol=1e-6, atol=1e-3)  # type: ignore[union-attr]
+
+
+def test_products_halfway_between_two_multiples_are_rounded_alike_in_any_order() -> None:
+    """Float64 rounds such a sum to the even multiple, so to what is there already; fails if products are not lifted."""
+    quantum = 2.0**-33
+    batches = [torch.tensor([[1.0, (number % 4) * quantum / 2]]) for number in range(24)]
+    expected = summed(batches, SHARES[0])
+    for shares in SHARES[1:]:
+        assert torch.equal(summed(batches, shares), expected), shares
+
+
+def test_a_gram_whose_first_batch_is_zero_takes_what_comes() -> None:
+    gram = InputGram(2, "cpu")
+    gram.settle(lambda largest: largest)
+    for _ in range(3):
+        gram.update(torch.tensor([[1.0, 3.0]]))
+    assert gram.matrix().tolist() == [[1.0, 3.0], [3.0, 9.0]]
+
+
+def test_reading_in_between_changes_nothing() -> None:
+    batches = correlated(120, 300).split(30)
+    read, unread = InputGram(300, "cpu"), InputGram(300, "cpu")
+    for batch in batches:
+        for gram in (read, unread):
+            gram.update(batch)
+        read.matrix()
+    assert torch.equal(read.matrix(), unread.matrix())
 
 
 @pytest.mark.parametrize("kind", every_statistic())

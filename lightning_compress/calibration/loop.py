@@ -28,7 +28,7 @@ from torch import Tensor
 
 from lightning_compress.calibration.boundary import restore_boundary, save_boundary
 from lightning_compress.calibration.flow import Flow, Values, onloaded, prefetch, run_step
-from lightning_compress.calibration.observe import Statistics, observing, reduce_statistics
+from lightning_compress.calibration.observe import Statistics, observing, reduce_statistics, settle_statistics
 from lightning_compress.calibration.records import ModuleRecord, SubgraphRecord
 from lightning_compress.calibration.solve import QuantizedModule, Restored, apply, describe_scheme, put, solve_group
 from lightning_compress.distributed.collective import Collective
@@ -67,7 +67,7 @@ class Calibration:
         resolved: what happens to each module.
         needs: which statistics each source has to gather.
         channels: how many input channels each source has.
-        share: the numbers of the batches that flow on this rank.
+        shares: for each rank the numbers of the batches that flow there, ascending.
         collective: all ranks of the run; each has the whole model, and its share of the batches.
     """
 
@@ -75,8 +75,18 @@ class Calibration:
     resolved: ResolvedRecipe
     needs: Mapping[Source, tuple[type[Statistic], ...]]
     channels: Mapping[Source, int]
-    share: tuple[int, ...]
+    shares: tuple[tuple[int, ...], ...]
     collective: Collective
+
+    @property
+    def share(self) -> tuple[int, ...]:
+        """The numbers of the batches that flow on this rank."""
+        return self.shares[self.collective.rank]
+
+    @property
+    def first_rank(self) -> int:
+        """The rank on which the first batch flows."""
+        return next(rank for rank, share in enumerate(self.shares) if 0 in share)
 
 
 @torch.no_grad()
@@ -206,13 +216,19 @@ def _repeat(progress: _Progress, subgraph: Subgraph, index: int, first_step: int
 
 def _run_step(progress: _Progress, step: Step, number: int) -> None:
     """Run a step's nodes on this rank's batches and gather the statistics of its sources, on all."""
-    flow, needs, statistics = progress.run.flow, progress.run.needs, progress.statistics
+    run, statistics = progress.run, progress.statistics
+    flow, needs = run.flow, run.needs
 
     def watch(sources: Sequence[Source], values: Values) -> AbstractContextManager[None]:
         return observing(flow.root, sources, values, flow.masks, needs, statistics)
 
-    deque(run_step(flow, step, number, watch), maxlen=0)  # keeps no batch's values while the next one runs
-    reduce_statistics(step.observe, needs, progress.run.channels, flow.device, statistics, progress.run.collective)
+    gathered = (step.observe, needs, run.channels, flow.device, statistics, run.collective)
+    batches = run_step(flow, step, number, watch)
+    next(batches, None)
+    if step.observe:
+        settle_statistics(*gathered, run.first_rank)
+    deque(batches, maxlen=0)  # keeps no batch's values while the next one runs
+    reduce_statistics(*gathered)
 
 
 def _merged(run: Calibration, group: Group, statistics: Statistics) -> dict[type[Statistic], Statistic]:

@@ -1,8 +1,8 @@
 """Gather statistics of the values that groups read, without their padding tokens."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, fx, nn
@@ -26,29 +26,55 @@ def observing(
     """Update the statistics of `sources` with what one batch computes inside the context.
 
     A value of the graph is read from `values` at the end; the input of a module inside an opaque leaf is caught by a
-    hook while the leaf runs.
+    hook while the leaf runs. However often the batch calls that module, its statistics are updated once: the batch is
+    the unit that makes sums the same on any number of ranks.
     """
 
-    def update(source: Source, x: object) -> None:
-        assert isinstance(x, Tensor)
-        if not needs[source]:
-            return
-        mask = values[masks[source]] if source in masks else None
-        kept = tokens(x, mask if isinstance(mask, Tensor) else None)
-        found = statistics.setdefault(source, {})
-        for kind in needs[source]:
-            if kind not in found:
-                found[kind] = kind(x.shape[-1], x.device)
-            found[kind].update(kept)
+    caught: dict[Source, list[Tensor]] = {}
 
+    def unpadded(source: Source, x: object) -> Tensor:
+        assert isinstance(x, Tensor)
+        mask = values[masks[source]] if source in masks else None
+        return tokens(x, mask if isinstance(mask, Tensor) else None)
+
+    def catch(source: Source, x: object) -> None:
+        caught.setdefault(source, []).append(unpadded(source, x).clone())  # the model may write into it afterwards
+
+    wanted = [source for source in sources if needs[source]]
     with ExitStack() as hooks:
-        for source in sources:
+        for source in wanted:
             if source.inner is not None:
-                hooks.enter_context(_catching(root.get_submodule(source.inner), source, update))
+                hooks.enter_context(_catching(root.get_submodule(source.inner), partial(catch, source)))
         yield
-        for source in sources:
+        for source in wanted:
             if source.inner is None:
-                update(source, values[source.node])
+                x = unpadded(source, values[source.node])
+            elif source in caught:
+                x = torch.cat(caught.pop(source))
+            else:
+                continue  # not called
+            for statistic in _found(source, needs, x.shape[-1], x.device, statistics):
+                statistic.update(x)
+
+
+def settle_statistics(
+    sources: Sequence[Source],
+    needs: Mapping[Source, tuple[type[Statistic], ...]],
+    channels: Mapping[Source, int],
+    device: torch.device,
+    statistics: Statistics,
+    collective: Collective,
+    first: int,
+) -> None:
+    """When every rank has run its first batch: let all sums be made as the first batch of all asks for.
+
+    Args:
+        first: the rank that had it.
+    """
+    for source in _in_order(sources):
+        what = f"the first batch at {source.inner or source.node.name}"
+        for statistic in _found(source, needs, channels[source], device, statistics):
+            statistic.settle(lambda value, what=what: collective.broadcast(value, what, first))  # type: ignore[misc]
 
 
 def reduce_statistics(
@@ -61,20 +87,36 @@ def reduce_statistics(
 ) -> None:
     """Let the statistics of `sources` be those of all ranks; one that saw no token takes part.
 
-    Sources that no rank has met are left out, as they are where there is one rank only.
+    Sources that no rank has met are left out.
     """
-    if collective.size == 1:
-        return
-    for source in sorted(sources, key=lambda source: (source.node.name, source.inner or "", source.writes)):
+    for source in _in_order(sources):
         what = f"the statistics of {source.inner or source.node.name}"
-        found = statistics.setdefault(source, {})
-        for kind in needs[source]:
-            if kind not in found:
-                found[kind] = kind(channels[source], device)
-            for tensor, reduction in found[kind].reductions().values():
+        found = _found(source, needs, channels[source], device, statistics)
+        for statistic in found:
+            for tensor, reduction in statistic.reductions().values():
                 collective.reduce(tensor, reduction, what)
-        if not any(statistic.num_tokens for statistic in found.values()):
+        if not any(statistic.num_tokens for statistic in found):
             del statistics[source]
+
+
+def _in_order(sources: Sequence[Source]) -> list[Source]:
+    """The same on every rank."""
+    return sorted(sources, key=lambda source: (source.node.name, source.inner or "", source.writes))
+
+
+def _found(
+    source: Source,
+    needs: Mapping[Source, tuple[type[Statistic], ...]],
+    num_channels: int,
+    device: torch.device,
+    statistics: Statistics,
+) -> list[Statistic]:
+    """The statistics of a source, begun if they are not there."""
+    found = statistics.setdefault(source, {})
+    for kind in needs[source]:
+        if kind not in found:
+            found[kind] = kind(num_channels, device)
+    return list(found.values())
 
 
 def stretches(step: Step) -> list[tuple[tuple[fx.Node, ...], list[Source]]]:
@@ -105,9 +147,9 @@ def tokens(x: Tensor, mask: Tensor | None) -> Tensor:
 
 
 @contextmanager
-def _catching(module: nn.Module, source: Source, update: Any) -> Iterator[None]:
+def _catching(module: nn.Module, catch: Callable[[object], None]) -> Iterator[None]:
     def hook(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        update(source, args[0] if args else kwargs["input"])
+        catch(args[0] if args else kwargs["input"])
 
     handle = module.register_forward_pre_hook(hook, with_kwargs=True)
     try:

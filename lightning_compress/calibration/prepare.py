@@ -83,7 +83,7 @@ def prepare(
         parts = datafree_subgraphs(_by_boundary(names, boundaries))
         cache = ActivationCache([], home=device, device=device)
         flow = Flow(target.root, parts, None, cache, store, placement, {}, {})
-        return Calibration(flow, resolved, {}, {}, (), collective)
+        return Calibration(flow, resolved, {}, {}, ((),) * collective.size, collective)
     if data is None:
         raise CalibrationDataError(
             "This recipe needs calibration data: give `dataloaders`, a datamodule, or `calibration`."
@@ -96,13 +96,13 @@ def prepare(
         schedule,
     )
     _check_all_called(parts, names, target)
-    share = assign([_num_elements(batch) for batch in data.batches], collective.size)[collective.rank]
-    cache = cached_inputs(traced, [data.batches[number] for number in share], placement)
+    shares = assign([_num_elements(batch) for batch in data.batches], collective.size)
+    cache = cached_inputs(traced, [data.batches[number] for number in shares[collective.rank]], placement)
     needs = _needs(parts, resolved)
     masks = _masks(traced, needs)
     last = last_uses(parts, tuple(masks.values()))
     flow = Flow(target.root, parts, traced, cache, store, placement, last, masks)
-    return Calibration(flow, resolved, needs, _channels(parts, target.root), share, collective)
+    return Calibration(flow, resolved, needs, _channels(parts, target.root), shares, collective)
 
 
 @contextmanager

@@ -66,8 +66,9 @@ def run(name: str, stop_after: int, folder: Path) -> dict[str, Any]:
             if name == "failing" and dist.get_rank() == dist.get_world_size() - 1:
                 raise ArithmeticError("of this rank alone")
     except StopIteration as finished:
+        found = {"state": model.state_dict(), "report": finished.value, "share": job.run.share}
         collective.close()
-        return {"state": model.state_dict(), "report": finished.value, "share": job.run.share}
+        return found
 
 
 def main() -> None:
