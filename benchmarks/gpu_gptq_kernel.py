@@ -18,7 +18,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 
 from lightning_compress.algorithms import gptq_triton
-from lightning_compress.algorithms.base import row_tiles
+from lightning_compress.algorithms.base import row_tiles, stacks
 from lightning_compress.algorithms.gptq import factorize, nearest_plane, quantize_block
 from lightning_compress.algorithms.scales import make_grid, minmax_scales
 
@@ -67,8 +67,9 @@ def whole(name: str, num_rows: int, num_channels: int) -> None:
     scales = minmax_scales(weight, grid)
 
     def run() -> None:
-        for rows in row_tiles(num_rows):
-            nearest_plane(weight[rows], factor, scales.rows(rows), grid)
+        for stack in stacks(row_tiles(num_rows)):
+            parts = [weight[rows] for rows in stack], factor, [scales.rows(rows) for rows in stack]
+            nearest_plane(*parts, grid)
 
     fused = median_us(run, 5)
     with mock.patch.object(gptq_triton, "usable", return_value=False):

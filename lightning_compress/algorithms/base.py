@@ -1,17 +1,20 @@
 """What every algorithm is: a frozen set of options with a pure function (weight, statistics, scheme) -> `Solved`.
 
 Method: solving has a serial part, done once for all output rows (`prepare`: factorize the Gram, choose per-tensor
-scales), and a part in which every output row is independent of the others (`solve_rows`). The unit of the second is a
-*row tile*, whose height depends on the number of rows alone (`row_tiles`), never on who solves it: the same matrix
-shapes give the same last bits, so ranks can share the tiles of one weight and end in the codes that one rank finds.
+scales), and a part in which every output row is independent of the others (`solve_tiles`). The unit of the second is a
+*row tile*, whose height depends on the number of rows alone (`row_tiles`), never on who solves it: products are made
+tile by tile, and the same matrix shapes give the same last bits, so ranks can share the tiles of one weight and end in
+the codes that one rank finds. What is done element by element takes several tiles together (`stacks`), which saves the
+cost of calls.
 
 Alternative not taken: one `solve` per module. Modules that read the same input (q, k, v; gate, up) share their Gram, so
 their rows are stacked and the factor is computed once; `split` takes the result apart again.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import final
 
 import torch
@@ -22,8 +25,12 @@ from lightning_compress.algorithms.scales import Grid, Scales, choose_scales, nu
 from lightning_compress.errors import NonFiniteError, SolveError
 from lightning_compress.statistics import InputGram, Statistic
 
-EachTile = Callable[[Callable[[slice], "Solved"], Sequence[slice]], Iterable["Solved"]]
-ROW_TILE = 2048  # at most so many rows are solved at a time: enough to amortize the cost of a call per column
+SolveTiles = Callable[[Sequence[slice]], list["Solved"]]
+STACK = 2048
+"""At most so many rows are solved at a time: enough to amortize the cost of a call per column."""
+TILE = 512  # rows at most
+_SMALL_TILE = 384
+_UNIT = 32  # heights are multiples of it, but for the last
 
 
 @final
@@ -138,8 +145,8 @@ class Algorithm(ABC):
         """The serial part. The arguments and errors are those of `solve`."""
 
     @abstractmethod
-    def solve_rows(self, weight: Tensor, rows: slice, prepared: Prepared) -> Solved:
-        """Solve the rows `rows` of `weight` [O, I], one of its `row_tiles`."""
+    def solve_tiles(self, weight: Tensor, tiles: Sequence[slice], prepared: Prepared) -> list[Solved]:
+        """Solve some of the `row_tiles` of `weight` [O, I], each as it would be without the others."""
 
     @abstractmethod
     def prepare_bytes(
@@ -152,20 +159,19 @@ class Algorithm(ABC):
 
     @abstractmethod
     def tile_bytes(self, num_rows: int, num_channels: int, args: QuantizationArgs, has_gram: bool) -> int:
-        """At most alive inside `solve_rows` for R rows of I channels, with its result, beside its arguments."""
+        """At most alive inside `solve_tiles` for R rows of I channels, with its result, beside its arguments."""
 
     def workspace_bytes(self, num_rows: int, num_channels: int, args: QuantizationArgs, has_gram: bool) -> int:
         """At most alive inside `solve` of a weight [O, I], with its result, beside weight and statistics.
 
-        A closed form of those above: while preparing; then beside what is prepared the largest tile with the results of
+        A closed form of those above: while preparing; then beside what is prepared a stack of tiles with the results of
         all others, or all results twice, when they are joined.
         """
-        tiles = row_tiles(num_rows)
-        height = tiles[0].stop
+        height = min(num_rows, STACK)
         peak, held = self.prepare_bytes(num_rows, num_channels, args, has_gram)
         tile = self.tile_bytes(height, num_channels, args, has_gram)
         others = result_bytes(num_rows - height, num_channels, args)
-        joined = 2 * result_bytes(num_rows, num_channels, args) if len(tiles) > 1 else 0
+        joined = 2 * result_bytes(num_rows, num_channels, args) if len(row_tiles(num_rows)) > 1 else 0
         return max(peak, held + max(tile + others, joined))
 
     def solve(
@@ -175,7 +181,7 @@ class Algorithm(ABC):
         args: QuantizationArgs,
         scale_dtype: torch.dtype,
         row_splits: Sequence[int] | None = None,
-        each: "EachTile" = map,
+        share_out: Callable[[SolveTiles, Sequence[slice]], list[Solved]] | None = None,
     ) -> Solved:
         """Quantize `weight` [O, I], the stacked rows of all modules that share an input.
 
@@ -185,7 +191,7 @@ class Algorithm(ABC):
             args: the scheme of the weights: int, 2 to 8 bits, tensor, channel or group strategy.
             scale_dtype: the dtype in which scales are stored; they are rounded to it before solving.
             row_splits: the rows of each module, which sum to O; one module by default.
-            each: solves every tile; by default one after the other, here.
+            share_out: given what solves tiles, and all of them, returns what all were solved to; None: solve them here.
 
         Raises:
             SolveError: the scheme does not fit the weight, or the Gram cannot be factorized.
@@ -193,18 +199,41 @@ class Algorithm(ABC):
         """
         splits = [weight.shape[0]] if row_splits is None else row_splits
         prepared = self.prepare(weight, statistics, args, scale_dtype, splits)
-        return join(list(each(lambda rows: self.solve_rows(weight, rows, prepared), row_tiles(weight.shape[0]))))
+        tiles = row_tiles(weight.shape[0])
+        solve: SolveTiles = lambda some: self.solve_tiles(weight, some, prepared)  # noqa: E731
+        return join(solve(tiles) if share_out is None else share_out(solve, tiles))
 
 
 def row_tiles(num_rows: int) -> list[slice]:
-    """Tiles of (nearly) equal height that cover the rows; a function of their number alone.
+    """Tiles of nearly equal height that cover the rows; a function of their number alone.
 
-    >>> row_tiles(4608)
-    [slice(0, 1536, None), slice(1536, 3072, None), slice(3072, 4608, None)]
+    A power of two, or a multiple of eight of them, so that the usual numbers of ranks share them evenly: as few as keep
+    them below 512 rows, but up to four while they have 384.
+
+    >>> [tile.stop for tile in row_tiles(768)], len(row_tiles(4096)), len(row_tiles(9000)), row_tiles(200)
+    ([384, 768], 8, 24, [slice(0, 200, None)])
     """
-    num_tiles = -(-num_rows // ROW_TILE)
-    height = -(-num_rows // (num_tiles * 64)) * 64
-    return [slice(start, min(start + height, num_rows)) for start in range(0, num_rows, height)]
+    least = max(-(-num_rows // TILE), min(num_rows // _SMALL_TILE, 4), 1)
+    number = next((power for power in (8, 4, 2, 1) if power <= least), 1)
+    if num_rows > number * TILE:
+        number = 2 * number if number < 8 else -(-least // 8) * 8
+    units = -(-num_rows // _UNIT)
+    bounds = [min(units * tile // number * _UNIT, num_rows) for tile in range(number + 1)]
+    return [slice(start, stop) for start, stop in pairwise(bounds)]
+
+
+def stacks(tiles: Sequence[slice]) -> list[list[slice]]:
+    """Tiles in runs of at most `STACK` rows (or one tile).
+
+    >>> [[tile.stop for tile in stack] for stack in stacks(row_tiles(4096))]
+    [[512, 1024, 1536, 2048], [2560, 3072, 3584, 4096]]
+    """
+    found: list[list[slice]] = []
+    for tile in tiles:
+        if not found or sum(part.stop - part.start for part in (*found[-1], tile)) > STACK:
+            found.append([])
+        found[-1].append(tile)
+    return found
 
 
 def result_bytes(num_rows: int, num_channels: int, args: QuantizationArgs) -> int:

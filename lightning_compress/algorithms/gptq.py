@@ -28,6 +28,7 @@ the factorization fails (the user would not know): damping is raised, and said t
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import final
 
 import torch
@@ -43,6 +44,7 @@ from lightning_compress.algorithms.base import (
     check_weight,
     input_gram,
     row_products,
+    stacks,
 )
 from lightning_compress.algorithms.scales import Grid, Scales, make_grid, num_groups, scales_bytes, tensor_scales
 from lightning_compress.errors import NonFiniteError, SolveError
@@ -131,21 +133,28 @@ class Gptq(Algorithm):
         )
 
     @torch.no_grad()
-    def solve_rows(self, weight: Tensor, rows: slice, prepared: Prepared) -> Solved:
-        factor, weight = prepared.factor, weight[rows]
+    def solve_tiles(self, weight: Tensor, tiles: Sequence[slice], prepared: Prepared) -> list[Solved]:
+        factor = prepared.factor
         assert factor is not None
-        scales = prepared.scales_of(weight, rows)
-        codes, row_error = nearest_plane(weight, factor, scales, prepared.grid, self.block_size)
-        return Solved(
-            codes=codes,
-            scale=scales.scale,
-            zero_point=scales.zero_point,
-            row_error=row_error,
-            row_energy=row_products(weight, prepared.gram),
-            damping=factor.damping,
-            notes=prepared.notes,
-            per_tensor=prepared.grid.per_tensor,
-        )
+        solved: list[Solved] = []
+        for stack in stacks(tiles):
+            parts = [weight[rows] for rows in stack]
+            scales = [prepared.scales_of(part, rows) for part, rows in zip(parts, stack, strict=True)]
+            found = nearest_plane(parts, factor, scales, prepared.grid, self.block_size)
+            solved += [
+                Solved(
+                    codes=codes,
+                    scale=scale.scale,
+                    zero_point=scale.zero_point,
+                    row_error=row_error,
+                    row_energy=row_products(part, prepared.gram),
+                    damping=factor.damping,
+                    notes=prepared.notes,
+                    per_tensor=prepared.grid.per_tensor,
+                )
+                for part, scale, (codes, row_error) in zip(parts, scales, found, strict=True)
+            ]
+        return solved
 
 
 def factorize(gram: Tensor, damping: float, activation_order: bool = True) -> Factor:
@@ -226,30 +235,43 @@ def _cholesky(matrix: Tensor, added: float) -> Tensor | None:
 
 
 def nearest_plane(
-    weight: Tensor, factor: Factor, scales: Scales, grid: Grid, block_size: int = 128
-) -> tuple[Tensor, Tensor]:
-    """Codes int8 [R, I] of a row tile [R, I], and the output error of its rows without damping, float64 [R]."""
+    tiles: Sequence[Tensor], factor: Factor, scales: Sequence[Scales], grid: Grid, block_size: int = 128
+) -> list[tuple[Tensor, Tensor]]:
+    """Codes int8 [R, I] of each row tile [R, I], and the output error of its rows without damping, float64 [R].
+
+    The tiles go through the channels together, which saves calls; all products are made tile by tile, because the last
+    bits of a product depend on its shape. So a tile's result does not depend on the others.
+    """
     order, lower = factor.order, factor.lower
-    places = weight.float().t().contiguous().index_select(0, order)  # [I, R], what is to be quantized
+    places = torch.cat([tile.float().t() for tile in tiles], 1).index_select(0, order)  # [I, R], to be quantized
+    ends = list(accumulate(len(tile) for tile in tiles))
+    spans = [slice(end - len(tile), end) for tile, end in zip(tiles, ends, strict=True)]
     groups = order // grid.group_size
-    scale = scales.scale.float().t().contiguous()
-    zero_point = None if scales.zero_point is None else scales.zero_point.float().t().contiguous()
-    solve_block = gptq_triton.quantize_block if gptq_triton.usable(weight) else quantize_block
+    scale = torch.cat([tile.scale.float().t() for tile in scales], 1)
+    shifts = [tile.zero_point.float().t() for tile in scales if tile.zero_point is not None]
+    zero_point = torch.cat(shifts, 1) if shifts else None
     num_channels, num_rows = places.shape
     delta = torch.zeros_like(places)  # w - q
-    codes = torch.empty(places.shape, dtype=torch.int8, device=weight.device)
+    codes = torch.empty(places.shape, dtype=torch.int8, device=places.device)
     target, rounded = places.new_empty(2, min(block_size, num_channels), num_rows)
-    row_error = torch.zeros(num_rows, dtype=torch.float64, device=weight.device)
+    row_error = torch.zeros(num_rows, dtype=torch.float64, device=places.device)
     for end in range(num_channels, 0, -block_size):
         start = max(end - block_size, 0)
         t, q, w, d = target[: end - start], rounded[: end - start], places[start:end], delta[start:end]
-        torch.addmm(w, lower[end:, start:end].t(), delta[end:], out=t)
-        solve_block(t, w, lower[start:end, start:end], scale, zero_point, groups[start:end], grid, q, d)
+        for span in spans:
+            torch.addmm(w[:, span], lower[end:, start:end].t(), delta[end:, span], out=t[:, span])
+        block = (t, w, lower[start:end, start:end], scale, zero_point, groups[start:end], grid, q, d)
+        if gptq_triton.usable(places):
+            gptq_triton.quantize_block(*block)
+        else:
+            quantize_block(*block, spans)
         codes[start:end].copy_(q)
-        row_error += factor.pivots[start:end] @ t.sub_(w).add_(d).square_()
-        row_error -= factor.added * torch.mul(d, d, out=t).sum(0)
+        t.sub_(w).add_(d).square_()
+        for span in spans:
+            row_error[span] += factor.pivots[start:end] @ t[:, span]
+            row_error[span] -= factor.added * d[:, span].square().sum(0)
     inverse = order.argsort()
-    return codes.index_select(0, inverse).t().contiguous(), row_error.clamp_(min=0)
+    return [(codes[:, span].index_select(0, inverse).t().contiguous(), row_error[span].clamp(min=0)) for span in spans]
 
 
 def quantize_block(
@@ -262,6 +284,7 @@ def quantize_block(
     grid: Grid,
     codes: Tensor,
     delta: Tensor,
+    spans: Sequence[slice] = (slice(None),),
 ) -> None:
     """Quantize the channels of one block, last to first; all matrices are [n, R], n channels by R rows.
 
@@ -275,20 +298,24 @@ def quantize_block(
         grid: the codes' limits.
         codes: written, as floats.
         delta: written, w - q; zero on entry.
+        spans: the row tiles; products are made for each.
     """
     scales, shifts = scale.unbind(0), () if zero_point is None else zero_point.unbind(0)
     for end in range(len(target), 0, -_SUB_BLOCK):
         start = max(end - _SUB_BLOCK, 0)
         if end < len(target):
-            target[start:end].addmm_(lower[end:, start:end].t(), delta[end:])
+            for span in spans:
+                target[start:end, span].addmm_(lower[end:, start:end].t(), delta[end:, span])
         # Channels not quantized yet have zero coefficients and zero deltas, so every product has the same shape.
         coefficients = lower[start:end, start:end].tril(-1).t().contiguous()
-        earlier = delta[start:end].t()
+        earlier = [delta[start:end, span].t() for span in spans]
+        targets = zip(*(target[start:end, span].unbind(0) for span in spans), strict=True)
         channels = (matrix[start:end].unbind(0) for matrix in (target, codes, delta, weight))  # views made all at once
-        numbered = zip(*channels, coefficients.unbind(0), groups[start:end].tolist(), strict=True)
-        for t, q, d, w, coefficient, group in reversed(list(numbered)):
+        numbered = zip(*channels, targets, coefficients.unbind(0), groups[start:end].tolist(), strict=True)
+        for t, q, d, w, parts, coefficient, group in reversed(list(numbered)):
             s = scales[group]
-            torch.addmv(t, earlier, coefficient, out=t)
+            for part, errors in zip(parts, earlier, strict=True):
+                torch.addmv(part, errors, coefficient, out=part)
             if zero_point is None:
                 torch.div(t, s, out=q).round_().clamp_(grid.low, grid.high)
                 torch.addcmul(w, q, s, value=-1, out=d)

@@ -16,7 +16,16 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
-from lightning_compress.algorithms.base import Algorithm, Prepared, Solved, check_weight, input_gram, row_products
+from lightning_compress.algorithms.base import (
+    TILE,
+    Algorithm,
+    Prepared,
+    Solved,
+    check_weight,
+    input_gram,
+    result_bytes,
+    row_products,
+)
 from lightning_compress.algorithms.scales import (
     make_grid,
     num_groups,
@@ -53,8 +62,10 @@ class Rtn(Algorithm):
     def tile_bytes(self, num_rows: int, num_channels: int, args: QuantizationArgs, has_gram: bool) -> int:
         # [R, I] each: codes, weight, values and their factor as float32; or codes, a difference, its double, the square
         per_weight = 1 + 4 + 4 + 4 if has_gram else 1 + 4 + 8 + 8
-        matrices = num_rows * (num_channels * per_weight + 16) + 13 * num_rows * num_groups(num_channels, args)
-        return max(matrices, scales_bytes(num_rows, num_channels, args, self.scale_search))
+        height = min(num_rows, TILE)
+        matrices = height * (num_channels * per_weight + 16) + 13 * height * num_groups(num_channels, args)
+        tile = max(matrices, scales_bytes(height, num_channels, args, self.scale_search))
+        return tile + result_bytes(num_rows - height, num_channels, args)
 
     @torch.no_grad()
     def prepare(
@@ -78,16 +89,21 @@ class Rtn(Algorithm):
         )
 
     @torch.no_grad()
-    def solve_rows(self, weight: Tensor, rows: slice, prepared: Prepared) -> Solved:
-        weight, grid = weight[rows], prepared.grid
-        scales = prepared.scales_of(weight, rows)
-        codes = round_to_grid(weight, scales, grid)
-        return Solved(
-            codes=codes,
-            scale=scales.scale,
-            zero_point=scales.zero_point,
-            row_error=row_products(weight.float() - values_of(codes, scales, grid), prepared.gram),
-            row_energy=row_products(weight, prepared.gram),
-            notes=prepared.notes,
-            per_tensor=grid.per_tensor,
-        )
+    def solve_tiles(self, weight: Tensor, tiles: Sequence[slice], prepared: Prepared) -> list[Solved]:
+        return [_solve_rows(weight[rows], rows, prepared) for rows in tiles]
+
+
+def _solve_rows(weight: Tensor, rows: slice, prepared: Prepared) -> Solved:
+    """The rows `rows`, which are `weight` [R, I]."""
+    grid = prepared.grid
+    scales = prepared.scales_of(weight, rows)
+    codes = round_to_grid(weight, scales, grid)
+    return Solved(
+        codes=codes,
+        scale=scales.scale,
+        zero_point=scales.zero_point,
+        row_error=row_products(weight.float() - values_of(codes, scales, grid), prepared.gram),
+        row_energy=row_products(weight, prepared.gram),
+        notes=prepared.notes,
+        per_tensor=grid.per_tensor,
+    )

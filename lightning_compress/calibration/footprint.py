@@ -71,7 +71,7 @@ def footprint(run: Calibration, batches: Sequence[Sequence[Tensor]]) -> tuple[Ne
             moments: list[Moment] = []
             packed = 0
             for step in subgraph.steps:
-                moments += meter.run(step, number)
+                moments += meter.run(step, number, packed)
                 for group in step.solve:
                     solve, size = meter.solve(group, packed)
                     moments.append(solve)
@@ -120,8 +120,8 @@ class _Meter:
             with calls_replaced(modules, self._allowing(leaves)), torch.no_grad(), mode, self._memory:
                 yield
 
-    def run(self, step: Step, number: int) -> list[Moment]:
-        """The moment of the step's largest batch, beside all others that wait."""
+    def run(self, step: Step, number: int, packed: int) -> list[Moment]:
+        """The moment of the step's largest batch, beside all others that wait and `packed` bytes of the subgraph."""
         if self._flow.traced is None or not step.nodes:
             return []
         before = self._waiting()
@@ -140,7 +140,7 @@ class _Meter:
         self._quantize_inputs(step)
         large, small = (_worst_mixture(earlier, later) for earlier, later in zip(before, after, strict=True))
         in_flight = max(before[0], default=0) + max(after[0], default=0)
-        return [Moment("batch", "", large, small, in_flight, peak - statistics, statistics)]
+        return [Moment("batch", "", large, small, in_flight, peak - statistics, statistics, packed)]
 
     def solve(self, group: Group, packed: int) -> tuple[Moment, int]:
         """The moment at which a group is solved or packed, with `packed` bytes there already, and how many it adds."""

@@ -5,7 +5,7 @@ memory holds bit for bit what a reader of the checkpoint computes.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -15,7 +15,7 @@ from compressed_tensors.quantization.lifecycle.forward import dequantize, fake_q
 from compressed_tensors.quantization.utils import calculate_qparams, compute_dynamic_scales_and_zp
 from torch import Tensor, nn
 
-from lightning_compress.algorithms.base import Solved, split
+from lightning_compress.algorithms.base import Solved, SolveTiles, split
 from lightning_compress.distributed.collective import Collective
 from lightning_compress.distributed.share import shared
 from lightning_compress.errors import NonFiniteError, SolveError
@@ -140,12 +140,12 @@ def solve_group(
     _check_finite(group, statistics)
     names = ", ".join(group.members)
 
-    def each(solve: Callable[[slice], Solved], tiles: Sequence[slice]) -> list[Solved]:
+    def share_out(solve: SolveTiles, tiles: Sequence[slice]) -> list[Solved]:
         heights = [tile.stop - tile.start for tile in tiles]
         return shared(solve, tiles, heights, collective, f"the solution of {names}")
 
     try:
-        solved = assignment.algorithm.solve(stacked, statistics, assignment.weights, weights[0].dtype, rows, each)
+        solved = assignment.algorithm.solve(stacked, statistics, assignment.weights, weights[0].dtype, rows, share_out)
     except ValueError as error:
         raise SolveError(f"{names} (stacked weight {list(stacked.shape)}): {error}") from error
     scale, zero_point = _static_input(assignment.scheme, statistics, weights[0].dtype)

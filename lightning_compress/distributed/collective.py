@@ -4,8 +4,11 @@ The loop, the writer and the solvers know a `Collective` only; on one process it
 path whatever the number of ranks. Every operation is entered by all ranks, in the same order.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Protocol, TypeVar, cast, final
 
@@ -14,9 +17,11 @@ from torch import Tensor
 from torch import distributed as dist
 
 from lightning_compress.errors import CommunicationError
+from lightning_compress.graph.compat import message_board
 from lightning_compress.statistics import Reduction
 
 Value = TypeVar("Value")
+_ROLL_CALL_S = 5.0
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -40,8 +45,23 @@ class Collective(Protocol):
     def gather(self, value: Value, what: str) -> list[Value]:
         """What every rank has, by rank; it can be pickled, and is small."""
 
+    def failed(self, error: BaseException) -> None:
+        """Let the other ranks end, and know why: this one does."""
+
     def close(self) -> None:
         """The last call: its threads and connections end."""
+
+
+@contextmanager
+def closing_all(collective: Collective) -> Iterator[Collective]:
+    """Closes it at the end; an error inside ends the other ranks too, which will say it."""
+    try:
+        yield collective
+    except BaseException as error:
+        collective.failed(error)
+        raise
+    finally:
+        collective.close()
 
 
 @final
@@ -60,6 +80,9 @@ class SingleProcess:
     def gather(self, value: Value, what: str) -> list[Value]:
         return [value]
 
+    def failed(self, error: BaseException) -> None:
+        """Nobody to tell."""
+
     def close(self) -> None:
         """Nothing is open."""
 
@@ -73,16 +96,10 @@ class ProcessGroup:
     """
 
     def __init__(self, timeout: timedelta) -> None:
-        self._group = dist.new_group(backend="gloo", timeout=timeout)
+        self._group: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=timeout)
         self._timeout = timeout
-
-    @property
-    def rank(self) -> int:
-        return dist.get_rank(self._group)
-
-    @property
-    def size(self) -> int:
-        return dist.get_world_size(self._group)
+        self.rank, self.size = dist.get_rank(self._group), dist.get_world_size(self._group)
+        self._board = message_board(f"lightning_compress/{self._group.group_name}")
 
     def reduce(self, tensor: Tensor, reduction: Reduction, what: str) -> None:
         with self._doing(what):
@@ -103,8 +120,19 @@ class ProcessGroup:
             dist.all_gather_object(values, value, self._group)
             return cast(list[Value], values)
 
+    def failed(self, error: BaseException) -> None:
+        if isinstance(error, CommunicationError):
+            return  # of another's making
+        told = "".join(traceback.format_exception(error))
+        if _within(_ROLL_CALL_S, lambda: self._board.set(f"failed/{self.rank}", told)):
+            others = [f"waiting/{rank}" for rank in range(self.size) if rank != self.rank]
+            self.close()  # which wakes the others
+            _within(_ROLL_CALL_S, lambda: self._board.wait(others, timedelta(seconds=_ROLL_CALL_S / 2)))
+
     def close(self) -> None:
-        dist.destroy_process_group(self._group)
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None  # the last reference, with which its connections end
 
     @contextmanager
     def _doing(self, what: str) -> Iterator[None]:
@@ -116,8 +144,45 @@ class ProcessGroup:
         try:
             yield
         except RuntimeError as error:
+            reasons: list[str] = []
+            if not _within(2 * _ROLL_CALL_S, lambda: self._call_roll(reasons)):
+                reasons.append("The ranks' meeting place cannot be reached: this node, or that one, is cut off.")
             raise CommunicationError(
-                f"Rank {self.rank} of {self.size} could not go on with {what}: another rank has ended, or did not come "
-                f"within {self._timeout.total_seconds():.0f} s ({error}). Its own messages say why. A run with an "
-                "output_dir can be started again, on any number of ranks, and continues."
+                f"Rank {self.rank} of {self.size} could not go on with {what} (an operation that a rank does not come "
+                f"to within {self._timeout.total_seconds():.0f} s ends all): {error}\n"
+                + "\n".join(reasons)
+                + "\nA run with an output_dir can be started again, on any number of ranks, and continues."
             ) from error
+
+    def _call_roll(self, reasons: list[str]) -> None:
+        """Find out who is missing, and why, from what each rank leaves at the place where they met."""
+        self._board.set(f"waiting/{self.rank}", "")
+        missing = set(range(self.size)) - {self.rank}
+        end = time.monotonic() + _ROLL_CALL_S
+        while missing and time.monotonic() < end:
+            for rank in sorted(missing):
+                if self._board.check([f"failed/{rank}"]):
+                    reasons.append(f"Rank {rank} failed:\n{self._board.get(f'failed/{rank}').decode()}")
+                    missing.discard(rank)
+                elif self._board.check([f"waiting/{rank}"]):
+                    missing.discard(rank)
+            time.sleep(0.05)
+        if missing:
+            reasons.append(f"Nothing is heard from ranks {', '.join(map(str, sorted(missing)))}.")
+        elif not reasons:
+            reasons.append("All ranks are there, so it is the connection between them that broke.")
+
+
+def _within(seconds: float, task: Callable[[], object]) -> bool:
+    """Whether a task ended in time, and without an error of the network; it may wait for a machine that is gone."""
+    is_done = threading.Event()
+
+    def work() -> None:
+        with suppress(RuntimeError):
+            task()
+            is_done.set()
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return is_done.is_set()

@@ -26,13 +26,17 @@ def assign(costs: Sequence[int], size: int) -> tuple[tuple[int, ...], ...]:
 
 
 def shared(
-    compute: Callable[[Item], Result], items: Sequence[Item], costs: Sequence[int], collective: Collective, what: str
+    compute: Callable[[Sequence[Item]], list[Result]],
+    items: Sequence[Item],
+    costs: Sequence[int],
+    collective: Collective,
+    what: str,
 ) -> list[Result]:
-    """`compute` of every item, each computed on one rank; all ranks get all."""
+    """`compute` of all items, each computed on one rank; all ranks get all."""
     shares = assign(costs, collective.size)
-    mine = {number: compute(items[number]) for number in shares[collective.rank]}
-    owners = {number: rank for rank, share in enumerate(shares) for number in share}
-    return [
-        collective.broadcast(mine.get(number), what, owners[number])  # type: ignore[misc]
-        for number in range(len(items))
-    ]
+    mine = compute([items[number] for number in shares[collective.rank]])
+    found: dict[int, Result] = {}
+    for rank, share in enumerate(shares):
+        if share:
+            found.update(zip(share, collective.broadcast(mine, what, rank), strict=True))
+    return [found[number] for number in range(len(items))]

@@ -22,6 +22,8 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx, nn
+from torch import distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._guards import SLoc
@@ -382,3 +384,8 @@ def traceable_transformers(root: nn.Module, *, packed_sequences: bool) -> Iterat
             if hasattr(config, "_experts_implementation_internal"):
                 stack.enter_context(_assigned(config, "_experts_implementation_internal", "batched_mm"))
         yield
+
+
+def message_board(name: str) -> Store:
+    """Keys and values that all ranks of the default process group see, kept where they met."""
+    return PrefixStore(name, dist.distributed_c10d._get_default_store())

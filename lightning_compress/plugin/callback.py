@@ -1,7 +1,6 @@
 """The callback that adds a compression stage to a Trainer run."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -15,6 +14,7 @@ from torch import nn
 
 from lightning_compress.calibration.batches import CalibrationSet
 from lightning_compress.calibration.prepare import calibrating, needs_data
+from lightning_compress.distributed.collective import closing_all
 from lightning_compress.errors import CalibrationDataError, UnsupportedModelError
 from lightning_compress.export.checkpoint import SavesPretrained
 from lightning_compress.graph.stages import Schedule
@@ -206,7 +206,7 @@ class CompressionCallback(Callback):
         training_loop, pl_module = trainer.fit_loop, trainer.lightning_module
         compat.free_optimizers(trainer)
         # all of the module: a `calibration_step` may run dropout that is not the model's
-        with calibrating(pl_module), closing(compat.collective(trainer)) as collective:
+        with calibrating(pl_module), closing_all(compat.collective(trainer)) as collective:
             with compat.profile(trainer, "prepare"):
                 module, device = compressed_module(pl_module), onload_device(trainer)
                 job = prepare_job(module, self._data, self.settings, device, collective)

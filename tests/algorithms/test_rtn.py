@@ -8,6 +8,7 @@ from lightning_compress.algorithms.base import Algorithm, row_products, row_tile
 from lightning_compress.algorithms.catalog import ALGORITHMS
 from lightning_compress.algorithms.gptq import Gptq
 from lightning_compress.algorithms.rtn import Rtn
+from lightning_compress.distributed.share import assign
 from lightning_compress.errors import NonFiniteError, SolveError
 from lightning_compress.statistics import InputGram
 
@@ -61,8 +62,17 @@ def test_row_tiles_cover_every_row_once_without_small_remainders(num_rows: int) 
     tiles = row_tiles(num_rows)
     assert [row for tile in tiles for row in range(tile.start, tile.stop)] == list(range(num_rows))
     heights = [tile.stop - tile.start for tile in tiles]
-    assert max(heights) <= 2048
-    assert min(heights) >= min(num_rows, 512)
+    assert max(heights) <= 512
+    assert min(heights) >= min(num_rows, 256)
+    assert all(tile.start % 32 == 0 for tile in tiles)
+
+
+@pytest.mark.parametrize("num_rows", [1536, 2304, 4096, 5120, 11008, 28672])
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_few_ranks_get_even_loads(num_rows: int, size: int) -> None:
+    heights = [tile.stop - tile.start for tile in row_tiles(num_rows)]
+    loads = [sum(heights[number] for number in share) for share in assign(heights, size)]
+    assert max(loads) <= 1.05 * num_rows / size
 
 
 @pytest.mark.parametrize("algorithm", [Rtn(), Rtn(scale_search=True), Gptq()])
@@ -74,8 +84,10 @@ def test_tiles_can_be_solved_apart(algorithm: Algorithm, strategy: str) -> None:
     whole = algorithm.solve(weight, statistics, args, torch.bfloat16, splits)
     prepared = algorithm.prepare(weight, statistics, args, torch.bfloat16, splits)
     tiles = row_tiles(2300)
-    assert len(tiles) == 2
-    parts = [algorithm.solve_rows(weight, rows, prepared) for rows in reversed(tiles)][::-1]
+    assert len(tiles) == 8
+    parts = [
+        part for some in (tiles[:1], tiles[1:6], tiles[6:]) for part in algorithm.solve_tiles(weight, some, prepared)
+    ]
     assert torch.equal(whole.codes, torch.cat([part.codes for part in parts]))
     assert torch.equal(whole.scale, torch.cat([part.scale for part in parts]))
     assert torch.equal(whole.row_error, torch.cat([part.row_error for part in parts]))

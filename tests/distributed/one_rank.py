@@ -5,15 +5,17 @@ Each case is written to FOLDER/CASE; what the rank has then goes to FOLDER/CASE-
 
 import shutil
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import distributed as dist
+from torch import nn
 
 from lightning_compress.calibration.batches import collect
-from lightning_compress.distributed.collective import ProcessGroup
+from lightning_compress.distributed.collective import Collective, ProcessGroup, closing_all
 from lightning_compress.graph.stages import Schedule
 from lightning_compress.plugin.job import Settings, prepare_job, run_job
 from lightning_compress.recipe.load import load_recipe
@@ -41,7 +43,9 @@ CASES: dict[str, Any] = {
     "no data": lambda: (tiny_llama(2), [], recipe(4, algorithm="rtn"), {}),
     "disk": lambda: (tiny_llama(2, tie_word_embeddings=True), token_batches(5), recipe(4), {}),
     "other data": lambda: (tiny_llama(2), token_batches(2, seed=dist.get_rank()), recipe(4), {}),
-    "failing": lambda: (tiny_llama(2), token_batches(4), recipe(4), {}),
+    "failing 0": lambda: (tiny_llama(2), token_batches(4), recipe(4), {}),
+    "failing 2": lambda: (tiny_llama(2), token_batches(4), recipe(4), {}),
+    "stuck": lambda: (tiny_llama(2), token_batches(4), recipe(4), {}),
 }
 
 
@@ -55,7 +59,14 @@ def run(name: str, stop_after: int, folder: Path) -> dict[str, Any]:
         if dist.get_rank():  # transformers saves on rank 0 only
             shutil.copytree(folder / "weights-0", weights, dirs_exist_ok=True)
     settings = Settings(load_recipe(given), folder / name, **options)
-    collective = ProcessGroup(timedelta(seconds=100))
+    timeout = timedelta(seconds=5 if name == "stuck" else 100)
+    with closing_all(ProcessGroup(timeout)) as collective:
+        return run_among(collective, name, stop_after, model, batches, settings)
+
+
+def run_among(
+    collective: Collective, name: str, stop_after: int, model: nn.Module, batches: list[Any], settings: Settings
+) -> dict[str, Any]:
     job = prepare_job(model, collect(batches) if batches else None, settings, CPU, collective)
     generator = run_job(job)
     stop: bool | None = None
@@ -63,12 +74,12 @@ def run(name: str, stop_after: int, folder: Path) -> dict[str, Any]:
         while True:
             record = generator.send(stop)
             stop = record.index + 1 == stop_after
-            if name == "failing" and dist.get_rank() == dist.get_world_size() - 1:
+            if name.startswith("failing") and dist.get_rank() == int(name[-1]):
                 raise ArithmeticError("of this rank alone")
+            if name == "stuck" and dist.get_rank() == 1:
+                time.sleep(100)
     except StopIteration as finished:
-        found = {"state": model.state_dict(), "report": finished.value, "share": job.run.share}
-        collective.close()
-        return found
+        return {"state": model.state_dict(), "report": finished.value, "share": job.run.share}
 
 
 def main() -> None:

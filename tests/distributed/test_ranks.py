@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from helpers import contents
 
@@ -78,14 +79,28 @@ def test_other_data_on_another_rank_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "other data").exists()
 
 
-def test_one_rank_fails(tmp_path: Path) -> None:
-    """The others end at once, and say what they were doing."""
+@pytest.mark.parametrize("failing", [0, 2])
+def test_one_rank_fails(tmp_path: Path, failing: int) -> None:
+    """The others end at once, and say what they were doing and what that rank said (rank 0's process holds the store
+    that tells them)."""
     since = time.monotonic()
-    processes = start(3, tmp_path, "failing")
+    processes = start(3, tmp_path, f"failing {failing}")
     errors = [process.communicate(timeout=90)[1] for process in processes]
     assert time.monotonic() - since < 90, "the timeout is 100 s"
     assert all(process.returncode != 0 for process in processes)
-    assert "of this rank alone" in errors[2]
-    for rank in (0, 1):
-        assert f"CommunicationError: Rank {rank} of 3 could not go on with" in errors[rank]
-        assert "can be started again, on any number of ranks" in errors[rank]
+    for rank, said in enumerate(errors):
+        assert "ArithmeticError: of this rank alone" in said
+        if rank != failing:
+            assert f"CommunicationError: Rank {rank} of 3 could not go on with" in said
+            assert f"Rank {failing} failed:" in said
+            assert "can be started again, on any number of ranks" in said
+
+
+def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
+    processes = start(3, tmp_path, "stuck")
+    for rank in (0, 2):
+        said = processes[rank].communicate(timeout=90)[1]
+        assert "ends all" in said
+        assert "Nothing is heard from ranks 1." in said
+    processes[1].kill()
+    processes[1].communicate()

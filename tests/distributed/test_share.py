@@ -33,6 +33,8 @@ def test_large_and_small_in_turn_are_mixed() -> None:
 
 def test_alone_everything_is_done_here_in_order() -> None:
     done: list[int] = []
-    results = shared(lambda item: done.append(item) or -item, [3, 1, 2], [1, 1, 1], SingleProcess(), "numbers")
+    results = shared(
+        lambda items: [done.append(item) or -item for item in items], [3, 1, 2], [1, 1, 1], SingleProcess(), "numbers"
+    )
     assert results == [-3, -1, -2]
     assert done == [3, 1, 2]
