@@ -12,7 +12,7 @@ import shutil
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch import distributed as dist
 from transformers import LlamaForCausalLM
 
+from lightning_compress.algorithms.base import Prepared, Solved
 from lightning_compress.algorithms.gptq import Gptq
 from lightning_compress.calibration import loop
 from lightning_compress.calibration.batches import collect
@@ -29,11 +30,12 @@ from lightning_compress.distributed.collective import Collective, ProcessGroup, 
 from lightning_compress.export.writer import CheckpointWriter
 from lightning_compress.plugin.job import Settings, prepare_job, run_job
 from lightning_compress.recipe.load import load_recipe
+from lightning_compress.report.report import Report
 from lightning_compress.statistics import InputGram, Reduction
 
 
 class Phases:
-    """Wall seconds by phase, and of every single operation, as it ends: [phase, seconds, bytes that ranks exchange]."""
+    """Wall seconds by phase, and of every operation, as it ends: [phase, seconds, bytes exchanged or tiles solved]."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -80,7 +82,8 @@ class Measured:
         self._phases.events[-1][-1] = tensor.nbytes
 
     def broadcast(self, value: Any, what: str, source: int = 0) -> Any:
-        phase = "gather" if what.startswith("the solution") else "agree"
+        kinds = {"the solution": "gather", "writing": "write", "verifying": "write"}
+        phase = next((phase for start, phase in kinds.items() if what.startswith(start)), "agree")
         found = self._phases.timed(phase, self._inner.broadcast)(value, what, source)
         self._phases.events[-1][-1] = _nbytes(found)
         return found
@@ -89,9 +92,20 @@ class Measured:
         return self._phases.timed("agree", self._inner.gather)(value, what)
 
 
+def _counted(phases: Phases, solve_tiles: Callable[..., list[Solved]]) -> Callable[..., list[Solved]]:
+    def call(algorithm: Gptq, weight: Tensor, tiles: Sequence[slice], prepared: Prepared) -> list[Solved]:
+        solved: list[Solved] = phases.timed("solve", solve_tiles)(algorithm, weight, tiles, prepared)
+        phases.events[-1][-1] = len(tiles)
+        return solved
+
+    return call
+
+
 def _nbytes(value: object) -> int:
     if isinstance(value, Tensor):
         return value.nbytes
+    if isinstance(value, list):
+        return sum(map(_nbytes, value))
     return sum(_nbytes(field) for field in vars(value).values()) if hasattr(value, "__dict__") else 0
 
 
@@ -116,7 +130,8 @@ def main() -> None:
     loop._run_step = phases.timed("forward", loop._run_step)
     InputGram.update = phases.timed("statistics", InputGram.update)  # type: ignore[method-assign]
     Gptq.prepare = phases.timed("factor", Gptq.prepare)  # type: ignore[method-assign]
-    Gptq.solve_rows = phases.timed("solve", Gptq.solve_rows)  # type: ignore[method-assign]
+    Gptq.solve_tiles = _counted(phases, Gptq.solve_tiles)  # type: ignore[method-assign]
+    Report.save = phases.timed("write", Report.save)  # type: ignore[method-assign]
     for name in ("pack", "commit", "close"):
         setattr(CheckpointWriter, name, phases.timed("write", getattr(CheckpointWriter, name)))
 

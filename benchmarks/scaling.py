@@ -32,7 +32,7 @@ SHARED = ("forward", "statistics", "solve")
 PHASES = ("trace", "forward", "statistics", "agree", "reduce", "factor", "solve", "gather", "write", "other")
 NOT_CALIBRATION = ("trace", "write")
 
-Event = list[Any]  # [phase, seconds, bytes]
+Event = list[Any]  # [phase, seconds, bytes exchanged or tiles solved]
 
 
 @dataclass(frozen=True)
@@ -71,28 +71,12 @@ def start_ranks(command: list[str], size: int) -> list[dict[str, Any]]:
     return [json.loads(output.splitlines()[-1]) for output, _ in outputs]
 
 
-def assign(costs: list[float], size: int) -> float:
-    """The load of the busiest rank, when the largest item goes first, to whom has least (as the product does)."""
-    loads = [0.0] * size
-    for cost in sorted(costs, reverse=True):
-        loads[loads.index(min(loads))] += cost
-    return max(loads)
-
-
 def simulate(events: list[Event], size: int, link: Link, num_batches: int) -> dict[str, float]:
     """Seconds per phase on `size` ranks with `num_batches` batches, from the operations of a run on one."""
     seconds = dict.fromkeys(PHASES, 0.0)
     measured = next(number for number in _updates_per_step(events) if number)
     updates: list[float] = []
-    tiles: list[float] = []
-
-    def solved() -> None:
-        seconds["solve"] += assign(tiles, size)
-        tiles.clear()
-
-    for phase, taken, nbytes in events:
-        if phase != "solve":
-            solved()
+    for phase, taken, amount in events:
         if phase == "statistics":
             updates.append(taken)
         elif phase == "forward":  # a step ends; its updates came before
@@ -101,14 +85,15 @@ def simulate(events: list[Event], size: int, link: Link, num_batches: int) -> di
             seconds["statistics"] += sum(updates) / measured * mine
             updates.clear()
         elif phase == "solve":
-            tiles.append(taken)
+            seconds["solve"] += taken / amount * -(-amount // size)  # tiles of about one height
         elif size > 1 and phase == "reduce":  # a ring
-            seconds[phase] += 2 * (size - 1) / size * nbytes / link.rate + 2 * (size - 1) * link.latency
-        elif size > 1 and phase in ("gather", "agree"):  # a tree
-            seconds[phase] += (size - 1).bit_length() * (nbytes / link.rate + link.latency)
+            seconds[phase] += 2 * (size - 1) / size * amount / link.rate + 2 * (size - 1) * link.latency
+        elif size > 1 and phase == "gather":  # of each rank's part in turn, along a tree
+            seconds[phase] += (size - 1).bit_length() * (amount / link.rate + size * link.latency)
+        elif size > 1 and phase == "agree":
+            seconds[phase] += (size - 1).bit_length() * link.latency
         else:
             seconds[phase] += taken
-    solved()
     return seconds
 
 

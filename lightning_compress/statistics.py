@@ -94,9 +94,10 @@ class InputGram(Statistic):
         self._quantum: float | None = None  # 0: whatever comes is added as it is
         self._offset = 0.0  # what the accumulators hold beside the sum
         # Row block b holds the columns up to its own end: the lower triangle, and each diagonal block in full.
-        self._blocks = [
-            torch.zeros(end - start, end, dtype=torch.float64, device=device) for start, end in _spans(num_channels)
-        ]
+        spans = _spans(num_channels)
+        sizes = [(end - start) * end for start, end in spans]
+        self._sums = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
+        self._blocks = [part.view(-1, end) for part, (_, end) in zip(self._sums.split(sizes), spans, strict=True)]
 
     @property
     def num_tokens(self) -> int:
@@ -132,15 +133,13 @@ class InputGram(Statistic):
             self._quantum = 0.0
             return
         self._quantum = 2.0 ** (math.frexp(largest)[1] - _QUANTUM_BITS)
-        for block in self._blocks:
-            block.mul_(_LIFT)
+        self._sums.mul_(_LIFT)
         self._set_offset(1.5 * 2**52 * self._quantum)
 
     def _set_offset(self, offset: float) -> None:
         """Adding it rounds what is there to multiples of the quantum; taking it away again changes nothing."""
         if offset != self._offset:
-            for block in self._blocks:
-                block.add_(offset - self._offset)
+            self._sums.add_(offset - self._offset)
             self._offset = offset
 
     def _corners(self) -> list[Tensor]:
@@ -149,8 +148,7 @@ class InputGram(Statistic):
 
     def reductions(self) -> Mapping[str, tuple[Tensor, Reduction]]:
         self._set_offset(0.0)
-        blocks = {f"gram.{index}": block for index, block in enumerate(self._blocks)}
-        return {name: (tensor, "sum") for name, tensor in {**blocks, "num_tokens": self._num_tokens}.items()}
+        return {"gram": (self._sums, "sum"), "num_tokens": (self._num_tokens, "sum")}
 
     def matrix(self) -> Tensor:
         """The mean Gram, float32 [I, I], exactly symmetric; all zeros when no token was seen."""

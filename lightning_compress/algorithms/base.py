@@ -59,6 +59,17 @@ class Solved:
     notes: tuple[str, ...] = ()
     per_tensor: bool = False
 
+    def to(self, device: torch.device) -> "Solved":
+        """The same, on `device`."""
+        return replace(
+            self,
+            codes=self.codes.to(device),
+            scale=self.scale.to(device),
+            zero_point=None if self.zero_point is None else self.zero_point.to(device),
+            row_error=self.row_error.to(device),
+            row_energy=self.row_energy.to(device),
+        )
+
     @property
     def error(self) -> float:
         """Relative output error tr((W-Q) C (W-Q)ᵀ) / tr(W C Wᵀ); 0 where there is no output at all."""

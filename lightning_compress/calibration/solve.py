@@ -142,7 +142,8 @@ def solve_group(
 
     def share_out(solve: SolveTiles, tiles: Sequence[slice]) -> list[Solved]:
         heights = [tile.stop - tile.start for tile in tiles]
-        return shared(solve, tiles, heights, collective, f"the solution of {names}")
+        parts = shared(solve, tiles, heights, collective, f"the solution of {names}")
+        return [part.to(stacked.device) for part in parts]
 
     try:
         solved = assignment.algorithm.solve(stacked, statistics, assignment.weights, weights[0].dtype, rows, share_out)

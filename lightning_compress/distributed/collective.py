@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from lightning_compress.distributed.message import from_bytes, to_bytes
 from lightning_compress.errors import CommunicationError
 from lightning_compress.graph.compat import message_board
 from lightning_compress.statistics import Reduction
@@ -110,9 +111,12 @@ class ProcessGroup:
 
     def broadcast(self, value: Value, what: str, source: int = 0) -> Value:
         with self._doing(what):
-            values = [value if self.rank == source else None]
-            dist.broadcast_object_list(values, source, self._group, device=torch.device("cpu"))
-            return cast(Value, values[0])
+            message = to_bytes(value) if self.rank == source else torch.empty(0, dtype=torch.uint8)
+            size = torch.tensor(len(message))
+            dist.broadcast(size, source, self._group)
+            message = message if self.rank == source else torch.empty(int(size), dtype=torch.uint8)
+            dist.broadcast(message, source, self._group)
+        return value if self.rank == source else cast(Value, from_bytes(message))
 
     def gather(self, value: Value, what: str) -> list[Value]:
         with self._doing(what):
