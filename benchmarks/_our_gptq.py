@@ -31,8 +31,8 @@ class Unpacked:
     def pack(self, quantized: QuantizedModule) -> int:
         return 0
 
-    def commit(self, subgraph: Subgraph, record: SubgraphRecord) -> None:
-        pass
+    def commit(self, subgraph: Subgraph, record: SubgraphRecord) -> SubgraphRecord:
+        return record
 
 
 def solve(model: LlamaForCausalLM, loader: DataLoader[Batch], case: Case) -> None:

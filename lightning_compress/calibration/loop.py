@@ -52,10 +52,11 @@ class Output(Protocol):
         """A module that the finished subgraph `index` quantized."""
 
     def pack(self, quantized: QuantizedModule) -> int:
-        """Called with each quantized module while it is at hand; returns its packed bytes."""
+        """Called with each quantized module while it is at hand; returns its packed bytes, 0 on a rank that leaves it
+        to another."""
 
-    def commit(self, subgraph: Subgraph, record: SubgraphRecord) -> None:
-        """Called at the end of each subgraph, while its weights are on the device."""
+    def commit(self, subgraph: Subgraph, record: SubgraphRecord) -> SubgraphRecord:
+        """Called at the end of each subgraph, while its weights are on the device; returns the record to keep."""
 
 
 @dataclass(frozen=True)
@@ -120,8 +121,7 @@ def calibrate(run: Calibration, output: Output, keep_in: Path | None = None) -> 
                 _repeat(progress, subgraph, index, first_step, has_run=index <= restored)
                 record = output.finished[index]
             else:
-                record = _solve(progress, subgraph, index, first_step, clock)
-                output.commit(subgraph, record)
+                record = output.commit(subgraph, _solve(progress, subgraph, index, first_step, clock))
                 _take_from_output(flow, subgraph, index, output)
                 is_last = index + 1 == len(flow.subgraphs)
                 if keep_in is not None and not is_last and not progress.statistics:  # those are not kept

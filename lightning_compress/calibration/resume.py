@@ -1,8 +1,8 @@
 """The manifest of an output folder: what a run is made of, and which of its subgraphs are finished.
 
-`manifest.jsonl` starts with a line of fingerprints; then comes one line per finished subgraph, in order, with the shard
-that holds it and the shard's checksum, and after them one per shard of what no subgraph holds. A line is appended, and
-synced, after its shard is in place, so whenever a run dies, the lines that are there are true. What was being written
+`manifest.jsonl` starts with a line of fingerprints; then comes one line per finished subgraph, in order, with the
+shards that hold it and their checksums, and after them one per shard of what no subgraph holds. A line is appended, and
+synced, after its shards are in place, so whenever a run dies, the lines that are there are true. What was being written
 then is lost: at most one subgraph.
 """
 
@@ -24,9 +24,26 @@ from lightning_compress.errors import OutputDirectoryError
 from lightning_compress.graph.compat import pytree
 
 MANIFEST = "manifest.jsonl"
-_SCHEMA = 2
+_SCHEMA = 3
 _SOFTWARE = ("lightning-compress", "torch", "transformers", "compressed-tensors")
 _SAMPLES = 256
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A safetensors file that is in place.
+
+    Attributes:
+        name: of the file.
+        sha256: of its content.
+        nbytes: of its content.
+        keys: names of the tensors in it.
+    """
+
+    name: str
+    sha256: str
+    nbytes: int
+    keys: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -34,23 +51,19 @@ class Finished:
     """One line of the manifest.
 
     Attributes:
-        record: what happened in the subgraph; None for a shard of what no subgraph holds.
-        shard: name of the file that holds its tensors; None if it has none.
-        sha256: of that file.
-        nbytes: of that file.
-        keys: names of the tensors in it.
+        record: what happened in the subgraph; None for what no subgraph holds.
+        shards: the files that hold its tensors.
     """
 
     record: SubgraphRecord | None
-    shard: str | None
-    sha256: str
-    nbytes: int
-    keys: tuple[str, ...]
+    shards: tuple[Shard, ...]
 
     @property
     def title(self) -> str:
         """What a user knows it by."""
-        return f"subgraph {self.record.name}" if self.record is not None else f"{', '.join(self.keys[:2])}, ..."
+        if self.record is not None:
+            return f"subgraph {self.record.name}"
+        return f"{', '.join([key for shard in self.shards for key in shard.keys][:2])}, ..."
 
 
 def fingerprints(
@@ -120,7 +133,7 @@ def append_finished(folder: Path, finished: Finished) -> None:
 def read_manifest(folder: Path, given: Mapping[str, str]) -> list[Finished]:
     """The lines of an interrupted run, if it was the same run as the one with the `given` fingerprints.
 
-    A line that was cut off is dropped from the file; so is everything from the first shard that is not there. The other
+    A line that was cut off is dropped from the file; so is everything from the first shard that is not there. Other
     shards are read and compared with their checksums.
 
     Raises:
@@ -139,9 +152,10 @@ def read_manifest(folder: Path, given: Mapping[str, str]) -> list[Finished]:
     finished: list[Finished] = []
     for line in lines[1:]:
         entry = _parsed(json.loads(line))
-        if entry.shard is not None and not (folder / entry.shard).is_file():
+        if not all((folder / shard.name).is_file() for shard in entry.shards):
             break
-        _check_shard(folder, entry)
+        for shard in entry.shards:
+            _check_shard(folder, entry, shard)
         finished.append(entry)
     whole = b"\n".join(lines[: 1 + len(finished)]) + b"\n"
     if path.read_bytes() != whole:
@@ -154,28 +168,26 @@ def _parsed(line: dict[str, Any]) -> Finished:
     if record is not None:
         modules = tuple(ModuleRecord(**_with_tuples(module)) for module in record["modules"])
         record = SubgraphRecord(**{**record, "modules": modules})
-    return Finished(**{**_with_tuples(line), "record": record})
+    return Finished(record, tuple(Shard(**_with_tuples(shard)) for shard in line["shards"]))
 
 
 def _with_tuples(entry: dict[str, Any]) -> dict[str, Any]:
     return {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
 
 
-def _check_shard(folder: Path, entry: Finished) -> None:
-    if entry.shard is None:
-        return
-    path = folder / entry.shard
-    if path.stat().st_size != entry.nbytes or file_digest(path) != entry.sha256:
+def _check_shard(folder: Path, entry: Finished, shard: Shard) -> None:
+    path = folder / shard.name
+    if path.stat().st_size != shard.nbytes or file_digest(path) != shard.sha256:
         raise OutputDirectoryError(
             f"{path}, which holds {entry.title}, is not what was written (its size or checksum differs from the "
             "manifest). Restore it, or delete it: then it and everything behind it is computed anew."
         )
 
 
-def written_shards(folder: Path) -> dict[str, Finished]:
-    """The lines of a finished folder's manifest by shard."""
+def written_shards(folder: Path) -> list[Shard]:
+    """Those in a finished folder's manifest."""
     entries = [_parsed(json.loads(line)) for line in (folder / MANIFEST).read_text().splitlines()[1:]]
-    return {entry.shard: entry for entry in entries if entry.shard is not None}
+    return [shard for entry in entries for shard in entry.shards]
 
 
 def file_digest(path: Path) -> str:

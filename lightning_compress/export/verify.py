@@ -143,12 +143,12 @@ def verify_files(directory: Path, names: Iterable[str]) -> Verification:
     sizes and that the index is right about them."""
     shards = written_shards(directory)
     index = json.loads((directory / INDEX).read_text())["weight_map"]
-    damaged = set(index.values()) - shards.keys()
-    for name, line in shards.items():
-        file = directory / name
-        is_whole = file.is_file() and file.stat().st_size == line.nbytes
-        if not is_whole or any(index.get(key) != name for key in line.keys):
-            damaged.add(name)
+    damaged = set(index.values()) - {shard.name for shard in shards}
+    for shard in shards:
+        file = directory / shard.name
+        is_whole = file.is_file() and file.stat().st_size == shard.nbytes
+        if not is_whole or any(index.get(key) != shard.name for key in shard.keys):
+            damaged.add(shard.name)
     return Verification(READ_BACK, len(list(names)), tuple(sorted(damaged)), (), None, None, "none")
 
 

@@ -1,5 +1,7 @@
-"""The checkpoint folder, written while the run goes on: one safetensors shard per subgraph, then shards of what no
-subgraph holds, then the index, then config.json.
+"""The checkpoint folder, written while the run goes on: for each subgraph a safetensors shard, or some if it is large,
+then shards of what no subgraph holds, then the index, then config.json.
+
+Ranks pack and write different shards of a subgraph. Which shards there are depends on the model only.
 
 A shard is written under another name, synced, read back and compared, and renamed; then the manifest gets its line
 (`calibration.resume`). `config.json` and the index come last and a file INCOMPLETE is there until then, so no loader
@@ -10,8 +12,10 @@ in memory.
 import json
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import final
 from uuid import uuid4
@@ -27,6 +31,7 @@ from lightning_compress.calibration.records import SubgraphRecord
 from lightning_compress.calibration.resume import (
     MANIFEST,
     Finished,
+    Shard,
     append_finished,
     read_manifest,
     replace_file,
@@ -38,6 +43,7 @@ from lightning_compress.calibration.solve import QuantizedModule, Restored
 from lightning_compress.distributed.collective import Collective, SingleProcess
 from lightning_compress.errors import OutputDirectoryError
 from lightning_compress.export.checkpoint import INCOMPLETE, MARKER, SavesPretrained, check_output_dir
+from lightning_compress.export.layout import packed_bytes, shard_keys
 from lightning_compress.export.packing import (
     PACKED_NAMES,
     PackedModule,
@@ -53,8 +59,6 @@ from lightning_compress.memory.files import INDEX
 from lightning_compress.memory.store import WeightStore
 from lightning_compress.recipe.resolve import ResolvedRecipe
 
-_SHARD_BYTES = 1 << 28
-"""Of what no subgraph holds, this much is in memory at a time, or one layer if that is more."""
 _NOTICE = (
     "This folder holds an unfinished run of lightning_compress and is no checkpoint yet.\n"
     "Start the same run again to continue it where it stopped (manifest.jsonl says where), or delete the folder.\n"
@@ -73,8 +77,8 @@ class Unwritten:
     def pack(self, quantized: QuantizedModule) -> int:
         return nbytes(pack(quantized))
 
-    def commit(self, subgraph: Subgraph, record: SubgraphRecord) -> None:
-        pass
+    def commit(self, subgraph: Subgraph, record: SubgraphRecord) -> SubgraphRecord:
+        return record
 
 
 @final
@@ -90,7 +94,8 @@ class CheckpointWriter:
         store: brings what no subgraph has brought.
         fingerprints: see `calibration.resume.fingerprints`.
         resume: continue an unfinished run that is the same; otherwise start over.
-        collective: the ranks. Rank 0 writes; all do the same calls, and have to see the folder.
+        collective: the ranks. All do the same calls, and have to see the folder; the manifest and what comes at the end
+            are rank 0's.
 
     Raises:
         OutputDirectoryError: the folder is not ours, is not one folder for all ranks, or holds an unfinished run of
@@ -116,11 +121,12 @@ class CheckpointWriter:
         self._root = root
         self._resolved = resolved
         self._store = store
-        self._parts = _parts(root, subgraphs)
-        numbered = [number for number, keys in enumerate(self._parts) if keys]
-        self._shards = {
-            number: f"model-{count:05d}-of-{len(numbered):05d}.safetensors" for count, number in enumerate(numbered, 1)
+        self._parts = shard_keys(root, subgraphs, resolved)
+        names = [(part, piece) for part, pieces in enumerate(self._parts) for piece in range(len(pieces))]
+        self._names = {
+            place: f"model-{count:05d}-of-{len(names):05d}.safetensors" for count, place in enumerate(names, 1)
         }
+        self._owners = {key: self._owner(part, piece) for part, piece in names for key in self._parts[part][piece]}
         self._packed: dict[str, PackedModule] = {}
         self._fingerprints = fingerprints
         self._lines: list[Finished] = []
@@ -138,28 +144,49 @@ class CheckpointWriter:
         return tuple(line.record for line in self._lines if line.record is not None)
 
     def pack(self, quantized: QuantizedModule) -> int:
-        """Pack a module of the subgraph that is being solved; returns its packed bytes."""
+        """Pack a module of the subgraph that is being solved, if this rank writes it, and return its packed bytes."""
+        if self._owners[f"{quantized.module}.weight"] != self._collective.rank:
+            return 0
         self._packed[quantized.module] = pack(quantized)
         return nbytes(self._packed[quantized.module])
 
     def restore(self, index: int, module: str) -> Restored:
         """A module of subgraph `index` as its shard holds it."""
-        with safe_open(self.folder / self._shards[index], framework="pt") as file:
+        named = {local: _stored_key(self._root, f"{module}.{local}") for local in PACKED_NAMES}
+        name = next(shard.name for shard in self._lines[index].shards if not set(named.values()).isdisjoint(shard.keys))
+        with safe_open(self.folder / name, framework="pt") as file:
             stored = set(file.keys())
-            named = {local: _stored_key(self._root, f"{module}.{local}") for local in PACKED_NAMES}
             packed = {local: file.get_tensor(key) for local, key in named.items() if key in stored}
         weight = unpack(packed, self._resolved.assignments[module].scheme)
         return Restored(weight, packed.get("input_scale"), packed.get("input_zero_point"))
 
-    def commit(self, subgraph: Subgraph, record: SubgraphRecord) -> None:
-        """Write the subgraph's shard, while its weights are at hand, and add it to the manifest."""
-        assert record.index == len(self._lines)
-        if self._is_writing and not self._is_begun:
-            with self._writing("its first files"):
-                self._begin()
-        line = self._written(record) if self._is_writing else None
-        self._lines.append(self._collective.broadcast(line, f"writing {subgraph.name}"))  # type: ignore[arg-type]
+    def commit(self, subgraph: Subgraph, record: SubgraphRecord) -> SubgraphRecord:
+        """Write the subgraph's shards, while its weights are at hand, and add it to the manifest.
+
+        Returns:
+            The record with the packed bytes of all ranks.
+        """
+        part = len(self._lines)
+        assert record.index == part
+        if not self._is_begun:
+            if self._is_writing:
+                with self._writing("its first files"):
+                    self._begin()
+            self._is_begun = self._collective.broadcast(True, f"emptying {self.folder}")
+        mine = [piece for piece in range(len(self._parts[part])) if self._owner(part, piece) == self._collective.rank]
+        shards = {piece: self._written(part, piece) for piece in mine}
+        sizes = {module.module: module.bytes_after for module in record.modules if module.module in self._packed}
         self._packed.clear()
+        all_shards: dict[int, Shard] = {}
+        for written, packed in self._collective.gather((shards, sizes), f"writing {subgraph.name}"):
+            all_shards |= written
+            sizes |= packed
+        modules = tuple(replace(module, bytes_after=sizes[module.module]) for module in record.modules)
+        line = Finished(replace(record, modules=modules), tuple(all_shards[piece] for piece in sorted(all_shards)))
+        line = self._collective.broadcast(line, f"writing {subgraph.name}")  # with the seconds of rank 0
+        self._append(line)
+        assert line.record is not None
+        return line.record
 
     def close(self, tokenizer: SavesPretrained | None = None) -> None:
         """Write what no subgraph holds, shard by shard; then the index, the tokenizer and, last, config.json."""
@@ -168,11 +195,13 @@ class CheckpointWriter:
         self._collective.broadcast(None, "writing what no subgraph holds")
 
     def _finish(self, tokenizer: SavesPretrained | None) -> None:
-        for number in range(len(self._lines), len(self._parts)):
-            with self._store.onload((), self._parts[number]):
-                self._lines.append(self._written(None))
-        weight_map = {key: line.shard for line in self._lines for key in line.keys}
-        total = sum(line.nbytes for line in self._lines)
+        for part in range(len(self._lines), len(self._parts)):
+            with self._store.onload((), list(chain(*self._parts[part]))):
+                shards = tuple(self._written(part, piece) for piece in range(len(self._parts[part])))
+            self._append(Finished(None, shards))
+        shards = tuple(shard for line in self._lines for shard in line.shards)
+        weight_map = {key: shard.name for shard in shards for key in shard.keys}
+        total = sum(shard.nbytes for shard in shards)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         with self._writing("index and configuration"):
             _write_json(self.folder / INDEX, index)
@@ -189,7 +218,8 @@ class CheckpointWriter:
     def _check_room(self) -> None:
         """Refuse to begin what cannot be finished."""
         state = self._root.state_dict(keep_vars=True)
-        needed = sum(self._packed_bytes(key, state[key]) for keys in self._parts[len(self._lines) :] for key in keys)
+        missing = chain.from_iterable(chain(*self._parts[len(self._lines) :]))
+        needed = sum(packed_bytes(key, state[key], self._resolved) for key in missing)
         existing = next(path for path in (self.folder, *self.folder.absolute().parents) if path.exists())
         free = shutil.disk_usage(existing).free
         if self.folder.is_dir() and not self._is_begun:  # a finished checkpoint is replaced
@@ -199,15 +229,6 @@ class CheckpointWriter:
                 f"The checkpoint needs about {needed / 1e6:.1f} MB, and {self.folder} has {free / 1e6:.1f} MB left. "
                 "Make room, or give an output_dir elsewhere."
             )
-
-    def _packed_bytes(self, key: str, tensor: Tensor) -> int:
-        """About what a tensor takes in its shard: codes, and scales if there are many."""
-        module, _, name = key.rpartition(".")
-        if name != "weight" or module not in self._resolved.assignments:
-            return tensor.nbytes
-        args = self._resolved.assignments[module].weights
-        scales = tensor.nbytes // args.group_size if args.group_size and args.group_size > 0 else 0
-        return int(tensor.numel() * args.num_bits // 8 + scales)
 
     def _begin(self) -> None:
         """Make the folder an empty, unfinished one."""
@@ -219,23 +240,26 @@ class CheckpointWriter:
             elif entry.name != INCOMPLETE:
                 entry.unlink()
         start_manifest(self.folder, self._fingerprints)
-        self._is_begun = True
 
-    def _written(self, record: SubgraphRecord | None) -> Finished:
-        """Write the next part's shard, if it has one, and its line in the manifest."""
-        number = len(self._lines)
-        line = Finished(record, None, "", 0, ())
-        if number in self._shards:
-            path = self.folder / self._shards[number]
-            state = self._state(self._parts[number])
-            size = sum(tensor.nbytes for tensor in state.values())
-            with self._writing(f"{path.name} ({size / 1e6:.1f} MB)"), replacing(path) as partial:
-                save_file(state, partial, metadata={"format": "pt"})
-                digest = read_back(partial, state)
-            line = Finished(record, path.name, digest, path.stat().st_size, tuple(state))
-        with self._writing(MANIFEST):
-            append_finished(self.folder, line)
-        return line
+    def _owner(self, part: int, piece: int) -> int:
+        """The rank that packs and writes a shard."""
+        return (part + piece) % self._collective.size
+
+    def _written(self, part: int, piece: int) -> Shard:
+        """Write a shard."""
+        path = self.folder / self._names[part, piece]
+        state = self._state(self._parts[part][piece])
+        size = sum(tensor.nbytes for tensor in state.values())
+        with self._writing(f"{path.name} ({size / 1e6:.1f} MB)"), replacing(path) as partial:
+            save_file(state, partial, metadata={"format": "pt"})
+            digest = read_back(partial, state)
+        return Shard(path.name, digest, path.stat().st_size, tuple(state))
+
+    def _append(self, line: Finished) -> None:
+        if self._is_writing:
+            with self._writing(MANIFEST):
+                append_finished(self.folder, line)
+        self._lines.append(line)
 
     @contextmanager
     def _writing(self, what: str) -> Iterator[None]:
@@ -289,68 +313,6 @@ def _check_shared(folder: Path, collective: Collective) -> None:
             f"{folder.absolute()} on rank 0 is not what ranks {blind} find there. Give an output_dir on a file system "
             "that all nodes share."
         )
-
-
-def _parts(root: nn.Module, subgraphs: Sequence[Subgraph]) -> list[list[str]]:
-    """The keys of the state dict that each subgraph's shard holds, and after them, in as many parts as it takes, those
-    that no subgraph has.
-
-    A tied tensor is written once, with its first name that is not declared to be tied to another.
-    """
-    ignored = set(getattr(root, "_keys_to_ignore_on_save", None) or ())
-    tied = set(getattr(root, "all_tied_weights_keys", None) or ())
-    solved_by = {module: number for number, subgraph in enumerate(subgraphs) for module in subgraph.solved}
-    by_tensor: dict[object, list[str]] = {}
-    state = root.state_dict(keep_vars=True)
-    for key, tensor in state.items():
-        if isinstance(tensor, Tensor) and key not in ignored:
-            by_tensor.setdefault(_identity(tensor), []).append(key)
-    names = (next((key for key in keys if key not in tied), keys[0]) for keys in by_tensor.values())
-    waiting = {key: state[key].nbytes for key in names}
-    parts: list[list[str]] = []
-    for number, subgraph in enumerate(subgraphs):
-        prefixes = tuple(f"{module}." for module in subgraph.modules)
-        reached = [key for key in waiting if key in subgraph.tensors or (prefixes and key.startswith(prefixes))]
-        mine = [key for key in reached if solved_by.get(key.rpartition(".")[0], number) == number]
-        parts.append(mine)
-        for key in mine:
-            del waiting[key]
-    return [*parts, *_rest(waiting)]
-
-
-def largest_rest(root: nn.Module, subgraphs: Sequence[Subgraph]) -> tuple[int, int]:
-    """Of what no subgraph holds the bytes of the largest shard, and of the largest tensor."""
-    state = root.state_dict(keep_vars=True)
-    parts = [[state[key].nbytes for key in keys] for keys in _parts(root, subgraphs)[len(subgraphs) :]]
-    return max(map(sum, parts), default=0), max((max(part) for part in parts), default=0)
-
-
-def _rest(sizes: Mapping[str, int]) -> Iterable[list[str]]:
-    """Keys in parts of at most `_SHARD_BYTES`, or of one unit.
-
-    Units are what transformers may store as one tensor, or rename together: a layer (up to the first number in the
-    name), and of what is in none the branches (`lm_head`, `model.norm`).
-    """
-    units: dict[str, list[str]] = {}
-    for key in sizes:
-        names = key.split(".")
-        first_number = next((place for place, name in enumerate(names) if name.isdigit()), 1)
-        units.setdefault(".".join(names[: first_number + 1]), []).append(key)
-    part: list[str] = []
-    for unit in units.values():
-        if part and sum(sizes[key] for key in (*part, *unit)) > _SHARD_BYTES:
-            yield part
-            part = []
-        part += unit
-    if part:
-        yield part
-
-
-def _identity(tensor: Tensor) -> object:
-    """Equal for tensors that are one in memory: safetensors stores no memory twice."""
-    if tensor.is_meta or tensor.numel() == 0:
-        return id(tensor)
-    return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
 def _stored_key(root: nn.Module, key: str) -> str:

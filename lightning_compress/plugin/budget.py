@@ -10,7 +10,7 @@ from lightning_compress.calibration.batches import CalibrationSet
 from lightning_compress.calibration.footprint import footprint, traced_bytes
 from lightning_compress.calibration.loop import Calibration
 from lightning_compress.calibration.prepare import cached_inputs
-from lightning_compress.export.writer import largest_rest
+from lightning_compress.export.layout import largest_rest
 from lightning_compress.graph.trace import flatten_batch
 from lightning_compress.memory.budget import Budgets, Fit, MemoryUse, Moment, Needs, fit, gib
 from lightning_compress.memory.buffers import trim_heap

@@ -55,8 +55,9 @@ class Held:
         self._packed.append(pack(quantized))
         return nbytes(self._packed[-1])
 
-    def commit(self, subgraph: Subgraph, record: SubgraphRecord) -> None:
+    def commit(self, subgraph: Subgraph, record: SubgraphRecord) -> SubgraphRecord:
         self._packed.clear()
+        return record
 
 
 def taken(job: Job, memory: LiveMemory | None = None) -> list[int]:

@@ -20,11 +20,12 @@ from pathlib import Path
 from helpers import contents, prepare, recipe, run, saved, tiny_llama, token_batches
 
 from lightning_compress.calibration.resume import MANIFEST, Finished
-from lightning_compress.export import writer
+from lightning_compress.export import layout, writer
 from lightning_compress.plugin.job import Job
 from lightning_compress.report import html
 
-writer._SHARD_BYTES = 1  # what no subgraph holds takes several shards
+layout._SHARD_BYTES = 1  # what no subgraph holds takes several shards
+layout._LEAST_SPLIT_BYTES = 1 << 13  # and so does a subgraph
 html.error_figure = lambda _: ""  # which takes longer than the run
 
 
@@ -58,17 +59,18 @@ def ended(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def lines(folder: Path) -> list[str]:
-    """The shards in the manifest, in order."""
+def lines(folder: Path) -> list[list[str]]:
+    """The shards in each line of the manifest, in order."""
     manifest = folder / MANIFEST
     if not manifest.is_file():
         return []
-    return [json.loads(line)["shard"] for line in manifest.read_text().splitlines()[1:] if line.endswith("}")]
+    whole = [line for line in manifest.read_text().splitlines()[1:] if line.endswith("}")]
+    return [[shard["name"] for shard in json.loads(line)["shards"]] for line in whole]
 
 
-def identities(folder: Path, names: list[str]) -> list[tuple[int, int]]:
+def identities(folder: Path, done: list[list[str]]) -> list[tuple[int, int]]:
     """Differ when a file was written again."""
-    found = [(folder / name).stat() for name in names]
+    found = [(folder / name).stat() for names in done for name in names]
     return [(stat.st_ino, stat.st_mtime_ns) for stat in found]
 
 

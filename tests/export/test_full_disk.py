@@ -16,7 +16,7 @@ from helpers import contents, prepare, recipe, run, saved, tiny_llama, token_bat
 
 from lightning_compress.calibration.resume import MANIFEST
 from lightning_compress.errors import CompressionError, OutputDirectoryError
-from lightning_compress.export import writer
+from lightning_compress.export import layout, writer
 from lightning_compress.export.checkpoint import INCOMPLETE
 from lightning_compress.memory import activations
 from lightning_compress.memory.placement import MemoryConfig
@@ -51,7 +51,7 @@ def fill(disk: Path, pages_left: int = 0) -> Path:
 
 @pytest.fixture(params=["memory", "disk"])
 def job(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator["Make"]:
-    monkeypatch.setattr(writer, "_SHARD_BYTES", 1)
+    monkeypatch.setattr(layout, "_SHARD_BYTES", 1)
     return Make(request.param, tmp_path)
 
 

@@ -155,7 +155,7 @@ def test_a_shard_that_changed_or_is_gone(tmp_path: Path) -> None:
     out = tmp_path / "out"
     run(prepare(tiny_llama(3), token_batches(), recipe(4), tmp_path / "whole"))
     stopped(prepare(tiny_llama(3), token_batches(), recipe(4), out), 3)
-    shard = out / json.loads((out / MANIFEST).read_text().splitlines()[2])["shard"]
+    shard = out / json.loads((out / MANIFEST).read_text().splitlines()[2])["shards"][0]["name"]
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1
     for broken in (bytes(content), bytes(content[:-100])):

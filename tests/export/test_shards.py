@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from lightning_compress.calibration.resume import MANIFEST
 from lightning_compress.errors import OutputDirectoryError
-from lightning_compress.export import writer
+from lightning_compress.export import layout, writer
 from lightning_compress.export.checkpoint import INCOMPLETE
 from lightning_compress.export.verify import READ_BACK, verify_files
 from lightning_compress.memory.files import INDEX
@@ -97,17 +97,19 @@ def test_what_no_subgraph_holds_is_written_by_and_by(tmp_path: Path, monkeypatch
     assert len(shards(tmp_path / "together")) == 2 == len(whole.subgraphs) + 1
     layer_bytes = sum(tensor.nbytes for tensor in tiny_llama(1).model.layers[0].state_dict().values())
     for limit, num_shards in ((1, 1 + 7), (2 * layer_bytes, 1 + 3)):
-        monkeypatch.setattr(writer, "_SHARD_BYTES", limit)
+        monkeypatch.setattr(layout, "_SHARD_BYTES", limit)
         out = tmp_path / str(limit)
         compress(tiny_llama(4), None, FIRST_LAYER, out, verify=True)
         lines = shards(out)
         assert len(lines) == num_shards
         assert [line["record"] is None for line in lines] == [False] + [True] * (num_shards - 1)
-        assert all(line["nbytes"] == (out / line["shard"]).stat().st_size for line in lines)
-        for line in lines[1:]:
-            size = sum(tensor.nbytes for key, tensor in tiny_llama(4).state_dict().items() if key in line["keys"])
+        written = [shard for line in lines for shard in line["shards"]]
+        assert len(written) == num_shards
+        assert all(shard["nbytes"] == (out / shard["name"]).stat().st_size for shard in written)
+        for shard in written[1:]:
+            size = sum(tensor.nbytes for key, tensor in tiny_llama(4).state_dict().items() if key in shard["keys"])
             assert size <= max(limit, layer_bytes)
-        holders = {key: line["shard"] for line in lines for key in line["keys"]}
+        holders = {key: shard["name"] for shard in written for key in shard["keys"]}
         assert json.loads((out / INDEX).read_text())["weight_map"] == holders
         assert len({shard for key, shard in holders.items() if ".layers.2." in key}) == 1
         loaded = AutoModelForCausalLM.from_pretrained(out).state_dict()
@@ -116,7 +118,7 @@ def test_what_no_subgraph_holds_is_written_by_and_by(tmp_path: Path, monkeypatch
 
 
 def test_memory_does_not_grow_with_what_no_subgraph_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "_SHARD_BYTES", 1)
+    monkeypatch.setattr(layout, "_SHARD_BYTES", 1)
     peaks = []
     for depth in (3, 9):
         folder = tmp_path / str(depth)
@@ -133,7 +135,7 @@ def test_memory_does_not_grow_with_what_no_subgraph_holds(tmp_path: Path, monkey
 
 def test_stopped_in_what_no_subgraph_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A weight cannot be read; the next run begins with it. A shard that was changed meanwhile is named."""
-    monkeypatch.setattr(writer, "_SHARD_BYTES", 1)
+    monkeypatch.setattr(layout, "_SHARD_BYTES", 1)
     empty = saved(tiny_llama(4), tmp_path / "in")
 
     def attempt(folder: Path) -> Any:
@@ -155,7 +157,7 @@ def test_stopped_in_what_no_subgraph_holds(tmp_path: Path, monkeypatch: pytest.M
             attempt(tmp_path / "out")
     assert (tmp_path / "out" / INCOMPLETE).exists()
     num_lines = len(shards(tmp_path / "out"))
-    shard = tmp_path / "out" / shards(tmp_path / "out")[-1]["shard"]
+    shard = tmp_path / "out" / shards(tmp_path / "out")[-1]["shards"][0]["name"]
     content = shard.read_bytes()
     shard.write_bytes(content[:-1] + b"\0\0")
     with pytest.raises(OutputDirectoryError, match=r"holds model.layers.1.*, is not what was written .*delete it"):
@@ -183,4 +185,29 @@ def test_a_number_that_is_not_one(tmp_path: Path) -> None:
             return self.linear(x)
 
     compress(Odd(), None, recipe(8, "rtn"), tmp_path / "out", verify=False)
-    assert {"nan", "none", "flags"} < {key for line in shards(tmp_path / "out") for key in line["keys"]}
+    assert {"nan", "none", "flags"} < {
+        key for line in shards(tmp_path / "out") for shard in line["shards"] for key in shard["keys"]
+    }
+
+
+def test_a_large_subgraph_takes_several_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of about equal size, eight at most, with each module in one; read back as from one shard."""
+    compress(tiny_llama(2), token_batches(), recipe(4), tmp_path / "one")
+    monkeypatch.setattr(layout, "_LEAST_SPLIT_BYTES", 1 << 13)
+    out = tmp_path / "several"
+    report = compress(tiny_llama(2), token_batches(), recipe(4), out)
+    assert report.verification is not None
+    assert report.verification.passed
+    first, *_ = layers = [line["shards"] for line in shards(out) if line["record"] and line["record"]["modules"]]
+    assert [len(written) for written in layers] == [4, 4]
+    sizes = [shard["nbytes"] for shard in first]
+    assert max(sizes) <= 3 * min(sizes), sizes
+    homes = {key.rpartition(".")[0]: shard["name"] for shard in first for key in shard["keys"]}
+    assert all(homes[key.rpartition(".")[0]] == shard["name"] for shard in first for key in shard["keys"])
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "one").state_dict()
+    split = AutoModelForCausalLM.from_pretrained(out).state_dict()
+    assert split.keys() == whole.keys()
+    assert all(torch.equal(split[key], tensor) for key, tensor in whole.items())
+    monkeypatch.setattr(layout, "_LEAST_SPLIT_BYTES", 1)
+    compress(tiny_llama(1), token_batches(), recipe(4), tmp_path / "most", verify=False)
+    assert len(shards(tmp_path / "most")[0]["shards"]) == 7

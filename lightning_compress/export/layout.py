@@ -1,0 +1,112 @@
+"""Which tensor goes to which shard of a checkpoint: a function of the model, the subgraphs and the recipe alone."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import Tensor, nn
+
+from lightning_compress.graph.stages import Subgraph
+from lightning_compress.recipe.resolve import ResolvedRecipe
+
+_LEAST_SPLIT_BYTES = 1 << 25
+_MOST_SPLIT = 8
+"""A subgraph goes into as many shards as it has of the former, but no more than the latter."""
+_SHARD_BYTES = 1 << 28
+"""Of what no subgraph holds, this much is in memory at a time, or one layer if that is more."""
+
+
+def shard_keys(root: nn.Module, subgraphs: Sequence[Subgraph], resolved: ResolvedRecipe) -> list[list[list[str]]]:
+    """The keys of the state dict by part and shard: a part is a subgraph, in order, or after them a shard of what no
+    subgraph holds."""
+    state = root.state_dict(keep_vars=True)
+    return [_split(keys, state, resolved) for keys in _parts(root, subgraphs)]
+
+
+def packed_bytes(key: str, tensor: Tensor, resolved: ResolvedRecipe) -> int:
+    """About what a tensor takes in its shard: codes, and scales if there are many."""
+    if not _is_quantized(key, resolved):
+        return tensor.nbytes
+    args = resolved.assignments[key.rpartition(".")[0]].weights
+    scales = tensor.nbytes // args.group_size if args.group_size and args.group_size > 0 else 0
+    return int(tensor.numel() * args.num_bits // 8 + scales)
+
+
+def _is_quantized(key: str, resolved: ResolvedRecipe) -> bool:
+    module, _, name = key.rpartition(".")
+    return name == "weight" and module in resolved.assignments
+
+
+def _split(keys: Sequence[str], state: Mapping[str, Tensor], resolved: ResolvedRecipe) -> list[list[str]]:
+    """The keys of a part by shard: quantized weights in runs of about equal size, all else in the last one (what
+    transformers may join under another name stays together)."""
+    sizes = {key: packed_bytes(key, state[key], resolved) for key in keys}
+    quantized = [key for key in keys if _is_quantized(key, resolved)]
+    number = max(min(sum(sizes.values()) // _LEAST_SPLIT_BYTES, _MOST_SPLIT, len(quantized)), 1)
+    shards: list[list[str]] = [[] for _ in range(number)]
+    total, so_far = sum(sizes[key] for key in quantized), 0
+    for key in quantized:
+        shards[so_far * number // total].append(key)
+        so_far += sizes[key]
+    shards[-1] += [key for key in keys if not _is_quantized(key, resolved)]
+    return [shard for shard in shards if shard]
+
+
+def _parts(root: nn.Module, subgraphs: Sequence[Subgraph]) -> list[list[str]]:
+    """The keys of the state dict that each subgraph's shard holds, and after them, in as many parts as it takes, those
+    that no subgraph has.
+
+    A tied tensor is written once, with its first name that is not declared to be tied to another.
+    """
+    ignored = set(getattr(root, "_keys_to_ignore_on_save", None) or ())
+    tied = set(getattr(root, "all_tied_weights_keys", None) or ())
+    solved_by = {module: number for number, subgraph in enumerate(subgraphs) for module in subgraph.solved}
+    by_tensor: dict[object, list[str]] = {}
+    state = root.state_dict(keep_vars=True)
+    for key, tensor in state.items():
+        if isinstance(tensor, Tensor) and key not in ignored:
+            by_tensor.setdefault(_identity(tensor), []).append(key)
+    names = (next((key for key in keys if key not in tied), keys[0]) for keys in by_tensor.values())
+    waiting = {key: state[key].nbytes for key in names}
+    parts: list[list[str]] = []
+    for number, subgraph in enumerate(subgraphs):
+        prefixes = tuple(f"{module}." for module in subgraph.modules)
+        reached = [key for key in waiting if key in subgraph.tensors or (prefixes and key.startswith(prefixes))]
+        mine = [key for key in reached if solved_by.get(key.rpartition(".")[0], number) == number]
+        parts.append(mine)
+        for key in mine:
+            del waiting[key]
+    return [*parts, *_rest(waiting)]
+
+
+def largest_rest(root: nn.Module, subgraphs: Sequence[Subgraph]) -> tuple[int, int]:
+    """Of what no subgraph holds the bytes of the largest shard, and of the largest tensor."""
+    state = root.state_dict(keep_vars=True)
+    parts = [[state[key].nbytes for key in keys] for keys in _parts(root, subgraphs)[len(subgraphs) :]]
+    return max(map(sum, parts), default=0), max((max(part) for part in parts), default=0)
+
+
+def _rest(sizes: Mapping[str, int]) -> Iterable[list[str]]:
+    """Keys in parts of at most `_SHARD_BYTES`, or of one unit.
+
+    Units are what transformers may store as one tensor, or rename together: a layer (up to the first number in the
+    name), and of what is in none the branches (`lm_head`, `model.norm`).
+    """
+    units: dict[str, list[str]] = {}
+    for key in sizes:
+        names = key.split(".")
+        first_number = next((place for place, name in enumerate(names) if name.isdigit()), 1)
+        units.setdefault(".".join(names[: first_number + 1]), []).append(key)
+    part: list[str] = []
+    for unit in units.values():
+        if part and sum(sizes[key] for key in (*part, *unit)) > _SHARD_BYTES:
+            yield part
+            part = []
+        part += unit
+    if part:
+        yield part
+
+
+def _identity(tensor: Tensor) -> object:
+    """Equal for tensors that are one in memory: safetensors stores no memory twice."""
+    if tensor.is_meta or tensor.numel() == 0:
+        return id(tensor)
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
