@@ -89,7 +89,9 @@ class Measured:
         return found
 
     def gather(self, value: Any, what: str) -> Any:
-        return self._phases.timed("agree", self._inner.gather)(value, what)
+        kinds = {"writing": "write", "comparing": "trace"}
+        phase = next((phase for start, phase in kinds.items() if what.startswith(start)), "agree")
+        return self._phases.timed(phase, self._inner.gather)(value, what)
 
 
 def _counted(phases: Phases, solve_tiles: Callable[..., list[Solved]]) -> Callable[..., list[Solved]]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from lightning_compress.calibration import loop
+from lightning_compress.calibration import solve as solving
 from lightning_compress.calibration.batches import collect
 from lightning_compress.calibration.resume import MANIFEST
 from lightning_compress.graph.stages import Group, Schedule
@@ -209,7 +209,7 @@ def input_grams(model: nn.Module, batches: Iterable[Any], call: Any = None) -> d
 def seen_statistics(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[type[Statistic], Statistic]]:
     """What each module is solved with, filled while the engine runs."""
     seen: dict[str, dict[type[Statistic], Statistic]] = {}
-    solve = loop.solve_group
+    solve = solving._solve_group
 
     def solve_group(
         group: Group, root: Any, resolved: Any, statistics: Mapping[type[Statistic], Statistic], collective: Any
@@ -217,7 +217,7 @@ def seen_statistics(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[type[Stat
         seen.update({name: dict(statistics) for name in group.members})
         return solve(group, root, resolved, statistics, collective)
 
-    monkeypatch.setattr(loop, "solve_group", solve_group)
+    monkeypatch.setattr(solving, "_solve_group", solve_group)
     return seen
 
 

@@ -160,6 +160,11 @@ class Algorithm(ABC):
         """Solve some of the `row_tiles` of `weight` [O, I], each as it would be without the others."""
 
     @abstractmethod
+    def costs(self, num_rows: int, num_channels: int) -> tuple[float, float]:
+        """What every rank that solves rows of a weight [O, I] has to do first, and what all its rows cost then: in time
+        relative to one another, and to other algorithms'."""
+
+    @abstractmethod
     def prepare_bytes(
         self, num_rows: int, num_channels: int, args: QuantizationArgs, has_gram: bool
     ) -> tuple[int, int]:

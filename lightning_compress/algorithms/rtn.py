@@ -52,6 +52,9 @@ class Rtn(Algorithm):
     def statistics(self, weights: QuantizationArgs) -> tuple[type[Statistic], ...]:
         return ()
 
+    def costs(self, num_rows: int, num_channels: int) -> tuple[float, float]:
+        return 0.0, (2000 if self.scale_search else 100) * num_rows * num_channels
+
     def prepare_bytes(
         self, num_rows: int, num_channels: int, args: QuantizationArgs, has_gram: bool
     ) -> tuple[int, int]:

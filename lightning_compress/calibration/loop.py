@@ -30,7 +30,7 @@ from lightning_compress.calibration.boundary import restore_boundary, save_bound
 from lightning_compress.calibration.flow import Flow, Values, onloaded, prefetch, run_step
 from lightning_compress.calibration.observe import Statistics, observing, reduce_statistics, settle_statistics
 from lightning_compress.calibration.records import ModuleRecord, SubgraphRecord
-from lightning_compress.calibration.solve import QuantizedModule, Restored, apply, describe_scheme, put, solve_group
+from lightning_compress.calibration.solve import QuantizedModule, Restored, apply, describe_scheme, put, solve_groups
 from lightning_compress.distributed.collective import Collective
 from lightning_compress.errors import SolveError
 from lightning_compress.graph.stages import Group, Source, Step, Subgraph
@@ -158,16 +158,12 @@ def _solve(progress: _Progress, subgraph: Subgraph, index: int, first_step: int,
     """Run, observe and quantize an onloaded subgraph; its steps are numbered from `first_step`."""
     run, statistics = progress.run, progress.statistics
     modules: list[ModuleRecord] = []
-    num_tokens = 0
     for number, step in enumerate(subgraph.steps, first_step):
         _run_step(progress, step, number)
         clock.lap("run")
         if run.flow.placement.is_tight:
             trim_heap()  # holes that activations left do not serve what a solve asks for
-        for group in step.solve:
-            solved = _solve_group(progress, subgraph, group)
-            modules += solved
-            num_tokens = max([num_tokens, *(record.num_tokens for record in solved)])
+        modules += _solve_groups(progress, subgraph, step.solve)
         for source in step.forget:
             statistics.pop(source, None)
         clock.lap("solve")
@@ -176,7 +172,7 @@ def _solve(progress: _Progress, subgraph: Subgraph, index: int, first_step: int,
         index=index,
         num_subgraphs=len(run.flow.subgraphs),
         modules=tuple(modules),
-        num_tokens=num_tokens,
+        num_tokens=max((module.num_tokens for module in modules), default=0),
         onload_s=clock.seconds["onload"],
         run_s=clock.seconds["run"],
         solve_s=clock.seconds["solve"],
@@ -185,16 +181,18 @@ def _solve(progress: _Progress, subgraph: Subgraph, index: int, first_step: int,
     )
 
 
-def _solve_group(progress: _Progress, subgraph: Subgraph, group: Group) -> list[ModuleRecord]:
-    """Quantize a group's modules; nothing of it but what is packed outlives this."""
+def _solve_groups(progress: _Progress, subgraph: Subgraph, groups: Sequence[Group]) -> Iterator[ModuleRecord]:
+    """Quantize the modules of groups that are ready together; nothing of one but what is packed outlives its turn."""
     run = progress.run
-    gathered = _merged(run, group, progress.statistics)
-    records = []
-    for quantized in solve_group(group, run.flow.root, run.resolved, gathered, run.collective):
+    group_of = {name: group for group in groups for name in group.members}
+    merged = partial(_merged, run, statistics=progress.statistics)
+    for quantized in solve_groups(groups, run.flow.root, run.resolved, merged, run.collective):
         packed = progress.output.pack(quantized)
-        records.append(_record(run, subgraph, group, quantized, gathered, packed))
+        group = group_of[quantized.module]
+        record = _record(run, subgraph, group, quantized, _num_tokens(group, progress.statistics), packed)
         apply(quantized, run.flow.root, run.flow.store)
-    return records
+        del quantized  # the next group is about to be solved
+        yield record
 
 
 def _repeat(progress: _Progress, subgraph: Subgraph, index: int, first_step: int, has_run: bool) -> None:
@@ -253,12 +251,18 @@ def _merged(run: Calibration, group: Group, statistics: Statistics) -> dict[type
     return total
 
 
+def _num_tokens(group: Group, statistics: Statistics) -> int:
+    """Tokens that a group's statistics were gathered from, in all calls."""
+    found = [statistics[source].values() for source in group.sources if source in statistics]
+    return sum(max((statistic.num_tokens for statistic in kinds), default=0) for kinds in found)
+
+
 def _record(
     run: Calibration,
     subgraph: Subgraph,
     group: Group,
     quantized: QuantizedModule,
-    gathered: Mapping[type[Statistic], Statistic],
+    num_tokens: int,
     packed: int,
 ) -> ModuleRecord:
     weight: Tensor = run.flow.root.get_submodule(quantized.module).get_parameter("weight")
@@ -271,7 +275,7 @@ def _record(
         scheme=describe_scheme(quantized.scheme),
         shape=tuple(weight.shape),
         error=quantized.solved.error,
-        num_tokens=max((statistic.num_tokens for statistic in gathered.values()), default=0),
+        num_tokens=num_tokens,
         num_calls=calls,
         solved_with=tuple(name for name in group.members if name != quantized.module),
         damping=quantized.solved.damping,

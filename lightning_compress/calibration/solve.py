@@ -5,8 +5,9 @@ memory holds bit for bit what a reader of the checkpoint computes.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import final
 
 import torch
@@ -16,8 +17,8 @@ from compressed_tensors.quantization.utils import calculate_qparams, compute_dyn
 from torch import Tensor, nn
 
 from lightning_compress.algorithms.base import Solved, SolveTiles, split
-from lightning_compress.distributed.collective import Collective
-from lightning_compress.distributed.share import shared
+from lightning_compress.distributed.collective import Collective, SingleProcess
+from lightning_compress.distributed.share import keeps_whole, shared
 from lightning_compress.errors import NonFiniteError, SolveError
 from lightning_compress.graph.compat import FakeTensor
 from lightning_compress.graph.stages import Group
@@ -123,16 +124,53 @@ def needed_statistics(assignment: Assignment) -> tuple[type[Statistic], ...]:
     return tuple(dict.fromkeys((*assignment.algorithm.statistics(assignment.weights), *static)))
 
 
-@torch.no_grad()
-def solve_group(
-    group: Group, root: nn.Module, resolved: ResolvedRecipe, statistics: GroupStatistics, collective: Collective
-) -> list[QuantizedModule]:
-    """Quantize all members of a group from one stack of their rows, which the ranks share out.
+def solve_groups(
+    groups: Sequence[Group],
+    root: nn.Module,
+    resolved: ResolvedRecipe,
+    gathered: Callable[[Group], GroupStatistics],
+    collective: Collective,
+) -> Iterator[QuantizedModule]:
+    """Quantize the groups that are ready at the same time, in order.
+
+    The ranks share out the rows of each; or, where that is faster (experts, schedule `block`), whole groups, whose
+    results then exist together.
+
+    Args:
+        groups: whose members have not been changed.
+        root: the model.
+        resolved: its recipe.
+        gathered: the statistics of a group, of all ranks.
+        collective: the ranks.
 
     Raises:
         SolveError: the algorithm failed; the message names the members and the shape.
-        NonFiniteError: the input of the group held NaN or Inf.
+        NonFiniteError: the input of a group held NaN or Inf.
     """
+    costs = [_costs(group, root, resolved) for group in groups]
+    if collective.size == 1 or not keeps_whole(costs, collective.size):
+        for group in groups:
+            yield from _solve_group(group, root, resolved, gathered(group), collective)
+        return
+
+    def solve(mine: Sequence[Group]) -> list[list[QuantizedModule]]:
+        return [_solve_group(group, root, resolved, gathered(group), SingleProcess()) for group in mine]
+
+    names = f"the solutions of {groups[0].members[0]} to {groups[-1].members[-1]}"
+    yield from chain(*shared(solve, groups, [sum(cost) for cost in costs], collective, names))
+
+
+def _costs(group: Group, root: nn.Module, resolved: ResolvedRecipe) -> tuple[float, float]:
+    weights = [root.get_submodule(name).get_parameter("weight") for name in group.members]
+    num_rows = sum(weight.shape[0] for weight in weights)
+    return resolved.assignments[group.members[0]].algorithm.costs(num_rows, weights[0].shape[1])
+
+
+@torch.no_grad()
+def _solve_group(
+    group: Group, root: nn.Module, resolved: ResolvedRecipe, statistics: GroupStatistics, collective: Collective
+) -> list[QuantizedModule]:
+    """Quantize all members of a group from one stack of their rows, which the ranks share out."""
     assignment = resolved.assignments[group.members[0]]
     weights = [root.get_submodule(name).get_parameter("weight") for name in group.members]
     rows = [weight.shape[0] for weight in weights]

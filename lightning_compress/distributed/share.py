@@ -9,7 +9,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def assign(costs: Sequence[int], size: int) -> tuple[tuple[int, ...], ...]:
+def assign(costs: Sequence[float], size: int) -> tuple[tuple[int, ...], ...]:
     """The numbers of the items that each rank gets, ascending: the largest first, each to the rank with the least.
 
     >>> assign([5, 1, 1, 3], 2)
@@ -17,7 +17,7 @@ def assign(costs: Sequence[int], size: int) -> tuple[tuple[int, ...], ...]:
     >>> assign([4], 3)
     ((0,), (), ())
     """
-    loads, shares = [0] * size, [list[int]() for _ in range(size)]
+    loads, shares = [0.0] * size, [list[int]() for _ in range(size)]
     for number in sorted(range(len(costs)), key=lambda number: (-costs[number], number)):
         rank = loads.index(min(loads))
         loads[rank] += costs[number]
@@ -28,7 +28,7 @@ def assign(costs: Sequence[int], size: int) -> tuple[tuple[int, ...], ...]:
 def shared(
     compute: Callable[[Sequence[Item]], list[Result]],
     items: Sequence[Item],
-    costs: Sequence[int],
+    costs: Sequence[float],
     collective: Collective,
     what: str,
 ) -> list[Result]:
@@ -40,3 +40,18 @@ def shared(
         if share:
             found.update(zip(share, collective.broadcast(mine, what, rank), strict=True))
     return [found[number] for number in range(len(items))]
+
+
+def keeps_whole(costs: Sequence[tuple[float, float]], size: int) -> bool:
+    """Whether `size` ranks are done earlier with whole items, each on one rank, than with all taking part in each.
+
+    Args:
+        costs: of each item what every rank that takes part has to do, and what ranks share.
+        size: the number of ranks.
+
+    >>> keeps_whole([(1.0, 9.0)] * 8, 4), keeps_whole([(1.0, 9.0)], 4), keeps_whole([(1.0, 9.0)] * 5, 4)
+    (True, False, False)
+    """
+    totals = [sum(cost) for cost in costs]
+    longest = max(sum(totals[number] for number in share) for share in assign(totals, size))
+    return longest < sum(serial + shared / size for serial, shared in costs)

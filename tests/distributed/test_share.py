@@ -4,8 +4,9 @@ import random
 
 import pytest
 
+from lightning_compress.algorithms.gptq import Gptq
 from lightning_compress.distributed.collective import SingleProcess
-from lightning_compress.distributed.share import assign, shared
+from lightning_compress.distributed.share import assign, keeps_whole, shared
 
 
 @pytest.mark.parametrize("size", range(1, 9))
@@ -38,3 +39,21 @@ def test_alone_everything_is_done_here_in_order() -> None:
     )
     assert results == [-3, -1, -2]
     assert done == [3, 1, 2]
+
+
+def test_whole_where_the_serial_part_weighs_and_loads_are_even() -> None:
+    many = [(1.0, 2.0)] * 64
+    assert keeps_whole(many, 4)
+    assert not keeps_whole([(1.0, 100.0), *many[:3]], 4), "one is most of the work"
+    assert not keeps_whole([(0.0, 1.0)] * 5, 4), "nothing is serial, and the fifth would wait"
+    assert not keeps_whole([(1.0, 9.0)], 2)
+
+
+def test_groups_of_a_layer_that_are_ready_together_stay_whole() -> None:
+    """As measured on a core for each of two ranks: 0.34 s whole and 0.36 s shared out, for a Llama's layer 768 wide."""
+    layer = [Gptq().costs(*shape) for shape in ((2304, 768), (768, 768), (4096, 768), (768, 2048))]
+    assert keeps_whole(layer, 2)
+    assert not any(keeps_whole([group], size) for group in layer for size in (2, 4, 8))
+    assert not keeps_whole(layer, 8)
+    experts = [Gptq().costs(*shape) for shape in [(1536, 2048), (2048, 768)] * 128]
+    assert all(keeps_whole(experts, size) for size in (2, 8, 64))

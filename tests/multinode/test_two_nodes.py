@@ -107,7 +107,8 @@ def test_two_nodes_and_a_cut_cable(nodes: tuple[str, str], tmp_path: Path) -> No
         processes[1].communicate()
     assert processes[0].returncode != 0
     assert "of 4 could not go on with" in here, here  # of the first rank to see it; torchrun then ends the other
-    assert f"did not come within {TIMEOUT} s" in here
+    assert f"does not come to within {TIMEOUT} s" in here
+    assert "Nothing is heard from ranks 2, 3." in here
     assert (tmp_path / "cut" / "INCOMPLETE").is_file()
     alone(tmp_path / "cut")
     assert contents(tmp_path / "cut") == contents(tmp_path / "alone")
