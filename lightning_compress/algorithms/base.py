@@ -224,7 +224,7 @@ def row_tiles(num_rows: int) -> list[slice]:
     """Tiles of nearly equal height that cover the rows; a function of their number alone.
 
     A power of two, or a multiple of eight of them, so that the usual numbers of ranks share them evenly: as few as keep
-    them below 512 rows, but up to four while they have 384.
+    them to 512 rows, but up to four while they have 384.
 
     >>> [tile.stop for tile in row_tiles(768)], len(row_tiles(4096)), len(row_tiles(9000)), row_tiles(200)
     ([384, 768], 8, 24, [slice(0, 200, None)])

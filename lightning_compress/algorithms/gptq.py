@@ -34,6 +34,7 @@ from typing import final
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
+from torch.nn import functional as F
 
 from lightning_compress.algorithms import gptq_triton
 from lightning_compress.algorithms.base import (
@@ -52,6 +53,7 @@ from lightning_compress.statistics import InputGram, Statistic, matrix_bytes
 
 _SUB_BLOCK = 16
 _PANEL = 128
+_ALIGNMENT = 32  # of the matrices' rows, in elements
 _LEAST_RAISED_DAMPING = 0.001
 _MAX_DAMPING = 1.0
 
@@ -96,6 +98,7 @@ class Gptq(Algorithm):
         return max(matrix_bytes(num_channels), 2 * gram + vectors + max(panels, scales)), 2 * gram + vectors
 
     def tile_bytes(self, num_rows: int, num_channels: int, args: QuantizationArgs, has_gram: bool) -> int:
+        num_rows += -num_rows % _ALIGNMENT
         # [R, I] each: the weight and w - q as float32, codes, codes in their own order, and transposed
         matrices = num_rows * num_channels * (4 + 4 + 1 + 1 + 1)
         blocks = 3 * 4 * num_rows * min(self.block_size, num_channels)  # targets, rounded values, a product
@@ -245,16 +248,18 @@ def nearest_plane(
     """Codes int8 [R, I] of each row tile [R, I], and the output error of its rows without damping, float64 [R].
 
     The tiles go through the channels together, which saves calls; all products are made tile by tile, because the last
-    bits of a product depend on its shape. So a tile's result does not depend on the others.
+    bits of a product depend on its shape and on how its rows are aligned. So a tile's result does not depend on the
+    others.
     """
     order, lower = factor.order, factor.lower
-    places = torch.cat([tile.float().t() for tile in tiles], 1).index_select(0, order)  # [I, R], to be quantized
     ends = list(accumulate(len(tile) for tile in tiles))
     spans = [slice(end - len(tile), end) for tile, end in zip(tiles, ends, strict=True)]
+    padding = -ends[-1] % _ALIGNMENT
+    places = F.pad(torch.cat([tile.float().t() for tile in tiles], 1), (0, padding)).index_select(0, order)  # [I, R]
     groups = order // grid.group_size
-    scale = torch.cat([tile.scale.float().t() for tile in scales], 1)
+    scale = F.pad(torch.cat([tile.scale.float().t() for tile in scales], 1), (0, padding), value=1.0)
     shifts = [tile.zero_point.float().t() for tile in scales if tile.zero_point is not None]
-    zero_point = torch.cat(shifts, 1) if shifts else None
+    zero_point = F.pad(torch.cat(shifts, 1), (0, padding)) if shifts else None
     num_channels, num_rows = places.shape
     delta = torch.zeros_like(places)  # w - q
     codes = torch.empty(places.shape, dtype=torch.int8, device=places.device)

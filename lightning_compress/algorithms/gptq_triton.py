@@ -88,7 +88,7 @@ def quantize_block(
     codes: Tensor,
     delta: Tensor,
 ) -> None:
-    """Exactly the contract of `gptq.quantize_block`; all tensors float32 and, but for `lower`, contiguous."""
+    """The contract of `gptq.quantize_block`, for all tiles at once; all float32 and, but for `lower`, contiguous."""
     num_channels, num_rows = target.shape
     _kernel[(triton.cdiv(num_rows, _ROWS_PER_PROGRAM),)](
         target,

@@ -31,6 +31,7 @@ from lightning_compress.algorithms.base import result_bytes
 from lightning_compress.calibration.flow import Values, run_step
 from lightning_compress.calibration.loop import Calibration
 from lightning_compress.calibration.observe import Statistics, observing
+from lightning_compress.calibration.solve import bytes_together
 from lightning_compress.errors import BudgetError
 from lightning_compress.graph.compat import (
     attributes_restored,
@@ -72,8 +73,9 @@ def footprint(run: Calibration, batches: Sequence[Sequence[Tensor]]) -> tuple[Ne
             packed = 0
             for step in subgraph.steps:
                 moments += meter.run(step, number, packed)
+                together = bytes_together(step.solve, run.flow.root) if run.collective.size > 1 else 0
                 for group in step.solve:
-                    solve, size = meter.solve(group, packed)
+                    solve, size = meter.solve(group, packed + together)
                     moments.append(solve)
                     packed += size
                 meter.forget(step)

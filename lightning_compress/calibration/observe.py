@@ -38,7 +38,10 @@ def observing(
         return tokens(x, mask if isinstance(mask, Tensor) else None)
 
     def catch(source: Source, x: object) -> None:
-        caught.setdefault(source, []).append(unpadded(source, x).clone())  # the model may write into it afterwards
+        kept = unpadded(source, x)
+        is_view = isinstance(x, Tensor) and kept.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+        kept = kept.clone() if is_view else kept  # the model may write into it afterwards
+        caught.setdefault(source, []).append(kept)
 
     wanted = [source for source in sources if needs[source]]
     with ExitStack() as hooks:
@@ -50,7 +53,8 @@ def observing(
             if source.inner is None:
                 x = unpadded(source, values[source.node])
             elif source in caught:
-                x = torch.cat(caught.pop(source))
+                parts = caught.pop(source)
+                x = parts[0] if len(parts) == 1 else torch.cat(parts)
             else:
                 continue  # not called
             for statistic in _found(source, needs, x.shape[-1], x.device, statistics):

@@ -6,7 +6,7 @@ memory holds bit for bit what a reader of the checkpoint computes.
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import final
 
@@ -27,6 +27,8 @@ from lightning_compress.recipe.resolve import Assignment, ResolvedRecipe
 from lightning_compress.statistics import MinMax, Statistic
 
 GroupStatistics = Mapping[type[Statistic], Statistic]
+_TOGETHER = 1 << 28
+"""Weights of groups that whole ranks solve before the results are exchanged; a byte each until they are packed."""
 
 
 @dataclass(frozen=True)
@@ -147,17 +149,41 @@ def solve_groups(
         SolveError: the algorithm failed; the message names the members and the shape.
         NonFiniteError: the input of a group held NaN or Inf.
     """
-    costs = [_costs(group, root, resolved) for group in groups]
-    if collective.size == 1 or not keeps_whole(costs, collective.size):
-        for group in groups:
-            yield from _solve_group(group, root, resolved, gathered(group), collective)
-        return
+    for run in _runs(groups, root):
+        costs = [_costs(group, root, resolved) for group in run]
+        if collective.size == 1 or not keeps_whole(costs, collective.size):
+            for group in run:
+                yield from _solve_group(group, root, resolved, gathered(group), collective)
+            continue
 
-    def solve(mine: Sequence[Group]) -> list[list[QuantizedModule]]:
-        return [_solve_group(group, root, resolved, gathered(group), SingleProcess()) for group in mine]
+        def solve(mine: Sequence[Group]) -> list[list[QuantizedModule]]:
+            return [_solve_group(group, root, resolved, gathered(group), SingleProcess()) for group in mine]
 
-    names = f"the solutions of {groups[0].members[0]} to {groups[-1].members[-1]}"
-    yield from chain(*shared(solve, groups, [sum(cost) for cost in costs], collective, names))
+        names = f"the solutions of {run[0].members[0]} to {run[-1].members[-1]}"
+        for quantized in chain(*shared(solve, run, [sum(cost) for cost in costs], collective, names)):
+            device = root.get_submodule(quantized.module).get_parameter("weight").device
+            yield replace(quantized, solved=quantized.solved.to(device))
+
+
+def bytes_together(groups: Sequence[Group], root: nn.Module) -> int:
+    """At most the bytes of codes that exist at once, where ranks solve whole groups."""
+    return max((sum(_num_weights(group, root) for group in run) for run in _runs(groups, root)), default=0)
+
+
+def _runs(groups: Sequence[Group], root: nn.Module) -> Iterator[list[Group]]:
+    """Groups in runs of at most `_TOGETHER` weights, or one group."""
+    run: list[Group] = []
+    for group in groups:
+        if run and sum(_num_weights(one, root) for one in (*run, group)) > _TOGETHER:
+            yield run
+            run = []
+        run.append(group)
+    if run:
+        yield run
+
+
+def _num_weights(group: Group, root: nn.Module) -> int:
+    return sum(root.get_submodule(name).get_parameter("weight").numel() for name in group.members)
 
 
 def _costs(group: Group, root: nn.Module, resolved: ResolvedRecipe) -> tuple[float, float]:
@@ -226,7 +252,7 @@ def _check_finite(group: Group, statistics: GroupStatistics) -> None:
     tensors: Sequence[Tensor] = [
         tensor for statistic in statistics.values() for tensor, _ in statistic.reductions().values()
     ]
-    if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
+    if not all(bool(torch.isfinite(tensor.sum())) for tensor in tensors):
         raise NonFiniteError(
             f"The input of {', '.join(group.members)} holds NaN or Inf on the calibration data. "
             "Run the model in "

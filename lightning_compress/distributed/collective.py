@@ -23,6 +23,7 @@ from lightning_compress.statistics import Reduction
 
 Value = TypeVar("Value")
 _ROLL_CALL_S = 5.0
+_MOST_REDUCED = 1 << 23  # elements at a time, which are copied from a device
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -41,7 +42,7 @@ class Collective(Protocol):
         """Combine a tensor of all ranks, in place, on all of them. Same shape and dtype everywhere."""
 
     def broadcast(self, value: Value, what: str, source: int = 0) -> Value:
-        """What rank `source` has; it can be pickled."""
+        """What rank `source` has; it can be pickled. On the others its tensors are in host memory."""
 
     def gather(self, value: Value, what: str) -> list[Value]:
         """What every rank has, by rank; it can be pickled, and is small."""
@@ -103,18 +104,20 @@ class ProcessGroup:
         self._board = message_board(f"lightning_compress/{self._group.group_name}")
 
     def reduce(self, tensor: Tensor, reduction: Reduction, what: str) -> None:
-        with self._doing(what):
-            host = tensor.cpu()
-            dist.all_reduce(host, _OPERATIONS[reduction], self._group)
-            if host is not tensor:
-                tensor.copy_(host)
+        for part in tensor.view(-1).split(_MOST_REDUCED):
+            host = part.cpu()
+            with self._doing(what):
+                dist.all_reduce(host, _OPERATIONS[reduction], self._group)
+            if host is not part:
+                part.copy_(host)
 
     def broadcast(self, value: Value, what: str, source: int = 0) -> Value:
+        message = to_bytes(value) if self.rank == source else torch.empty(0, dtype=torch.uint8)
+        size = torch.tensor(len(message))
         with self._doing(what):
-            message = to_bytes(value) if self.rank == source else torch.empty(0, dtype=torch.uint8)
-            size = torch.tensor(len(message))
             dist.broadcast(size, source, self._group)
-            message = message if self.rank == source else torch.empty(int(size), dtype=torch.uint8)
+        message = message if self.rank == source else torch.empty(int(size), dtype=torch.uint8)
+        with self._doing(what):
             dist.broadcast(message, source, self._group)
         return value if self.rank == source else cast(Value, from_bytes(message))
 
@@ -128,7 +131,12 @@ class ProcessGroup:
         if isinstance(error, CommunicationError):
             return  # of another's making
         told = "".join(traceback.format_exception(error))
-        if _within(_ROLL_CALL_S, lambda: self._board.set(f"failed/{self.rank}", told)):
+
+        def tell() -> None:
+            self._board.set(f"failed/{self.rank}", told)
+            self._board.set(f"waiting/{self.rank}", "")  # so that another that fails does not wait for this one
+
+        if _within(_ROLL_CALL_S, tell):
             others = [f"waiting/{rank}" for rank in range(self.size) if rank != self.rank]
             self.close()  # which wakes the others
             _within(_ROLL_CALL_S, lambda: self._board.wait(others, timedelta(seconds=_ROLL_CALL_S / 2)))

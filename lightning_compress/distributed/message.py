@@ -1,7 +1,7 @@
 """Values as bytes: what is not a tensor is pickled, and refers to the tensors, whose bytes follow, by their numbers.
 
-Alternative not taken: pickling tensors as PyTorch does, which writes an archive of each storage: ten times the time for
-the codes of a row tile.
+Alternative not taken: pickling tensors as PyTorch does, which writes an archive of each tensor's whole storage, also
+for a view of a few rows, and copies it several times.
 """
 
 import io

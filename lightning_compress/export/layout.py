@@ -51,7 +51,7 @@ def _split(keys: Sequence[str], state: Mapping[str, Tensor], resolved: ResolvedR
 
 
 def _parts(root: nn.Module, subgraphs: Sequence[Subgraph]) -> list[list[str]]:
-    """The keys of the state dict that each subgraph's shard holds, and after them, in as many parts as it takes, those
+    """The keys of the state dict that each subgraph's shards hold, and after them, in as many parts as it takes, those
     that no subgraph has.
 
     A tied tensor is written once, with its first name that is not declared to be tied to another.

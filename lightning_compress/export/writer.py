@@ -1,7 +1,7 @@
 """The checkpoint folder, written while the run goes on: for each subgraph a safetensors shard, or some if it is large,
 then shards of what no subgraph holds, then the index, then config.json.
 
-Ranks pack and write different shards of a subgraph. Which shards there are depends on the model only.
+Ranks pack and write different shards of a subgraph. Which shards there are does not depend on them.
 
 A shard is written under another name, synced, read back and compared, and renamed; then the manifest gets its line
 (`calibration.resume`). `config.json` and the index come last and a file INCOMPLETE is there until then, so no loader
@@ -129,14 +129,14 @@ class CheckpointWriter:
         self._owners = {key: self._owner(part, piece) for part, piece in names for key in self._parts[part][piece]}
         self._packed: dict[str, PackedModule] = {}
         self._fingerprints = fingerprints
-        self._lines: list[Finished] = []
-        self._is_begun = resume and (folder / INCOMPLETE).is_file() and (folder / MANIFEST).is_file()
-        if self._is_begun and self._is_writing:
-            self._lines = read_manifest(folder, fingerprints)
-            for leftover in folder.glob(".*.partial"):
+        is_begun, lines = resume and (folder / INCOMPLETE).is_file() and (folder / MANIFEST).is_file(), list[Finished]()
+        if is_begun and self._is_writing:
+            lines = read_manifest(folder, fingerprints)
+            for leftover in (*folder.glob(".*.partial"), *folder.glob(".tmp*")):  # the latter are of safetensors
                 leftover.unlink()
+        # as rank 0 sees it, for what others see of a file system may be older
+        self._is_begun, self._lines = self._collective.broadcast((is_begun, lines), f"reading {folder / MANIFEST}")
         self._check_room()
-        self._lines = self._collective.broadcast(self._lines, f"reading {folder / MANIFEST}")
 
     @property
     def finished(self) -> tuple[SubgraphRecord, ...]:

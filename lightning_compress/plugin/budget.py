@@ -43,7 +43,8 @@ def within_budgets(
         return run, None
     placement, root = run.flow.placement, run.flow.root
     batches = [] if data is None else [data.batches[number] for number in run.share]
-    table = (*footprint(run, [flatten_batch(batch)[0] for batch in batches]),)
+    measured = batches or ([] if data is None else data.batches[:1])  # a rank without any runs a part of the rest too
+    table = (*footprint(run, [flatten_batch(batch)[0] for batch in measured]),)
     if writes:
         table += tuple(_at_the_end(run, data, verifies))
     trim_heap()

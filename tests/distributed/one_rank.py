@@ -24,7 +24,7 @@ from lightning_compress.recipe.load import load_recipe
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from helpers import CPU, padded, ragged_batches, recipe, saved, tiny_llama, tiny_mixtral, token_batches
 
-layout._LEAST_SPLIT_BYTES = 1 << 13  # a subgraph takes several shards, which ranks share out
+layout._LEAST_SPLIT_BYTES = 1 << 11  # a subgraph takes several shards, which ranks share out
 STATIC = {
     "weights": {"num_bits": 8, "strategy": "channel"},
     "input_activations": {"num_bits": 8, "strategy": "tensor", "dynamic": False},

@@ -25,7 +25,7 @@ from lightning_compress.plugin.job import Job
 from lightning_compress.report import html
 
 layout._SHARD_BYTES = 1  # what no subgraph holds takes several shards
-layout._LEAST_SPLIT_BYTES = 1 << 13  # and so does a subgraph
+layout._LEAST_SPLIT_BYTES = 1 << 11  # and so does a subgraph
 html.error_figure = lambda _: ""  # which takes longer than the run
 
 
