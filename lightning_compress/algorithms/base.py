@@ -14,8 +14,9 @@ their rows are stacked and the factor is computed once; `split` takes the result
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
-from typing import final
+from typing import TypeVar, final
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
@@ -25,6 +26,7 @@ from lightning_compress.algorithms.scales import Grid, Scales, choose_scales, nu
 from lightning_compress.errors import NonFiniteError, SolveError
 from lightning_compress.statistics import InputGram, Statistic
 
+Item = TypeVar("Item")
 SolveTiles = Callable[[Sequence[slice]], list["Solved"]]
 STACK = 2048
 """At most so many rows are solved at a time: enough to amortize the cost of a call per column."""
@@ -216,7 +218,7 @@ class Algorithm(ABC):
         splits = [weight.shape[0]] if row_splits is None else row_splits
         prepared = self.prepare(weight, statistics, args, scale_dtype, splits)
         tiles = row_tiles(weight.shape[0])
-        solve: SolveTiles = lambda some: self.solve_tiles(weight, some, prepared)  # noqa: E731
+        solve = partial(self.solve_tiles, weight, prepared=prepared)
         return join(solve(tiles) if share_out is None else share_out(solve, tiles))
 
 
@@ -244,11 +246,23 @@ def stacks(tiles: Sequence[slice]) -> list[list[slice]]:
     >>> [[tile.stop for tile in stack] for stack in stacks(row_tiles(4096))]
     [[512, 1024, 1536, 2048], [2560, 3072, 3584, 4096]]
     """
-    found: list[list[slice]] = []
-    for tile in tiles:
-        if not found or sum(part.stop - part.start for part in (*found[-1], tile)) > STACK:
+    return runs(tiles, [tile.stop - tile.start for tile in tiles], STACK)
+
+
+def runs(items: Sequence[Item], sizes: Sequence[int], limit: int) -> list[list[Item]]:
+    """Consecutive items together as long as their sizes sum to at most `limit`; one that is larger is alone.
+
+    >>> runs("abcd", [1, 2, 9, 1], 3)
+    [['a', 'b'], ['c'], ['d']]
+    """
+    found: list[list[Item]] = []
+    total = 0
+    for item, size in zip(items, sizes, strict=True):
+        if not found or total + size > limit:
             found.append([])
-        found[-1].append(tile)
+            total = 0
+        found[-1].append(item)
+        total += size
     return found
 
 

@@ -30,7 +30,7 @@ from torch import Tensor, fx, nn
 from lightning_compress.algorithms.base import result_bytes
 from lightning_compress.calibration.flow import Values, run_step
 from lightning_compress.calibration.loop import Calibration
-from lightning_compress.calibration.observe import Statistics, observing
+from lightning_compress.calibration.observe import Statistics, begin_statistics, observing
 from lightning_compress.calibration.solve import bytes_together
 from lightning_compress.errors import BudgetError
 from lightning_compress.graph.compat import (
@@ -129,6 +129,7 @@ class _Meter:
         before = self._waiting()
         self._memory.reset_peak()
         try:
+            begin_statistics(step.observe, self._run.needs, self._run.channels, _CPU, self._statistics)
             deque(run_step(self._flow, step, number, self._watch), maxlen=0)
         except Exception as error:
             raise BudgetError(
@@ -214,7 +215,7 @@ class _Meter:
             for source in sources
             if source in run.flow.masks
         ]
-        with observing(self._root, sources, values, {}, run.needs, self._statistics):
+        with observing(self._root, sources, values, {}, self._statistics):
             copied = torch.empty(max(masked, default=0), dtype=torch.uint8)
             yield
         del copied

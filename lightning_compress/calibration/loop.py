@@ -28,7 +28,13 @@ from torch import Tensor
 
 from lightning_compress.calibration.boundary import restore_boundary, save_boundary
 from lightning_compress.calibration.flow import Flow, Values, onloaded, prefetch, run_step
-from lightning_compress.calibration.observe import Statistics, observing, reduce_statistics, settle_statistics
+from lightning_compress.calibration.observe import (
+    Statistics,
+    begin_statistics,
+    observing,
+    reduce_statistics,
+    settle_statistics,
+)
 from lightning_compress.calibration.records import ModuleRecord, SubgraphRecord
 from lightning_compress.calibration.solve import QuantizedModule, Restored, apply, describe_scheme, put, solve_groups
 from lightning_compress.distributed.collective import Collective
@@ -214,19 +220,18 @@ def _repeat(progress: _Progress, subgraph: Subgraph, index: int, first_step: int
 
 def _run_step(progress: _Progress, step: Step, number: int) -> None:
     """Run a step's nodes on this rank's batches and gather the statistics of its sources, on all."""
-    run, statistics = progress.run, progress.statistics
-    flow, needs = run.flow, run.needs
+    run, flow, statistics = progress.run, progress.run.flow, progress.statistics
 
     def watch(sources: Sequence[Source], values: Values) -> AbstractContextManager[None]:
-        return observing(flow.root, sources, values, flow.masks, needs, statistics)
+        return observing(flow.root, sources, values, flow.masks, statistics)
 
-    gathered = (step.observe, needs, run.channels, flow.device, statistics, run.collective)
+    begin_statistics(step.observe, run.needs, run.channels, flow.device, statistics)
     batches = run_step(flow, step, number, watch)
     next(batches, None)
     if step.observe:
-        settle_statistics(*gathered, run.first_rank)
+        settle_statistics(step.observe, statistics, run.collective, run.first_rank)
     deque(batches, maxlen=0)  # keeps no batch's values while the next one runs
-    reduce_statistics(*gathered)
+    reduce_statistics(step.observe, statistics, run.collective)
 
 
 def _merged(run: Calibration, group: Group, statistics: Statistics) -> dict[type[Statistic], Statistic]:

@@ -20,10 +20,9 @@ def observing(
     sources: Sequence[Source],
     values: Mapping[fx.Node, object],
     masks: Mapping[Source, fx.Node],
-    needs: Mapping[Source, tuple[type[Statistic], ...]],
     statistics: Statistics,
 ) -> Iterator[None]:
-    """Update the statistics of `sources` with what one batch computes inside the context.
+    """Update the statistics of `sources`, which have begun, with what one batch computes inside the context.
 
     A value of the graph is read from `values` at the end; the input of a module inside an opaque leaf is caught by a
     hook while the leaf runs. However often the batch calls that module, its statistics are updated once: the batch is
@@ -43,7 +42,7 @@ def observing(
         kept = kept.clone() if is_view else kept  # the model may write into it afterwards
         caught.setdefault(source, []).append(kept)
 
-    wanted = [source for source in sources if needs[source]]
+    wanted = [source for source in sources if statistics[source]]
     with ExitStack() as hooks:
         for source in wanted:
             if source.inner is not None:
@@ -57,70 +56,48 @@ def observing(
                 x = parts[0] if len(parts) == 1 else torch.cat(parts)
             else:
                 continue  # not called
-            for statistic in _found(source, needs, x.shape[-1], x.device, statistics):
+            for statistic in statistics[source].values():
                 statistic.update(x)
 
 
+def begin_statistics(
+    sources: Sequence[Source],
+    needs: Mapping[Source, tuple[type[Statistic], ...]],
+    channels: Mapping[Source, int],
+    device: torch.device,
+    statistics: Statistics,
+) -> None:
+    """Let `sources` have the statistics that they need, which have seen nothing yet."""
+    for source in sources:
+        statistics[source] = {kind: kind(channels[source], device) for kind in needs[source]}
+
+
 def settle_statistics(
-    sources: Sequence[Source],
-    needs: Mapping[Source, tuple[type[Statistic], ...]],
-    channels: Mapping[Source, int],
-    device: torch.device,
-    statistics: Statistics,
-    collective: Collective,
-    first: int,
+    sources: Sequence[Source], statistics: Statistics, collective: Collective, first_rank: int
 ) -> None:
-    """When every rank has run its first batch: let all sums be made as the first batch of all asks for.
-
-    Args:
-        first: the rank that had it.
-    """
-    for source in _in_order(sources):
-        what = f"the first batch at {source.inner or source.node.name}"
-        for statistic in _found(source, needs, channels[source], device, statistics):
-            statistic.settle(lambda value, what=what: collective.broadcast(value, what, first))  # type: ignore[misc]
+    """When every rank has run its first batch: let all sums be made as the first batch of all, on rank `first_rank`,
+    asks for."""
+    for source in sources:
+        agree = partial(collective.broadcast, what=f"the first batch at {_title(source)}", source=first_rank)
+        for statistic in statistics[source].values():
+            statistic.settle(agree)
 
 
-def reduce_statistics(
-    sources: Sequence[Source],
-    needs: Mapping[Source, tuple[type[Statistic], ...]],
-    channels: Mapping[Source, int],
-    device: torch.device,
-    statistics: Statistics,
-    collective: Collective,
-) -> None:
+def reduce_statistics(sources: Sequence[Source], statistics: Statistics, collective: Collective) -> None:
     """Let the statistics of `sources` be those of all ranks; one that saw no token takes part.
 
     Sources that no rank has met are left out.
     """
-    for source in _in_order(sources):
-        what = f"the statistics of {source.inner or source.node.name}"
-        found = _found(source, needs, channels[source], device, statistics)
-        for statistic in found:
+    for source in sources:
+        for statistic in statistics[source].values():
             for tensor, reduction in statistic.reductions().values():
-                collective.reduce(tensor, reduction, what)
-        if not any(statistic.num_tokens for statistic in found):
+                collective.reduce(tensor, reduction, f"the statistics of {_title(source)}")
+        if not any(statistic.num_tokens for statistic in statistics[source].values()):
             del statistics[source]
 
 
-def _in_order(sources: Sequence[Source]) -> list[Source]:
-    """The same on every rank."""
-    return sorted(sources, key=lambda source: (source.node.name, source.inner or "", source.writes))
-
-
-def _found(
-    source: Source,
-    needs: Mapping[Source, tuple[type[Statistic], ...]],
-    num_channels: int,
-    device: torch.device,
-    statistics: Statistics,
-) -> list[Statistic]:
-    """The statistics of a source, begun if they are not there."""
-    found = statistics.setdefault(source, {})
-    for kind in needs[source]:
-        if kind not in found:
-            found[kind] = kind(num_channels, device)
-    return list(found.values())
+def _title(source: Source) -> str:
+    return source.inner or source.node.name
 
 
 def stretches(step: Step) -> list[tuple[tuple[fx.Node, ...], list[Source]]]:

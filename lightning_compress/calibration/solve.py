@@ -16,7 +16,7 @@ from compressed_tensors.quantization.lifecycle.forward import dequantize, fake_q
 from compressed_tensors.quantization.utils import calculate_qparams, compute_dynamic_scales_and_zp
 from torch import Tensor, nn
 
-from lightning_compress.algorithms.base import Solved, SolveTiles, split
+from lightning_compress.algorithms.base import Solved, SolveTiles, runs, split
 from lightning_compress.distributed.collective import Collective, SingleProcess
 from lightning_compress.distributed.share import keeps_whole, shared
 from lightning_compress.errors import NonFiniteError, SolveError
@@ -149,7 +149,7 @@ def solve_groups(
         SolveError: the algorithm failed; the message names the members and the shape.
         NonFiniteError: the input of a group held NaN or Inf.
     """
-    for run in _runs(groups, root):
+    for run in _together(groups, root):
         costs = [_costs(group, root, resolved) for group in run]
         if collective.size == 1 or not keeps_whole(costs, collective.size):
             for group in run:
@@ -167,19 +167,11 @@ def solve_groups(
 
 def bytes_together(groups: Sequence[Group], root: nn.Module) -> int:
     """At most the bytes of codes that exist at once, where ranks solve whole groups."""
-    return max((sum(_num_weights(group, root) for group in run) for run in _runs(groups, root)), default=0)
+    return max((sum(_num_weights(group, root) for group in run) for run in _together(groups, root)), default=0)
 
 
-def _runs(groups: Sequence[Group], root: nn.Module) -> Iterator[list[Group]]:
-    """Groups in runs of at most `_TOGETHER` weights, or one group."""
-    run: list[Group] = []
-    for group in groups:
-        if run and sum(_num_weights(one, root) for one in (*run, group)) > _TOGETHER:
-            yield run
-            run = []
-        run.append(group)
-    if run:
-        yield run
+def _together(groups: Sequence[Group], root: nn.Module) -> list[list[Group]]:
+    return runs(groups, [_num_weights(group, root) for group in groups], _TOGETHER)
 
 
 def _num_weights(group: Group, root: nn.Module) -> int:

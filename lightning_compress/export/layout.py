@@ -1,9 +1,11 @@
 """Which tensor goes to which shard of a checkpoint: a function of the model, the subgraphs and the recipe alone."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 
 from torch import Tensor, nn
 
+from lightning_compress.algorithms.base import runs
 from lightning_compress.graph.stages import Subgraph
 from lightning_compress.recipe.resolve import ResolvedRecipe
 
@@ -84,7 +86,7 @@ def largest_rest(root: nn.Module, subgraphs: Sequence[Subgraph]) -> tuple[int, i
     return max(map(sum, parts), default=0), max((max(part) for part in parts), default=0)
 
 
-def _rest(sizes: Mapping[str, int]) -> Iterable[list[str]]:
+def _rest(sizes: Mapping[str, int]) -> list[list[str]]:
     """Keys in parts of at most `_SHARD_BYTES`, or of one unit.
 
     Units are what transformers may store as one tensor, or rename together: a layer (up to the first number in the
@@ -95,14 +97,8 @@ def _rest(sizes: Mapping[str, int]) -> Iterable[list[str]]:
         names = key.split(".")
         first_number = next((place for place, name in enumerate(names) if name.isdigit()), 1)
         units.setdefault(".".join(names[: first_number + 1]), []).append(key)
-    part: list[str] = []
-    for unit in units.values():
-        if part and sum(sizes[key] for key in (*part, *unit)) > _SHARD_BYTES:
-            yield part
-            part = []
-        part += unit
-    if part:
-        yield part
+    together = runs(list(units.values()), [sum(sizes[key] for key in unit) for unit in units.values()], _SHARD_BYTES)
+    return [list(chain(*part)) for part in together]
 
 
 def _identity(tensor: Tensor) -> object:

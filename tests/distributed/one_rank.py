@@ -18,6 +18,7 @@ from lightning_compress.calibration.batches import collect
 from lightning_compress.distributed.collective import Collective, ProcessGroup, closing_all
 from lightning_compress.export import layout
 from lightning_compress.graph.stages import Schedule
+from lightning_compress.memory.placement import MemoryConfig
 from lightning_compress.plugin.job import Settings, prepare_job, run_job
 from lightning_compress.recipe.load import load_recipe
 
@@ -42,6 +43,7 @@ CASES: dict[str, Any] = {
         recipe(4),
         {},
     ),
+    "budget": lambda: (tiny_llama(2), token_batches(2), recipe(4), {"memory": MemoryConfig(host_budget="64GiB")}),
     "no data": lambda: (tiny_llama(2), [], recipe(4, algorithm="rtn"), {}),
     "disk": lambda: (tiny_llama(2, tie_word_embeddings=True), token_batches(5), recipe(4), {}),
     "other data": lambda: (tiny_llama(2), token_batches(2, seed=dist.get_rank()), recipe(4), {}),

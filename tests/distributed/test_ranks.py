@@ -13,7 +13,7 @@ from helpers import contents
 
 SCRIPT = Path(__file__).with_name("one_rank.py")
 SIZES = (1, 2, 3, 4)
-SAME = ("staged", "one batch", "padded", "ragged", "static", "experts", "row tiles", "no data", "disk")
+SAME = ("staged", "one batch", "padded", "ragged", "static", "experts", "row tiles", "budget", "no data", "disk")
 
 
 def start(size: int, folder: Path, *names: str) -> list[subprocess.Popen[str]]:
