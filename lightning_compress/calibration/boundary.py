@@ -1,40 +1,57 @@
 """Activations kept on disk between subgraphs, so that an interrupted run need not compute them again.
 
-After a subgraph the cache holds all that later ones read. It is written batch by batch into a folder that gets its
-name, the subgraph's number, when all of it is there; then the folder of the subgraph before is removed.
+After a subgraph the caches of all ranks hold what later ones read. They write it, a file per batch of the calibration
+set, into a folder that gets its name, the subgraph's number, when all of it is there; then the folder of the subgraph
+before is removed. Any number of ranks can read it: each takes the files of its own batches.
 """
 
 import pickle
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from lightning_compress.calibration.flow import Flow
 from lightning_compress.calibration.resume import replacing, sync
-from lightning_compress.errors import OutputDirectoryError
+from lightning_compress.distributed.collective import Collective
+from lightning_compress.errors import CommunicationError, OutputDirectoryError
 
 FOLDER = "activations"
 
 
-def save_boundary(folder: Path, index: int, flow: Flow) -> None:
+def save_boundary(folder: Path, index: int, flow: Flow, share: Sequence[int], collective: Collective) -> None:
     """Write what the cache holds after subgraph `index`.
+
+    Args:
+        folder: one for all ranks.
+        index: of the subgraph.
+        flow: of this rank.
+        share: the numbers of its batches in the calibration set.
+        collective: the ranks.
 
     Raises:
         OutputDirectoryError: no room.
     """
     partial, final = folder / f".{index:05d}.partial", folder / f"{index:05d}"
+    what = f"keeping the activations behind {flow.subgraphs[index].name}"
     try:
-        folder.mkdir(exist_ok=True)
-        for leftover in (*folder.glob(".*.partial"), *folder.glob(final.name)):
-            shutil.rmtree(leftover)
-        partial.mkdir()
-        for batch in range(len(flow.cache)):
+        if collective.rank == 0:
+            folder.mkdir(exist_ok=True)
+            for leftover in (*folder.glob(".*.partial"), *folder.glob(final.name)):
+                shutil.rmtree(leftover)
+            partial.mkdir()
+        collective.gather(None, what)
+        for batch, number in enumerate(share):
             values = {node.name: value for node, value in flow.cache.load(batch, flow.cache.keys(batch)).items()}
-            with replacing(partial / f"{batch:06d}.pt") as file:
+            with replacing(partial / _file_name(number)) as file:
                 torch.save(values, file)
-        partial.rename(final)
-        sync(folder)
+        collective.gather(None, what)
+        if collective.rank == 0:
+            partial.rename(final)
+            sync(folder)
+    except CommunicationError:
+        raise
     except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
         shutil.rmtree(partial, ignore_errors=True)
         raise OutputDirectoryError(
@@ -42,13 +59,14 @@ def save_boundary(folder: Path, index: int, flow: Flow) -> None:
             f"{shutil.disk_usage(folder.parent).free / 1e6:.1f} MB are free: {error}. Make room, or do without "
             "(keep_activations=false), and start the same run again: the subgraph itself is finished."
         ) from error
-    for older in folder.iterdir():
+    for older in folder.iterdir() if collective.rank == 0 else ():
         if older != final:
             shutil.rmtree(older)
 
 
-def restore_boundary(folder: Path, flow: Flow, num_finished: int) -> int:
-    """Fill the cache with what was kept last, if that is of one of the first `num_finished` subgraphs.
+def restore_boundary(folder: Path, flow: Flow, num_finished: int, share: Sequence[int], collective: Collective) -> int:
+    """Fill the cache with what was kept last, if that is of one of the first `num_finished` subgraphs; for the other
+    arguments see `save_boundary`.
 
     Returns:
         The number of the subgraph after which that was; -1: nothing was kept, and the cache is as before.
@@ -58,12 +76,12 @@ def restore_boundary(folder: Path, flow: Flow, num_finished: int) -> int:
     """
     kept = [int(path.name) for path in folder.glob("[0-9]*")] if folder.is_dir() else []
     usable = [index for index in kept if index < num_finished]
-    if not usable or flow.traced is None:
+    index = collective.broadcast(max(usable, default=-1), "finding the activations that were kept")
+    if index < 0 or flow.traced is None:
         return -1
-    index = max(usable)
     nodes = {node.name: node for node in flow.traced.graph.nodes}
-    for batch in range(len(flow.cache)):
-        file = folder / f"{index:05d}" / f"{batch:06d}.pt"
+    for batch, number in enumerate(share):
+        file = folder / f"{index:05d}" / _file_name(number)
         try:
             values = torch.load(file, map_location="cpu", weights_only=True)
             found = {nodes[name]: value for name, value in values.items()}
@@ -75,3 +93,7 @@ def restore_boundary(folder: Path, flow: Flow, num_finished: int) -> int:
         flow.cache.store(batch, found)
         flow.cache.retain(batch, set(found))
     return index
+
+
+def _file_name(number: int) -> str:
+    return f"{number:06d}.pt"

@@ -113,7 +113,8 @@ def calibrate(run: Calibration, output: Output, keep_in: Path | None = None) -> 
     progress = _Progress(run, output, {}, len(output.finished))
     if flow.traced is None or progress.num_finished == len(flow.subgraphs):
         keep_in = None  # nothing flows
-    restored = -1 if keep_in is None else restore_boundary(keep_in, flow, progress.num_finished)
+    of_rank = (run.share, run.collective)
+    restored = -1 if keep_in is None else restore_boundary(keep_in, flow, progress.num_finished, *of_rank)
     first_step = 0
     for index, subgraph in enumerate(flow.subgraphs):
         if index < progress.num_finished:
@@ -131,7 +132,7 @@ def calibrate(run: Calibration, output: Output, keep_in: Path | None = None) -> 
                 _take_from_output(flow, subgraph, index, output)
                 is_last = index + 1 == len(flow.subgraphs)
                 if keep_in is not None and not is_last and not progress.statistics:  # those are not kept
-                    save_boundary(keep_in, index, flow)
+                    save_boundary(keep_in, index, flow, *of_rank)
         first_step += len(subgraph.steps)
         yield record
 

@@ -136,7 +136,9 @@ class CheckpointWriter:
                 leftover.unlink()
         # as rank 0 sees it, for what others see of a file system may be older
         self._is_begun, self._lines = self._collective.broadcast((is_begun, lines), f"reading {folder / MANIFEST}")
-        self._check_room()
+        if self._is_writing:
+            self._check_room()
+        self._collective.broadcast(None, f"looking for room in {folder}")
 
     @property
     def finished(self) -> tuple[SubgraphRecord, ...]:

@@ -206,13 +206,17 @@ class CompressionCallback(Callback):
         training_loop, pl_module = trainer.fit_loop, trainer.lightning_module
         compat.free_optimizers(trainer)
         # all of the module: a `calibration_step` may run dropout that is not the model's
-        with calibrating(pl_module), closing_all(compat.collective(trainer)) as collective:
+        with (
+            calibrating(pl_module),
+            closing_all(compat.collective(trainer)) as collective,
+            compat.HeldSignals(trainer, collective) as signals,
+        ):
             with compat.profile(trainer, "prepare"):
                 module, device = compressed_module(pl_module), onload_device(trainer)
                 job = prepare_job(module, self._data, self.settings, device, collective)
             is_trial = bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
             trial_length = _first_quantizing(job) if is_trial else None
-            loop = CompressionLoop(trainer, job, trial_length, self._continues)
+            loop = CompressionLoop(trainer, job, signals, trial_length, self._continues)
             compat.set_logged_steps(loop, compat.logged_steps(training_loop))
             saves = self.when == "only" and onloads(trainer) and loop.progress is not None
             present = bystanders(compat.callbacks(trainer), self, checkpoints=saves)
@@ -230,11 +234,6 @@ class CompressionCallback(Callback):
                 f"{type(trainer.strategy).__name__} splits the model over {trainer.world_size} ranks, and compressing "
                 "it needs all of it on each. Train with strategy='ddp', or save a full checkpoint and compress that "
                 "in a second run with when='only' and strategy='sequential_onload'."
-            )
-        if self.settings.keep_activations:
-            raise UnsupportedModelError(
-                f"keep_activations=True is for one rank, and there are {trainer.world_size}: a run that is continued "
-                "computes the activations again. Leave it out."
             )
 
     def _would_be_moved(self, trainer: pl.Trainer) -> bool:

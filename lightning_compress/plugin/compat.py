@@ -3,9 +3,13 @@
 Written and tested against Lightning 2.6; `check_lightning` refuses other minors early instead of failing inside a run.
 """
 
-from collections.abc import Iterator
+import signal
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from itertools import chain
+from types import FrameType
+from typing import Any, Self, cast, final
 
 import lightning
 import lightning.pytorch as pl
@@ -16,6 +20,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
+from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch.distributed.constants import default_pg_timeout
 
@@ -64,6 +69,41 @@ def collective(trainer: pl.Trainer) -> Collective:
         return SingleProcess()
     assert isinstance(trainer.strategy, DDPStrategy)
     return ProcessGroup(trainer.strategy._timeout or default_pg_timeout)
+
+
+@final
+class HeldSignals:
+    """Inside, what ranks get of the signals that Lightning answers to waits until all are at the same place.
+
+    Lightning's handlers meet the other ranks, at once (that of SIGTERM broadcasts, that of SLURM's requeue signal has a
+    barrier in the saving of its checkpoint). Where those wait for this rank in another operation, none would go on.
+    One rank has nobody to meet, and answers at once.
+    """
+
+    def __init__(self, trainer: pl.Trainer, collective: Collective) -> None:
+        found = {signum: signal.getsignal(signum) for signum in signal.valid_signals() if collective.size > 1}
+        self._handlers = {signum: of for signum, of in found.items() if isinstance(of, _HandlersCompose)}
+        self._connector, self._collective = trainer._signal_connector, collective
+        self._received: list[signal.Signals] = []
+
+    def __enter__(self) -> Self:
+        for signum in self._handlers:
+            signal.signal(signum, lambda number, _: self._received.append(signal.Signals(number)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for signum, handler in self._handlers.items():
+            signal.signal(signum, cast(Callable[[int, FrameType | None], None], handler))
+        self._connector.received_sigterm |= signal.SIGTERM in self._received
+
+    def answer(self) -> None:
+        """Called by all ranks together; what one of them got, all answer."""
+        received, self._received = self._received, []
+        for signum in sorted(set(chain(*self._collective.gather(received, "the signals that they got")))):
+            self._connector.received_sigterm |= signum == signal.SIGTERM
+            handlers = self._handlers[signum].signal_handlers
+            others = [handler for handler in handlers if handler != self._connector._sigterm_notifier_fn]
+            _HandlersCompose(others)(signum, sys._getframe())
 
 
 def starts_scripts(trainer: pl.Trainer) -> bool:

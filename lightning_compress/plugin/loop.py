@@ -47,16 +47,23 @@ class CompressionLoop(compat.FitLoop):
     Args:
         trainer: whose stage this is.
         job: the prepared compression.
+        signals: what the ranks got is answered behind each subgraph.
         max_subgraphs: stop after so many (`fast_dev_run`).
         continues: the run that it has to continue, if `ckpt_path` says so.
     """
 
     def __init__(
-        self, trainer: pl.Trainer, job: Job, max_subgraphs: int | None, continues: Progress | None = None
+        self,
+        trainer: pl.Trainer,
+        job: Job,
+        signals: compat.HeldSignals,
+        max_subgraphs: int | None,
+        continues: Progress | None = None,
     ) -> None:
         super().__init__(trainer, min_epochs=0, max_epochs=1)
         self._training = trainer.fit_loop
         self._job = job
+        self._signals = signals
         self._max_subgraphs = max_subgraphs
         self._continues = continues
         self.max_batches = len(job.run.flow.subgraphs[:max_subgraphs])
@@ -93,6 +100,7 @@ class CompressionLoop(compat.FitLoop):
                 compat.count_step(self)
                 compat.call_callbacks(trainer, "on_train_batch_end", None, None, index)
                 compat.end_step(trainer, self)
+                self._signals.answer()
                 stop = trainer.should_stop or trainer.received_sigterm
                 stop = any(self._job.run.collective.gather(stop, f"the decision to go on behind {name}"))
                 if stop:
@@ -100,6 +108,7 @@ class CompressionLoop(compat.FitLoop):
             compat.describe_progress(trainer, "Writing")
             with compat.profile(trainer, "export"):
                 self.report = _finish(job, stop)
+        self._signals.answer()
         compat.describe_progress(trainer, "Compressed")
         compat.call_callbacks(trainer, "on_train_epoch_end")
         compat.end_epoch(trainer)

@@ -63,12 +63,16 @@ def test_the_same_at_every_world_size(tmp_path: Path) -> None:
 
 
 def test_continued_on_another_number_of_ranks(tmp_path: Path) -> None:
-    """From 3 to 1 and to 2. Seen to fail: with a manifest that only rank 0 knows."""
+    """From 3 to 1 and to 2. Seen to fail: with a manifest that only rank 0 knows; with kept activations that a rank
+    takes for those of other batches."""
     run_ranks(1, tmp_path / "whole", "staged")
-    for size, upto in ((3, ":2"), (1, ":3"), (2, "")):
-        run_ranks(size, tmp_path / "parts", f"staged{upto}")
-    assert contents(tmp_path / "parts" / "staged") == contents(tmp_path / "whole" / "staged")
-    assert [rank["report"].num_resumed for rank in found(tmp_path / "parts", "staged", 2)] == [3, 3]
+    for case in ("staged", "kept"):
+        for size, upto in ((3, ":2"), (1, ":3"), (2, "")):
+            run_ranks(size, tmp_path / "parts", f"{case}{upto}")
+            kept = {path.name: len(list(path.iterdir())) for path in (tmp_path / "parts" / case).glob("activations/*")}
+            assert kept == ({f"{int(upto[1:]) - 1:05d}": 7} if case == "kept" and upto else {})
+        assert contents(tmp_path / "parts" / case) == contents(tmp_path / "whole" / "staged")
+        assert [rank["report"].num_resumed for rank in found(tmp_path / "parts", case, 2)] == [3, 3]
 
 
 def test_other_data_on_another_rank_is_refused(tmp_path: Path) -> None:

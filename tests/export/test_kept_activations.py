@@ -66,9 +66,9 @@ def test_nothing_is_kept_behind_the_last_subgraph(tmp_path: Path, monkeypatch: p
     """It would serve nobody. Seen to fail: with all of them kept."""
     kept: list[int] = []
 
-    def save(folder: Path, index: int, flow: Any) -> None:
+    def save(folder: Path, index: int, *rest: Any) -> None:
         kept.append(index)
-        boundary.save_boundary(folder, index, flow)
+        boundary.save_boundary(folder, index, *rest)
 
     monkeypatch.setattr(loop, "save_boundary", save)
     report = run(prepare(tiny_llama(1), token_batches(), recipe(4), tmp_path, keep_activations=True))

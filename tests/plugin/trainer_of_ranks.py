@@ -1,12 +1,15 @@
 """A user's script, as `test_ranks.py` and `multinode/test_two_nodes.py` start it."""
 
 import argparse
+import os
+import signal
 import sys
 from datetime import timedelta
 from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import Timer
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -38,6 +41,22 @@ class Module(pl.LightningModule):
         return DataLoader(ids, batch_size=2, shuffle=True)  # type: ignore[arg-type]
 
 
+class Preempted(Timer):
+    """Timers take part in the compression. This one has its rank sent signals in the second subgraph."""
+
+    def __init__(self, rank: int, signals: list[str]) -> None:
+        super().__init__()
+        self.rank = rank
+        self.signals = signals
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: object, index: int
+    ) -> None:
+        if index == 1 and trainer.global_rank == self.rank:
+            for name in self.signals:
+                os.kill(os.getpid(), signal.Signals[name])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("output_dir")
@@ -47,17 +66,25 @@ def main() -> None:
     parser.add_argument("--when", default="only")
     parser.add_argument("--num-layers", type=int, default=2)
     parser.add_argument("--timeout", type=int, default=1800)
+    parser.add_argument("--keep-activations", action="store_true")
+    parser.add_argument("--preempted", type=int, default=-1, help="the rank")
+    parser.add_argument("--signals", nargs="*", default=["SIGTERM"])
     arguments = parser.parse_args()
     strategy = arguments.strategy
     if strategy == "sequential_onload":
         strategy = SequentialOnloadStrategy(timeout=timedelta(seconds=arguments.timeout))
-    callback = CompressionCallback(recipe(4), output_dir=arguments.output_dir, when=arguments.when)
+    callback = CompressionCallback(
+        recipe(4),
+        output_dir=arguments.output_dir,
+        when=arguments.when,
+        keep_activations=arguments.keep_activations,
+    )
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=arguments.devices,
         num_nodes=arguments.num_nodes,
         strategy=strategy,
-        callbacks=[callback],
+        callbacks=[callback, Preempted(arguments.preempted, arguments.signals)],
         max_epochs=1,
         logger=False,
         enable_progress_bar=False,
