@@ -66,12 +66,11 @@ def closing_all(collective: Collective) -> Iterator[Collective]:
         collective.close()
 
 
-@final
 class SingleProcess:
     """A run of one rank."""
 
-    rank = 0
-    size = 1
+    rank: int = 0
+    size: int = 1
 
     def reduce(self, tensor: Tensor, reduction: Reduction, what: str) -> None:
         """Nothing to combine with."""

@@ -185,7 +185,7 @@ Place = Literal["host", "device"]
 
 
 @dataclass(frozen=True)
-class _Peak:
+class Peak:
     """A moment, and what it consists of in one place."""
 
     row: Needs
@@ -210,15 +210,22 @@ def _limit(budget: int | None) -> float:
 
 def _most(
     table: Sequence[Needs], device: torch.device, budgets: Budgets, place: Place, depth: int, activations: int | None
-) -> _Peak:
+) -> Peak:
     """The moment that takes the most of a place."""
-    peaks = [
-        _Peak(row, moment, _parts(row, ahead, moment, device, budgets, place, activations))
+    return max(peaks(table, device, budgets, place, depth, activations), key=lambda peak: peak.num_bytes)
+
+
+def peaks(
+    table: Sequence[Needs], device: torch.device, budgets: Budgets, place: Place, depth: int, activations: int | None
+) -> list[Peak]:
+    """What every moment takes of a place, with weights brought `depth` subgraphs ahead and so many bytes of activations
+    in memory (None: all)."""
+    return [
+        Peak(row, moment, _parts(row, ahead, moment, device, budgets, place, activations))
         for number, row in enumerate(table)
         for ahead in [sum(later.weights for later in table[number + 1 : number + 1 + depth])]
         for moment in row.moments
     ]
-    return max(peaks, key=lambda peak: peak.num_bytes)
 
 
 def _parts(
@@ -271,7 +278,7 @@ def _notes(budgets: Budgets, depth: int, activations: int | None) -> tuple[str, 
     return tuple(notes)
 
 
-def _refusal(name: str, given: int | None, peak: _Peak, budgets: Budgets) -> str:
+def _refusal(name: str, given: int | None, peak: Peak, budgets: Budgets) -> str:
     assert given is not None
     needed = peak.num_bytes
     verb = {"batch": "runs", "solve": "is solved", "write": "is written", "verification": "is read back"}

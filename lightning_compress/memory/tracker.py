@@ -25,12 +25,18 @@ class LiveMemory(TorchDispatchMode):
     """Bytes of the storages created inside the context that are alive, and their peak.
 
     Storages that existed before are not counted unless `track` is called on them.
+
+    Attributes:
+        live_bytes, peak_bytes: now, and at most since the last reset.
+        events: in order, (number of a storage, its bytes) where it was first seen, (its number, minus its bytes) where
+            it was freed.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live_bytes = 0
         self.peak_bytes = 0
+        self.events: list[tuple[int, int]] = []
         self._seen = WeakIdKeyDictionary()
 
     def ignore(self, *tensors: Tensor) -> None:
@@ -43,8 +49,9 @@ class LiveMemory(TorchDispatchMode):
         storage = tensor.untyped_storage()
         if storage in self._seen:
             return
-        size = storage.size()
-        self._seen[storage] = weakref.ref(storage, lambda _: self._freed(size))
+        number, size = len(self.events), storage.size()
+        self._seen[storage] = weakref.ref(storage, lambda _: self._freed(number, size))
+        self.events.append((number, size))
         self.live_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
@@ -52,7 +59,8 @@ class LiveMemory(TorchDispatchMode):
         """Start the peak anew from what is alive."""
         self.peak_bytes = self.live_bytes
 
-    def _freed(self, size: int) -> None:
+    def _freed(self, number: int, size: int) -> None:
+        self.events.append((number, -size))
         self.live_bytes -= size
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -30,7 +30,8 @@ class Lane:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        is_here = device.type == "cuda" and torch.cuda.is_available()  # else it is only planned for
+        self._stream = torch.cuda.Stream(device) if is_here else None
 
     def is_away(self, tensor: Tensor) -> bool:
         """Whether the tensor has to be copied to be used on the device."""

@@ -46,7 +46,7 @@ def within_budgets(
     measured = batches or ([] if data is None else data.batches[:1])  # a rank without any runs a part of the rest too
     table = (*footprint(run, [flatten_batch(batch)[0] for batch in measured]),)
     if writes:
-        table += tuple(_at_the_end(run, data, verifies))
+        table += tuple(at_the_end(run, data, verifies))
     trim_heap()
     budgets = Budgets(
         host=config.num_bytes("host_budget"),
@@ -80,7 +80,7 @@ def _use(budgets: Budgets, found: Fit) -> MemoryUse:
     )
 
 
-def _at_the_end(run: Calibration, data: CalibrationSet | None, verifies: bool) -> list[Needs]:
+def at_the_end(run: Calibration, data: CalibrationSet | None, verifies: bool) -> list[Needs]:
     """Rows of the table for what comes behind the last subgraph."""
     root, parts = run.flow.root, run.flow.subgraphs
     rest, largest = largest_rest(root, parts)

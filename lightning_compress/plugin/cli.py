@@ -1,4 +1,5 @@
-"""The `lightning-compress` command: `compress` and `evaluate`, composed by Hydra from the groups in `configs/`."""
+"""The `lightning-compress` command: `compress`, `evaluate` and `estimate`, composed by Hydra from the groups in
+`configs/`."""
 
 import logging
 import sys
@@ -27,6 +28,7 @@ from lightning_compress.data.config import load_data_config
 from lightning_compress.data.perplexity import perplexity
 from lightning_compress.errors import CompressionError
 from lightning_compress.export.packed import checkpoint_source
+from lightning_compress.foresight.estimate import Estimate
 from lightning_compress.memory.files import has_safetensors
 from lightning_compress.memory.placement import MemoryConfig, memory_config, placement
 from lightning_compress.memory.source import parameters_on_meta
@@ -34,7 +36,9 @@ from lightning_compress.memory.tracker import available_bytes
 from lightning_compress.plugin import compat
 from lightning_compress.plugin.callback import onload_device
 from lightning_compress.plugin.compressor import Compressor
+from lightning_compress.plugin.estimate import estimate as foresee
 from lightning_compress.recipe.load import config_dir
+from lightning_compress.report.estimate import estimate_lines, estimate_table, save_estimate
 from lightning_compress.report.report import Report
 
 Result = TypeVar("Result")
@@ -45,6 +49,8 @@ USAGE = """lightning-compress COMMAND [GROUP=OPTION ...] [KEY=VALUE ...]
              lightning-compress compress model.path=DIR data=docs recipe=w4a16_gptq output_dir=OUT
   evaluate   perplexity of a model, compressed or not
              lightning-compress evaluate model.path=DIR data=docs_test
+  estimate   what a job will take of memory, from the model's configuration alone
+             lightning-compress estimate model.path=DIR job=calibration|inference|finetuning device=cuda
 
   lightning-compress COMMAND --help lists the groups, their options, and every key."""
 
@@ -82,6 +88,30 @@ def evaluate(config: DictConfig) -> None:
     """Print the perplexity of a model on held-out text."""
     value = _reporting_errors(lambda: run_evaluate(config))
     print(f"perplexity {value:.4f}")
+
+
+def estimate(config: DictConfig) -> None:
+    """Print what a job will take of memory."""
+    found = _reporting_errors(lambda: run_estimate(config))
+    console = Console()
+    console.print(estimate_table(found))
+    for line in estimate_lines(found):
+        console.print(line, highlight=False, soft_wrap=True)
+    if config.json is not None:
+        save_estimate(found, Path(config.json))
+        print(f"as JSON: {config.json}")
+
+
+def run_estimate(config: DictConfig) -> Estimate:
+    """What the job of `config` will take.
+
+    Raises:
+        CompressionError: a model or job that cannot be foreseen, or not within the budgets.
+    """
+    if config.device not in ("cpu", "cuda"):
+        raise CompressionError(f"device={config.device} is not known; plan for cpu or cuda.")
+    model = load_config_only(config.model)
+    return foresee(model, config, _memory(config.memory), reads_from_disk(config.model))
 
 
 def run_compress(config: DictConfig, output_dir: Path) -> Report:
@@ -226,6 +256,27 @@ def load_model(config: DictConfig, from_disk: bool) -> tuple[nn.Module, PreTrain
     return model.eval(), tokenizer
 
 
+def load_config_only(config: DictConfig) -> PreTrainedModel:
+    """A transformers model with its parameters on the meta device, from a folder that may hold no weights, or from a
+    config.json.
+
+    Raises:
+        CompressionError: no such folder or class, or transformers cannot read it.
+    """
+    auto_class = getattr(transformers, config.auto_class, None)
+    if auto_class is None:
+        raise CompressionError(f"transformers has no class {config.auto_class!r}.")
+    if not Path(config.path).exists() and (Path(config.path).is_absolute() or config.path.startswith(".")):
+        raise CompressionError(f"model.path={config.path}: there is no such folder or file.")
+    extra = {} if config.attn_implementation is None else {"attn_implementation": config.attn_implementation}
+    try:
+        model = _on_meta(auto_class, config.path, config.dtype, config.trust_remote_code, **extra)
+    except (OSError, ValueError) as error:
+        raise CompressionError(f"model.path={config.path} cannot be read: {error}") from error
+    model.eval()
+    return model
+
+
 def _on_meta(auto_class: Any, path: str, dtype: str, trust_remote_code: bool, **extra: Any) -> PreTrainedModel:
     """`from_pretrained` but for the parameters' values."""
     config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -259,4 +310,8 @@ def _reporting_errors(run: Callable[[], Result]) -> Result:
         sys.exit(f"lightning-compress: {error}{notes}")
 
 
-_COMMANDS: dict[str, Callable[[DictConfig], None]] = {"compress": compress, "evaluate": evaluate}
+_COMMANDS: dict[str, Callable[[DictConfig], None]] = {
+    "compress": compress,
+    "evaluate": evaluate,
+    "estimate": estimate,
+}

@@ -1,0 +1,1 @@
+"""What a job will take of memory, before it runs."""

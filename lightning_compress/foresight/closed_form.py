@@ -1,0 +1,128 @@
+"""Formulas for what jobs take, beside the run on fake tensors: for a check, and for what people know.
+
+The closed forms are for decoders of gated feed-forward layers with RMS norms (Llama, Mistral, Qwen, Gemma, ...) under
+scaled-dot-product attention that keeps no scores. Counted by hand from transformers' code: what autograd keeps per
+token and layer, what is alive at the widest moment of a layer.
+"""
+
+from dataclasses import dataclass
+from typing import Any, final
+
+from lightning_compress.foresight.jobs import FineTuningJob, InferenceJob, Phase
+
+LOSS = {2: (10, 12), 4: (8, 12)}
+"""Bytes per token and word of the vocabulary of the causal language model's loss, by the bytes of a logit: forward
+(logits, in float32 too if they are not, and their log-softmax), and backward."""
+
+
+@final
+@dataclass(frozen=True)
+class Decoder:
+    """The sizes that the formulas read.
+
+    Attributes:
+        hidden, intermediate, layers, vocabulary: numbers of channels, layers and words.
+        keys: channels of all key heads together.
+        heads: of the queries.
+        num_parameters: of the whole model.
+        itemsize: bytes of a parameter and of an activation.
+    """
+
+    hidden: int
+    intermediate: int
+    layers: int
+    vocabulary: int
+    keys: int
+    heads: int
+    num_parameters: int
+    itemsize: int
+
+
+def decoder(config: Any, num_parameters: int, itemsize: int) -> Decoder | None:
+    """From a transformers config; None if it is of no such decoder."""
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size", "num_attention_heads")
+    sizes = [size for name in names if isinstance(size := getattr(config, name, None), int)]
+    if len(sizes) < len(names) or not hasattr(config, "rms_norm_eps"):
+        return None
+    hidden, intermediate, layers, vocabulary, heads = sizes
+    head_dim = getattr(config, "head_dim", None) or hidden // heads
+    keys = head_dim * (getattr(config, "num_key_value_heads", None) or heads)
+    return Decoder(hidden, intermediate, layers, vocabulary, keys, heads, num_parameters, itemsize)
+
+
+def inference_phases(sizes: Decoder, job: InferenceJob) -> list[Phase]:
+    """As `jobs.infer`."""
+    weights, size = sizes.num_parameters * sizes.itemsize, sizes.itemsize
+    row = 2 * sizes.layers * sizes.keys * size  # of the cache, per token
+    tokens = job.batch_size * job.context
+    # the embeddings, the layer's input, the residual and its norm; gate's activation, up, and their product
+    feed_forward = (4 * sizes.hidden + 3 * sizes.intermediate) * size
+    norm = sizes.hidden * size + 3 * sizes.hidden * 4  # in float32
+    attention = (6 * sizes.hidden + 2 * sizes.keys) * size
+    length = job.context + job.new_tokens
+    return [
+        Phase("prefill", weights, cache=tokens * row, working=tokens * max(feed_forward, norm, attention)),
+        Phase(
+            "decode",
+            weights,
+            cache=job.batch_size * length * row,
+            working=job.batch_size * length * row // sizes.layers,  # a layer's cache, before and after
+        ),
+    ]
+
+
+def finetuning_phases(sizes: Decoder, job: FineTuningJob) -> list[Phase]:
+    """As `jobs.finetune`, with AdamW or SGD of any implementation."""
+    weights, size = sizes.num_parameters * sizes.itemsize, sizes.itemsize
+    tokens = job.batch_size * job.length
+    computed = 2 if job.precision == "bf16-mixed" else size
+    layer = tokens * _kept_per_token(sizes, computed)
+    kept = sizes.layers * layer
+    if job.gradient_checkpointing:
+        kept = sizes.layers * tokens * sizes.hidden * size
+    if computed < size:
+        kept += computed * sizes.num_parameters  # copies that autocast makes
+    before, after = (tokens * sizes.vocabulary * each for each in LOSS[computed])
+    states = {"adamw": 2, "sgd_momentum": 1, "sgd": 0}[job.optimizer] * weights
+    largest = sizes.vocabulary * sizes.hidden * size
+    copies = {"foreach": weights, "single": 2 * largest, "fused": 0}[job.implementation] if states > weights else 0
+    again = layer if job.gradient_checkpointing else 0
+    return [
+        Phase("forward", weights, optimizer=states, working=kept + before),
+        Phase("backward", weights, optimizer=states, working=kept + after),
+        Phase("backward", weights, gradients=weights, optimizer=states, working=again),
+        Phase("step", weights, gradients=weights, optimizer=states, stepping=copies),
+    ]
+
+
+def _kept_per_token(sizes: Decoder, computed: int) -> int:
+    """Bytes that autograd keeps of a layer per token, where linears compute with numbers of `computed` bytes.
+
+    Of each norm the input and the inverse of its size in float32, what the weight scales, and the result, which linears
+    keep; queries, keys, values and the output of attention, and the logarithms of its sums; gate, its activation, up,
+    and their product.
+    """
+    norms = 2 * ((4 + sizes.itemsize + computed) * sizes.hidden + 4)
+    attention = (2 * sizes.hidden + 2 * sizes.keys) * computed + 4 * sizes.heads
+    return norms + attention + 4 * sizes.intermediate * computed
+
+
+def rules_of_thumb(num_parameters: int) -> dict[str, int]:
+    """What people multiply parameters by, in bytes.
+
+    >>> rules_of_thumb(10)["inference, 2 bytes per parameter (bf16)"]
+    20
+    """
+    return {
+        "inference, 4 bytes per parameter (fp32)": 4 * num_parameters,
+        "inference, 2 bytes per parameter (bf16)": 2 * num_parameters,
+        "fine-tuning, 8 bytes per parameter (bf16)": 8 * num_parameters,
+    }
+
+
+def llmem(sizes: Decoder, job: FineTuningJob) -> int:
+    """Fine-tuning as LLMem has it (arXiv 2404.10933), without the base that it measures: weights in half and in full
+    precision, AdamW's states, the outputs of embeddings and layers, and logits, in half precision."""
+    tokens = job.batch_size * job.length
+    activations = (1 + sizes.layers) * tokens * sizes.hidden * 2
+    return (2 + 4 + 8) * sizes.num_parameters + activations + tokens * sizes.vocabulary * 2

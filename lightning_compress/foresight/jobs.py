@@ -1,0 +1,292 @@
+"""InferenceJob and fine-tuning on fake tensors: what a job has alive at its worst moments, to the byte.
+
+Method: the job itself runs, two rounds of it, on tensors without values, while every storage is followed. On one kind
+of device the same code gives the same peaks on real tensors (`tests/foresight` compares them). What it cannot see is
+memory that no tensor owns: the context, workspaces of libraries, and the allocator's rounding (see `allocator`).
+
+Fake tensors are of the CPU, so the CPU's operators say what they return; those of other devices may keep more or less
+(attention's running sums, a fused loss).
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from inspect import signature
+from typing import Any, Literal, final, get_args
+
+import torch
+from torch import Tensor, nn
+
+from lightning_compress.errors import CompressionError
+from lightning_compress.graph.compat import (
+    attributes_restored,
+    new_fake_mode,
+    pytree,
+    replace_by_fakes,
+    traceable_transformers,
+)
+from lightning_compress.graph.stages import Schedule
+from lightning_compress.memory.tracker import LiveMemory
+
+Optimizer = Literal["sgd", "sgd_momentum", "adamw"]
+Implementation = Literal["single", "foreach", "fused"]
+Precision = Literal["true", "bf16-mixed"]
+
+
+@final
+@dataclass(frozen=True)
+class Phase:
+    """A worst moment of a part of a job, in bytes. A part may have several, which differ in what they consist of.
+
+    Attributes:
+        name: of the part.
+        weights: parameters and buffers.
+        gradients: of parameters.
+        optimizer: the optimizer's state.
+        cache: keys and values of attention, at the end of the part.
+        working: activations and temporaries.
+        stepping: the optimizer's temporaries.
+    """
+
+    name: str
+    weights: int
+    gradients: int = 0
+    optimizer: int = 0
+    cache: int = 0
+    working: int = 0
+    stepping: int = 0
+
+    @property
+    def peak(self) -> int:
+        """All of it."""
+        return self.weights + self.gradients + self.optimizer + self.cache + self.working + self.stepping
+
+
+@final
+@dataclass(frozen=True)
+class InferenceJob:
+    """Text is generated from a prompt, greedily.
+
+    Attributes:
+        batch_size: prompts at a time.
+        context: tokens of each prompt.
+        new_tokens: tokens that are generated for each.
+        weight_bits: of linear layers that are packed; None: as the model has them.
+    """
+
+    batch_size: int = 1
+    context: int = 2048
+    new_tokens: int = 128
+    weight_bits: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "batch_size", "context", "new_tokens", *(["weight_bits"] if self.weight_bits else []))
+
+
+@final
+@dataclass(frozen=True)
+class FineTuningJob:
+    """All parameters are trained with the causal language model's loss.
+
+    Attributes:
+        batch_size: samples per forward.
+        length: tokens of each.
+        accumulate: forwards and backwards per step of the optimizer.
+        optimizer: `adamw` has two states per parameter, `sgd_momentum` one, `sgd` none.
+        implementation: of the optimizer; torch takes `foreach` on CUDA unless told otherwise.
+        precision: `true` computes in the parameters' own type, `bf16-mixed` in bfloat16 by autocast.
+        gradient_checkpointing: layers keep their inputs only, and run again in the backward.
+    """
+
+    batch_size: int = 1
+    length: int = 2048
+    accumulate: int = 1
+    optimizer: Optimizer = "adamw"
+    implementation: Implementation = "foreach"
+    precision: Precision = "true"
+    gradient_checkpointing: bool = False
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "batch_size", "length", "accumulate")
+        for name, known in (("optimizer", Optimizer), ("implementation", Implementation), ("precision", Precision)):
+            if getattr(self, name) not in get_args(known):
+                raise CompressionError(f"job.{name}={getattr(self, name)} is none of {', '.join(get_args(known))}.")
+
+
+@final
+@dataclass(frozen=True)
+class CalibrationJob:
+    """A compression, from its first subgraph to the checkpoint.
+
+    Attributes:
+        num_samples: of all ranks.
+        max_length: tokens of each.
+        batch_size: samples per forward.
+        schedule: as of `compress`.
+        sequential_targets: likewise.
+        ranks: processes that share the batches.
+    """
+
+    num_samples: int = 512
+    max_length: int = 2048
+    batch_size: int = 8
+    schedule: str = "staged"
+    sequential_targets: Sequence[str] | None = None
+    ranks: int = 1
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "num_samples", "max_length", "batch_size", "ranks")
+        if self.schedule not in list(Schedule):
+            raise CompressionError(f"job.schedule={self.schedule} is none of {', '.join(Schedule)}.")
+
+
+def _check_positive(job: object, *names: str) -> None:
+    for name in names:
+        value = getattr(job, name)
+        if not isinstance(value, int) or value < 1:
+            raise CompressionError(f"job.{name}={value} is no number of at least 1.")
+
+
+@contextmanager
+def on_fakes(model: nn.Module) -> Iterator[None]:
+    """Within: the model has fake parameters and buffers, tensors that are made are fake, and transformers takes the
+    paths that it takes on unpadded sequences."""
+    mode = new_fake_mode(symbolic=False)
+    with attributes_restored(model):
+        replace_by_fakes(model, mode)
+        with traceable_transformers(model, packed_sequences=False), mode:
+            yield
+
+
+def infer(model: nn.Module, job: InferenceJob, memory: LiveMemory) -> list[Phase]:
+    """Run the prompt, and the last of the tokens that are generated, as `generate` does.
+
+    Args:
+        model: a causal language model of transformers; on real or on fake tensors.
+        job: what to run.
+        memory: follows it.
+
+    Raises:
+        CompressionError: the model takes no token ids, or gives no cache.
+    """
+    model.eval()
+    keep: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in signature(model.forward).parameters else {}
+    with torch.no_grad(), memory:
+        weights = _follow(model, memory)
+
+        def prompt(length: int) -> Any:
+            ids = torch.zeros(job.batch_size, length, dtype=torch.long)
+            output = model(input_ids=ids, use_cache=True, **keep)
+            cache = getattr(output, "past_key_values", None)
+            if cache is None:
+                raise CompressionError(f"{type(model).__name__} gives no past_key_values: inference is not foreseen.")
+            return cache
+
+        memory.reset_peak()
+        cache = prompt(job.context)
+        phases = [_phase("prefill", memory, weights, cache=_num_bytes(_cached(cache)))]
+        del cache
+        cache = prompt(job.context + job.new_tokens - 1)
+        memory.reset_peak()
+        output = model(
+            input_ids=torch.zeros(job.batch_size, 1, dtype=torch.long), past_key_values=cache, use_cache=True, **keep
+        )
+        phases.append(_phase("decode", memory, weights, cache=_num_bytes(_cached(cache))))
+        del output
+    return phases
+
+
+def finetune(model: nn.Module, job: FineTuningJob, memory: LiveMemory) -> list[Phase]:
+    """Train for two steps, the second of which has the optimizer's state from the start.
+
+    The backward has moments with many activations and few gradients, and the other way round, of which ranks that share
+    gradients have another worst one.
+
+    Args:
+        model: a causal language model of transformers; on real or on fake tensors.
+        job: what to run.
+        memory: follows it.
+    """
+    model.train()
+    if job.gradient_checkpointing:
+        # the name of transformers 5.23, and that of the versions before
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable()  # type: ignore[operator]
+    found: list[Phase] = []
+    with memory:
+        weights = _follow(model, memory)
+        parameters = list(model.requires_grad_().parameters())
+        optimizer = _optimizer(parameters, job)
+
+        def measured(name: str) -> None:
+            gradients = _num_bytes(parameter.grad for parameter in parameters)
+            states = _num_bytes(pytree.tree_leaves([dict(state) for state in optimizer.state.values()]))
+            phase = Phase(name, weights, gradients, states)
+            rest = memory.peak_bytes - phase.peak
+            found.append(replace(phase, stepping=rest) if name == "step" else replace(phase, working=rest))
+            memory.reset_peak()
+
+        hooks = [
+            parameter.register_post_accumulate_grad_hook(lambda _: measured("backward")) for parameter in parameters
+        ]
+        memory.reset_peak()
+        for _ in range(2):
+            for _ in range(job.accumulate):
+                ids = torch.zeros(job.batch_size, job.length, dtype=torch.long)
+                with torch.autocast("cpu", torch.bfloat16, enabled=job.precision == "bf16-mixed"):
+                    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+                measured("forward")
+                loss.backward()
+                measured("backward")
+                del loss, ids
+            optimizer.step()
+            measured("step")
+            optimizer.zero_grad()
+            memory.reset_peak()
+        for hook in hooks:
+            hook.remove()
+    return _undominated(found)
+
+
+def _undominated(phases: Sequence[Phase]) -> list[Phase]:
+    """Those that no other of the same part exceeds in everything."""
+    kept: list[Phase] = []
+    for phase in sorted(set(phases), key=lambda each: each.peak, reverse=True):
+        others = [other for other in kept if other.name == phase.name]
+        if not any(_exceeds(other, phase) for other in others):
+            kept.append(phase)
+    return sorted(kept, key=lambda each: ("forward", "backward", "step").index(each.name))
+
+
+def _exceeds(one: Phase, other: Phase) -> bool:
+    names = ("gradients", "optimizer", "working", "stepping")
+    return all(getattr(one, name) >= getattr(other, name) for name in names)
+
+
+def _optimizer(parameters: Sequence[nn.Parameter], job: FineTuningJob) -> torch.optim.Optimizer:
+    how: dict[str, Any] = {"foreach": job.implementation == "foreach", "fused": job.implementation == "fused"}
+    if job.optimizer == "adamw":
+        return torch.optim.AdamW(parameters, lr=1e-5, **how)
+    return torch.optim.SGD(parameters, lr=1e-5, momentum=0.9 if job.optimizer == "sgd_momentum" else 0.0, **how)
+
+
+def _follow(model: nn.Module, memory: LiveMemory) -> int:
+    """Count parameters and buffers from now on; their bytes."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        memory.track(tensor)
+    return memory.live_bytes
+
+
+def _phase(name: str, memory: LiveMemory, weights: int, cache: int) -> Phase:
+    return Phase(name, weights, cache=cache, working=memory.peak_bytes - weights - cache)
+
+
+def _cached(cache: Any) -> list[object]:
+    """Keys and values; states, where a layer has such instead."""
+    return [value for layer in cache.layers for value in vars(layer).values()]
+
+
+def _num_bytes(tensors: Iterable[object]) -> int:
+    """Of the storages of tensors; one that two share counts once."""
+    storages = [tensor.untyped_storage() for tensor in tensors if isinstance(tensor, Tensor)]
+    return sum({id(storage): storage.nbytes() for storage in storages}.values())

@@ -1,0 +1,72 @@
+"""What one rank of many holds of a job: data parallelism, ZeRO, tensor and pipeline parallelism, in closed form.
+
+After ZeRO (arXiv 1910.02054) and Megatron (arXiv 2104.04473, 2205.05198). Assumed: everything divides evenly, tensor
+parallelism splits activations too (sequence parallelism), and a pipeline's first stage keeps the activations of as many
+micro-batches as there are stages (1F1B).
+"""
+
+from dataclasses import dataclass
+from typing import final
+
+from lightning_compress.errors import CompressionError
+from lightning_compress.foresight.jobs import Phase
+
+GATHERED = 2
+"""Layers whose parameters ZeRO-3 has gathered at a time: the one that runs and the next."""
+
+
+@final
+@dataclass(frozen=True)
+class Layout:
+    """How ranks share a job.
+
+    Attributes:
+        data: replicas, among which ZeRO divides.
+        zero: stage; 1 divides the optimizer's state, 2 gradients too, 3 weights too.
+        offload: what ZeRO divides waits in host memory, but for weights.
+        tensor: ranks that share each layer.
+        pipeline: ranks that share the layers.
+    """
+
+    data: int = 1
+    zero: int = 0
+    offload: bool = False
+    tensor: int = 1
+    pipeline: int = 1
+
+    def __post_init__(self) -> None:
+        if min(self.data, self.tensor, self.pipeline) < 1 or self.zero not in range(4):
+            raise CompressionError(f"{self}: numbers of ranks are at least 1, and ZeRO's stages are 0 to 3.")
+
+
+def per_rank(phase: Phase, layout: Layout, largest_layer: int, micro_batches: int = 1) -> tuple[Phase, int]:
+    """What one rank has on its device in a phase, and the bytes that it has in host memory for it.
+
+    Args:
+        phase: of the job on one rank, with one replica's batch.
+        layout: of the ranks.
+        largest_layer: bytes of the weights of the largest layer.
+        micro_batches: of a step, which a pipeline has on the way together.
+    """
+    parts, divided = layout.tensor * layout.pipeline, layout.data if layout.zero >= 1 else 1
+    sharing_gradients = layout.data if layout.zero >= 2 else 1
+    weights = phase.weights // parts
+    if layout.zero >= 3:
+        weights = weights // layout.data + GATHERED * largest_layer // layout.tensor
+    gradients = phase.gradients // parts // sharing_gradients
+    optimizer, stepping = (size // parts // divided for size in (phase.optimizer, phase.stepping))
+    on_host = 0
+    if layout.offload and layout.zero >= 1:
+        on_host, optimizer, stepping = optimizer + stepping, 0, 0
+        if layout.zero >= 2:
+            on_host, gradients = on_host + gradients, 0
+    share = Phase(
+        phase.name,
+        weights,
+        gradients,
+        optimizer,
+        cache=phase.cache // parts,
+        working=phase.working // parts * min(layout.pipeline, micro_batches),
+        stepping=stepping,
+    )
+    return share, on_host

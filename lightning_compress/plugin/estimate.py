@@ -1,0 +1,253 @@
+"""`lightning-compress estimate`: what a job will take of memory, from a model's configuration alone."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, cast, final
+
+import torch
+from hydra.utils import get_class
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+from transformers import PreTrainedModel
+
+from lightning_compress.calibration.batches import CalibrationSet
+from lightning_compress.calibration.footprint import footprint
+from lightning_compress.calibration.prepare import calibrating, needs_data, prepare
+from lightning_compress.calibration.target import find_target
+from lightning_compress.distributed.collective import SingleProcess
+from lightning_compress.errors import CompressionError
+from lightning_compress.foresight.allocator import replay
+from lightning_compress.foresight.closed_form import (
+    Decoder,
+    decoder,
+    finetuning_phases,
+    inference_phases,
+    llmem,
+    rules_of_thumb,
+)
+from lightning_compress.foresight.estimate import Estimate, Row
+from lightning_compress.foresight.jobs import (
+    CalibrationJob,
+    FineTuningJob,
+    InferenceJob,
+    Phase,
+    finetune,
+    infer,
+    on_fakes,
+)
+from lightning_compress.foresight.layouts import Layout, per_rank
+from lightning_compress.graph.stages import Schedule
+from lightning_compress.graph.targets import sequential_modules
+from lightning_compress.graph.trace import flatten_batch
+from lightning_compress.memory.budget import Budgets, Peak, Place, fit, peaks
+from lightning_compress.memory.placement import MemoryConfig, placement
+from lightning_compress.memory.tracker import LiveMemory, resident_bytes
+from lightning_compress.plugin.budget import at_the_end
+from lightning_compress.recipe.load import load_recipe
+from lightning_compress.recipe.resolve import resolve
+
+GROUP = 128
+_PHASE_PARTS = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "optimizer": "optimizer",
+    "cache": "keys and values",
+    "working": "activations, temporaries",
+    "stepping": "optimizer's temporaries",
+}
+_MOMENT_PARTS = {
+    "held": "process before",
+    "weights": "weights",
+    "prefetch": "next weights",
+    "waiting": "waiting activations",
+    "in_flight": "on their way",
+    "batch": "batch",
+    "statistics": "statistics",
+    "workspace": "workspace",
+}
+_FAKES = (
+    "Counted on fake tensors of the CPU, whose operators may keep more or less than a device's. Not included: the "
+    "device's context and workspaces of libraries (0.3 to 1 GiB on CUDA)."
+)
+
+
+@final
+@dataclass(frozen=True)
+class _Planned(SingleProcess):
+    """The first of several ranks that are only thought of."""
+
+    size: int = 1
+
+
+def estimate(model: PreTrainedModel, config: DictConfig, memory: MemoryConfig, from_disk: bool) -> Estimate:
+    """What `config.job` will take.
+
+    Args:
+        model: with its parameters on the meta device.
+        config: composed from `configs/estimate.yaml`.
+        memory: the `memory` of it, read.
+        from_disk: whether a calibration reads weights during the run.
+
+    Raises:
+        CompressionError: an unknown option; a calibration that cannot be prepared, or not within the budgets.
+    """
+    job = _instantiated(config.job)
+    layout = cast(Layout, _instantiated(config.layout))
+    if isinstance(job, CalibrationJob):
+        if layout != Layout():
+            raise CompressionError("layout is for inference and fine-tuning; a calibration has job.ranks.")
+        return _calibration(model, job, config, memory, from_disk)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    sizes = decoder(model.config, num_parameters, model.dtype.itemsize)
+    followed = LiveMemory()
+    with on_fakes(model):
+        phases = infer(model, job, followed) if isinstance(job, InferenceJob) else finetune(model, job, followed)
+    closed_forms: list[Phase] = []
+    if sizes is not None:
+        closed_forms = inference_phases(sizes, job) if isinstance(job, InferenceJob) else finetuning_phases(sizes, job)
+    notes = [_FAKES]
+    if sizes is None:
+        notes.append(f"There is no closed form for {type(model).__name__}: it has no gated layers with RMS norms.")
+    if isinstance(job, InferenceJob) and job.weight_bits is not None:
+        saved = _saved_by_packing(model, job.weight_bits)
+        phases = [replace(phase, weights=phase.weights - saved) for phase in phases]
+        closed_forms = [replace(form, weights=form.weights - saved) for form in closed_forms]
+        notes.append(
+            f"Linear layers but the last have {job.weight_bits} bits in groups of {GROUP}, and kernels that read them "
+            "packed; transformers unpacks them and then takes what the model takes unpacked."
+        )
+    if layout != Layout():
+        notes.append(f"{layout}: shares in closed form of what one rank would take.")
+    whole = layout == Layout() and getattr(job, "weight_bits", None) is None
+    return Estimate(
+        model=type(model).__name__,
+        num_parameters=num_parameters,
+        job=_described(job, model),
+        rows=tuple(_rows(phases, closed_forms, layout, model, getattr(job, "accumulate", 1))),
+        reserved=replay(followed.events).reserved if whole else None,
+        others=_others(num_parameters, sizes, job),
+        notes=tuple(notes),
+    )
+
+
+def _rows(
+    phases: Sequence[Phase], forms: Sequence[Phase], layout: Layout, model: nn.Module, micro_batches: int
+) -> list[Row]:
+    """The worst moment of each part of the job on a rank's device, and what of it waits in host memory."""
+    linears = tuple(name for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    layers = sequential_modules(model, None, linears)
+    largest = max(sum(tensor.nbytes for tensor in model.get_submodule(name).parameters()) for name in layers)
+
+    def worst(moments: Sequence[Phase], name: str) -> tuple[Phase, int] | None:
+        shares = [per_rank(phase, layout, largest, micro_batches) for phase in moments if phase.name == name]
+        return max(shares, key=lambda share: share[0].peak, default=None)
+
+    rows: list[Row] = []
+    for name in dict.fromkeys(phase.name for phase in phases):
+        found, form = worst(phases, name), worst(forms, name)
+        assert found is not None
+        parts = {title: getattr(found[0], part) for part, title in _PHASE_PARTS.items()}
+        rows.append(Row(name, "device", parts, None if form is None else form[0].peak))
+        if found[1]:
+            rows.append(Row(name, "host", {"offloaded": found[1]}))
+    return rows
+
+
+def _others(num_parameters: int, sizes: Decoder | None, job: object) -> Mapping[str, int]:
+    kind = "inference" if isinstance(job, InferenceJob) else "fine-tuning"
+    found = {f"rule of thumb, {name}": size for name, size in rules_of_thumb(num_parameters).items() if kind in name}
+    if isinstance(job, FineTuningJob) and sizes is not None:
+        found["LLMem's formula, without the base that it measures"] = llmem(sizes, job)
+    return found
+
+
+def _saved_by_packing(model: PreTrainedModel, num_bits: int) -> int:
+    """Bytes that linear weights, but the last one, have less of when they are packed, with a half-precision scale per
+    group."""
+    last = model.get_output_embeddings()
+    weights = [module.weight for module in model.modules() if isinstance(module, nn.Linear) and module is not last]
+    packed = sum(weight.numel() * num_bits // 8 + 2 * (weight.numel() // GROUP) for weight in weights)
+    return sum(weight.nbytes for weight in weights) - packed
+
+
+def _calibration(
+    model: PreTrainedModel, job: CalibrationJob, config: DictConfig, memory: MemoryConfig, from_disk: bool
+) -> Estimate:
+    device = torch.device(config.device)
+    target = find_target(model)
+    resolved = resolve(load_recipe(cast(Any, OmegaConf.to_container(config.recipe, resolve=True))), target.root)
+    batch = {"input_ids": torch.zeros(job.batch_size, job.max_length, dtype=torch.long)}
+    data = CalibrationSet((batch,) * -(-job.num_samples // job.batch_size), has_padding=False)
+    where = replace(placement(memory, device, None), cache_device=torch.device("cpu"))
+    collective = _Planned(job.ranks) if job.ranks > 1 else SingleProcess()
+    with calibrating(target.root):
+        run = prepare(
+            target,
+            resolved,
+            data if needs_data(resolved) else None,
+            where,
+            schedule=Schedule(job.schedule) if needs_data(resolved) else Schedule.DATAFREE,
+            sequential_targets=job.sequential_targets,
+            collective=collective,
+        )
+        batches = [flatten_batch(data.batches[number])[0] for number in run.share]
+        table = [*footprint(run, batches), *at_the_end(run, data, verifies=False)]
+    in_memory = sum(parameter.nbytes for parameter in model.parameters())
+    if not from_disk and device.type == "cpu":
+        table = [replace(row, weights=0) for row in table]  # they are where they are used
+    budgets = Budgets(
+        host=memory.num_bytes("host_budget"),
+        held=resident_bytes() + (0 if from_disk else in_memory),
+        device=memory.num_bytes("device_budget"),
+        activations=memory.num_bytes("activation_budget"),
+        depth=memory.prefetch_depth,
+        cache_on_device=memory.cache_on_device,
+        has_weights=not from_disk,
+    )
+    fitted = fit(table, device, budgets)
+    places: tuple[Place, ...] = ("host",) if device.type == "cpu" else ("device", "host")
+    rows = [
+        row
+        for place in places
+        for row in _worst(peaks(table, device, budgets, place, fitted.depth, fitted.activations), place)
+    ]
+    return Estimate(
+        model=type(model).__name__,
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        job=_described(job, model),
+        rows=tuple(rows),
+        reserved=None,
+        others={},
+        notes=(_FAKES, f"Weights are {'on disk' if from_disk else 'in host memory'} before the run.", *fitted.notes),
+    )
+
+
+def _worst(found: Sequence[Peak], place: Place) -> list[Row]:
+    """Of each kind of moment the worst."""
+    rows = []
+    for what in dict.fromkeys(peak.moment.what for peak in found):
+        peak = max((peak for peak in found if peak.moment.what == what), key=lambda peak: peak.num_bytes)
+        parts = {_MOMENT_PARTS[part]: size for part, size in peak.parts.items()}
+        modules = [name.rpartition(".")[2] for name in peak.moment.of.split(", ") if name]
+        rows.append(Row(what, place, parts, at=": ".join(filter(None, (peak.row.name, ", ".join(modules))))))
+    return rows
+
+
+def _described(job: Any, model: PreTrainedModel) -> str:
+    options = ", ".join(f"{field.name}={getattr(job, field.name)}" for field in fields(job))
+    return f"{type(job).__name__.removesuffix('Job').lower()} in {str(model.dtype).removeprefix('torch.')}, {options}"
+
+
+def _instantiated(config: DictConfig) -> Any:
+    """The job or layout that a node describes.
+
+    Raises:
+        CompressionError: an unknown key, or a value that makes no sense.
+    """
+    kind = get_class(config["_target_"])
+    given = {str(key): value for key, value in config.items() if key != "_target_"}
+    known = [field.name for field in fields(kind)]
+    unknown = [key for key in given if key not in known]
+    if unknown:
+        raise CompressionError(f"{kind.__name__} has no option {', '.join(unknown)}; known are {', '.join(known)}.")
+    return kind(**given)

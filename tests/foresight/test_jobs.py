@@ -1,0 +1,114 @@
+"""A job on fake tensors has the peaks that it has on real ones, to the byte, phase by phase."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lightning_compress.errors import CompressionError
+from lightning_compress.foresight.jobs import FineTuningJob, InferenceJob, Phase, finetune, infer, on_fakes
+from lightning_compress.memory.tracker import LiveMemory
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 97,
+    "max_position_embeddings": 128,
+}
+SMALL = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size": 97}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": SIZES,
+    "gpt2": SMALL,
+    "gpt_neox": SIZES,
+    "gemma2": {**SIZES, "head_dim": 8},
+    "opt": {**SIZES, "ffn_dim": 48, "word_embed_proj_dim": 32},
+    "qwen3": {**SIZES, "head_dim": 8},
+}
+JOBS: dict[str, FineTuningJob] = {
+    "foreach": FineTuningJob(3, 12),
+    "fused": FineTuningJob(3, 12, implementation="fused"),
+    "single": FineTuningJob(3, 12, implementation="single", gradient_checkpointing=True),
+    "accumulate": FineTuningJob(2, 12, accumulate=2, optimizer="sgd_momentum", implementation="single"),
+    "mixed": FineTuningJob(3, 12, precision="bf16-mixed", gradient_checkpointing=True),
+}
+
+
+def build(family: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    config = AutoConfig.for_model(family, **FAMILIES[family])
+    model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model
+
+
+def both(model: Callable[[], nn.Module], run: Callable[[nn.Module, LiveMemory], list[Phase]]) -> list[list[Phase]]:
+    real = run(model(), LiveMemory())
+    fake = model()
+    with on_fakes(fake):
+        return [run(fake, LiveMemory()), real]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_inference(family: str) -> None:
+    job = InferenceJob(batch_size=3, context=12, new_tokens=4)
+    fake, real = both(lambda: build(family), lambda model, memory: infer(model, job, memory))
+    assert fake == real
+    prefill, decode = fake
+    assert 0 < prefill.cache < decode.cache
+    assert all(phase.working > 0 for phase in fake)
+    weights = build(family)
+    assert prefill.weights == sum(t.nbytes for t in (*weights.parameters(), *weights.buffers()))
+
+
+@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fine_tuning(family: str, job: str) -> None:
+    fake, real = both(lambda: build(family), lambda model, memory: finetune(model, JOBS[job], memory))
+    assert fake == real
+    assert list(dict.fromkeys(phase.name for phase in fake)) == ["forward", "backward", "step"]
+    parameters = sum(parameter.nbytes for parameter in build(family).parameters())
+    gradients = [phase.gradients for phase in fake if phase.name == "backward"]
+    assert max(gradients) == parameters
+    if JOBS[job].accumulate == 1:  # else all are there before the last backward
+        assert 0 < min(gradients) < parameters / 2, "at the backward's begin"
+
+
+def test_what_the_optimizers_take() -> None:
+    """AdamW has two states per parameter, and a copy of all while it steps in the `foreach` way."""
+
+    def step(name: str) -> Phase:
+        model = build("llama", torch.bfloat16)
+        with on_fakes(model):
+            return finetune(model, JOBS[name], LiveMemory())[-1]
+
+    parameters = sum(parameter.nbytes for parameter in build("llama", torch.bfloat16).parameters())
+    foreach, fused, momentum = step("foreach"), step("fused"), step("accumulate")
+    assert foreach.gradients == fused.gradients == parameters
+    assert foreach.optimizer == pytest.approx(2 * parameters, rel=0.01), "and counters of steps"
+    assert momentum.optimizer == parameters
+    assert foreach.stepping == pytest.approx(parameters, rel=0.01)
+    assert fused.stepping < 0.01 * parameters
+
+
+def test_the_model_is_as_before() -> None:
+    model = build("llama").eval()
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    with on_fakes(model):
+        finetune(model, JOBS["single"], LiveMemory())
+    assert not model.training
+    assert not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_without_a_cache() -> None:
+    class Bag(nn.Module):
+        def forward(self, input_ids: torch.Tensor, use_cache: bool) -> torch.Tensor:
+            return input_ids
+
+    with pytest.raises(CompressionError, match="Bag gives no past_key_values"):
+        infer(Bag(), InferenceJob(context=2), LiveMemory())

@@ -1,0 +1,48 @@
+"""What ranks hold, against the formulas of the papers."""
+
+import pytest
+
+from lightning_compress.errors import CompressionError
+from lightning_compress.foresight.jobs import Phase
+from lightning_compress.foresight.layouts import Layout, per_rank
+
+GB = 10**9
+STEP = Phase("step", 15 * GB, 15 * GB, 90 * GB, working=8 * GB, stepping=12 * GB)
+"""Of a model of 7.5 billion parameters: half-precision weights and gradients, Adam's states with a full-precision copy,
+as in ZeRO's figure 1."""
+
+
+@pytest.mark.parametrize(
+    ("zero", "figure"),
+    [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)],
+)
+def test_zero(zero: int, figure: float) -> None:
+    """Figure 1 of arXiv 1910.02054, with 64 replicas."""
+    share, on_host = per_rank(STEP, Layout(data=64, zero=zero), largest_layer=0)
+    assert (share.weights + share.gradients + share.optimizer) / GB == pytest.approx(figure, abs=0.05)
+    assert share.working == STEP.working
+    assert share.stepping == (12 * GB if zero == 0 else 12 * GB // 64)
+    assert on_host == 0
+
+
+def test_zero_3_gathers_layers() -> None:
+    share, _ = per_rank(STEP, Layout(data=64, zero=3), largest_layer=GB)
+    assert share.weights == 15 * GB // 64 + 2 * GB
+
+
+def test_offload() -> None:
+    share, on_host = per_rank(STEP, Layout(data=4, zero=2, offload=True), largest_layer=0)
+    assert (share.gradients, share.optimizer, share.stepping) == (0, 0, 0)
+    assert on_host == (15 + 90 + 12) * GB // 4
+
+
+def test_tensor_and_pipeline() -> None:
+    """A pipeline's first stage holds what all its micro-batches on the way keep."""
+    share, _ = per_rank(STEP, Layout(tensor=2, pipeline=4), largest_layer=0, micro_batches=2)
+    assert (share.weights, share.optimizer, share.working) == (15 * GB // 8, 90 * GB // 8, 8 * GB // 8 * 2)
+
+
+@pytest.mark.parametrize("wrong", [{"data": 0}, {"zero": 4}, {"tensor": -1}])
+def test_what_makes_no_sense(wrong: dict[str, int]) -> None:
+    with pytest.raises(CompressionError, match="numbers of ranks are at least 1, and ZeRO's stages are 0 to 3"):
+        Layout(**wrong)

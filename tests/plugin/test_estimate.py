@@ -1,0 +1,117 @@
+"""`lightning-compress estimate`: three jobs from a config.json alone, and wrong input."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+
+from lightning_compress.plugin import cli
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 1000,
+    "dtype": "bfloat16",
+    "architectures": ["LlamaForCausalLM"],
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Of a model of which there is a configuration only."""
+    LlamaConfig(**SIZES).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def estimate(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs the command; what it wrote, and what it said."""
+
+    def run(*options: str) -> tuple[dict[str, Any], str]:
+        file = tmp_path / "estimate.json"
+        given = ["lightning-compress", "estimate", f"model.path={folder}", f"json={file}", *options]
+        monkeypatch.setattr("sys.argv", given)
+        monkeypatch.setenv("COLUMNS", "200")
+        cli.main()
+        found: dict[str, Any] = json.loads(file.read_text())
+        return found, capsys.readouterr().out
+
+    return run
+
+
+def totals(found: dict[str, Any]) -> dict[tuple[str, str], int]:
+    return {(row["name"], row["place"]): row["total"] for row in found["rows"]}
+
+
+def test_inference(estimate: Any) -> None:
+    found, said = estimate("job=inference", "job.context=256")
+    assert {row["name"]: row["place"] for row in found["rows"]} == {"prefill": "device", "decode": "device"}
+    weights = found["rows"][0]["parts"]["weights"]
+    assert weights == pytest.approx(2 * found["num_parameters"], rel=0.001), "and the rotary frequencies"
+    assert "prefill" in said
+    assert "CUDA allocator reserves" in said
+    assert "rule of thumb, inference, 2 bytes per parameter" in said
+    packed, said = estimate("job=inference", "job.context=256", "job.weight_bits=4")
+    assert packed["rows"][0]["parts"]["weights"] < 0.5 * weights
+    assert "Linear layers but the last have 4 bits" in said
+
+
+def test_fine_tuning_on_ranks(estimate: Any) -> None:
+    alone, said = estimate("job=finetuning", "job.length=128")
+    assert "LLMem's formula" in said
+    shared, said = estimate("job=finetuning", "job.length=128", "layout.data=4", "layout.zero=2")
+    assert totals(shared)["step", "device"] < 0.6 * totals(alone)["step", "device"]
+    offloaded, _ = estimate("job=finetuning", "job.length=128", "layout.data=4", "layout.zero=2", "layout.offload=true")
+    assert totals(offloaded)["step", "host"] > 0
+    assert totals(offloaded)["step", "device"] < totals(shared)["step", "device"]
+
+
+def test_calibration(estimate: Any) -> None:
+    sizes = ("job.num_samples=16", "job.max_length=64", "job.batch_size=4")
+    found, said = estimate(*sizes)
+    assert {("batch", "device"), ("solve", "device"), ("write", "host")} <= totals(found).keys()
+    assert "most of the device's memory" in said
+    ranks, _ = estimate(*sizes, "job.ranks=4")
+
+    def waiting(of: dict[str, Any]) -> int:
+        return max(row["parts"].get("waiting activations", 0) for row in of["rows"])
+
+    assert waiting(ranks) < waiting(found) / 2, "each rank has one batch of the four"
+    on_cpu, said = estimate(*sizes, "device=cpu", "model.load=disk", "memory.activation_budget=0")
+    assert {row["place"] for row in on_cpu["rows"]} == {"host"}
+    assert "Weights are on disk before the run." in said
+    without, _ = estimate("recipe=w4a16_rtn")
+    assert not any(row["parts"].get("statistics") for row in without["rows"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["job=finetuning", "job.optimizer=adam"], "job.optimizer=adam is none of sgd, sgd_momentum, adamw"),
+        (["job=finetuning", "+job.optimiser=sgd"], "FineTuningJob has no option optimiser; known are batch_size"),
+        (["job.batch_size=0"], "job.batch_size=0 is no number of at least 1"),
+        (["job.schedule=stage"], "job.schedule=stage is none of staged, recompute, block, basic, datafree"),
+        (["device=tpu"], "device=tpu is not known; plan for cpu or cuda"),
+        (["memory.device_budget=24 apples"], "'24 apples' is no size"),
+        (["memory.device_budget=1KiB"], "memory.device_budget=0.00 GiB cannot hold this run, the smallest that can is"),
+        (["layout.data=2"], "layout is for inference and fine-tuning; a calibration has job.ranks"),
+        (["job=inference", "layout.zero=5"], "ZeRO's stages are 0 to 3"),
+        (["model.path=/nowhere"], "model.path=/nowhere: there is no such folder or file"),
+        (["model.auto_class=AutoLlama"], "transformers has no class 'AutoLlama'"),
+    ],
+)
+def test_wrong_input(estimate: Any, options: list[str], message: str) -> None:
+    with pytest.raises(SystemExit, match=re.escape(message)):
+        estimate(*options)
+
+
+def test_a_config_without_an_architecture(estimate: Any, folder: Path) -> None:
+    (folder / "config.json").write_text('{"hidden_size": 4}')
+    with pytest.raises(SystemExit, match=r"model.path=.* cannot be read: .*model_type"):
+        estimate()
