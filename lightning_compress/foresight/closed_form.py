@@ -39,10 +39,14 @@ class Decoder:
 
 
 def decoder(config: Any, num_parameters: int, itemsize: int) -> Decoder | None:
-    """From a transformers config; None if it is of no such decoder."""
+    """From a transformers config; None if it is of no such decoder, or caps scores, for which it has to keep them."""
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size", "num_attention_heads")
     sizes = [size for name in names if isinstance(size := getattr(config, name, None), int)]
-    if len(sizes) < len(names) or not hasattr(config, "rms_norm_eps"):
+    if (
+        len(sizes) < len(names)
+        or not hasattr(config, "rms_norm_eps")
+        or getattr(config, "attn_logit_softcapping", None)
+    ):
         return None
     hidden, intermediate, layers, vocabulary, heads = sizes
     head_dim = getattr(config, "head_dim", None) or hidden // heads
@@ -59,7 +63,7 @@ def inference_phases(sizes: Decoder, job: InferenceJob) -> list[Phase]:
     feed_forward = (4 * sizes.hidden + 3 * sizes.intermediate) * size
     norm = sizes.hidden * size + 3 * sizes.hidden * 4  # in float32
     attention = (6 * sizes.hidden + 2 * sizes.keys) * size
-    length = job.context + job.new_tokens
+    length = job.context + max(job.new_tokens - 1, 1)  # the last one is not read again
     return [
         Phase("prefill", weights, cache=tokens * row, working=tokens * max(feed_forward, norm, attention)),
         Phase(
@@ -86,10 +90,11 @@ def finetuning_phases(sizes: Decoder, job: FineTuningJob) -> list[Phase]:
     states = {"adamw": 2, "sgd_momentum": 1, "sgd": 0}[job.optimizer] * weights
     largest = sizes.vocabulary * sizes.hidden * size
     copies = {"foreach": weights, "single": 2 * largest, "fused": 0}[job.implementation] if states > weights else 0
+    earlier = weights if job.accumulate > 1 else 0  # gradients
     again = layer if job.gradient_checkpointing else 0
     return [
-        Phase("forward", weights, optimizer=states, working=kept + before),
-        Phase("backward", weights, optimizer=states, working=kept + after),
+        Phase("forward", weights, earlier, states, working=kept + before),
+        Phase("backward", weights, earlier, states, working=kept + after),
         Phase("backward", weights, gradients=weights, optimizer=states, working=again),
         Phase("step", weights, gradients=weights, optimizer=states, stepping=copies),
     ]

@@ -70,7 +70,7 @@ class InferenceJob:
     Attributes:
         batch_size: prompts at a time.
         context: tokens of each prompt.
-        new_tokens: tokens that are generated for each.
+        new_tokens: tokens that are generated for each; the last one is not read again.
         weight_bits: of linear layers that are packed; None: as the model has them.
     """
 
@@ -170,29 +170,25 @@ def infer(model: nn.Module, job: InferenceJob, memory: LiveMemory) -> list[Phase
         CompressionError: the model takes no token ids, or gives no cache.
     """
     model.eval()
+    device = next(model.parameters()).device
     keep: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in signature(model.forward).parameters else {}
     with torch.no_grad(), memory:
         weights = _follow(model, memory)
 
-        def prompt(length: int) -> Any:
-            ids = torch.zeros(job.batch_size, length, dtype=torch.long)
-            output = model(input_ids=ids, use_cache=True, **keep)
-            cache = getattr(output, "past_key_values", None)
-            if cache is None:
-                raise CompressionError(f"{type(model).__name__} gives no past_key_values: inference is not foreseen.")
-            return cache
+        def cached(length: int, cache: Any = None) -> Any:
+            ids = torch.zeros(job.batch_size, length, dtype=torch.long, device=device)
+            return getattr(model(input_ids=ids, past_key_values=cache, use_cache=True, **keep), "past_key_values", None)
 
         memory.reset_peak()
-        cache = prompt(job.context)
+        cache = cached(job.context)
+        if cache is None:
+            raise CompressionError(f"{type(model).__name__} gives no past_key_values: inference is not foreseen.")
         phases = [_phase("prefill", memory, weights, cache=_num_bytes(_cached(cache)))]
-        del cache
-        cache = prompt(job.context + job.new_tokens - 1)
+        if job.new_tokens > 2:
+            cache = cached(job.new_tokens - 2, cache)  # as if they had come one by one
         memory.reset_peak()
-        output = model(
-            input_ids=torch.zeros(job.batch_size, 1, dtype=torch.long), past_key_values=cache, use_cache=True, **keep
-        )
+        cache = cached(1, cache)
         phases.append(_phase("decode", memory, weights, cache=_num_bytes(_cached(cache))))
-        del output
     return phases
 
 
@@ -208,6 +204,7 @@ def finetune(model: nn.Module, job: FineTuningJob, memory: LiveMemory) -> list[P
         memory: follows it.
     """
     model.train()
+    device = next(model.parameters()).device
     if job.gradient_checkpointing:
         # the name of transformers 5.23, and that of the versions before
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
@@ -232,8 +229,8 @@ def finetune(model: nn.Module, job: FineTuningJob, memory: LiveMemory) -> list[P
         memory.reset_peak()
         for _ in range(2):
             for _ in range(job.accumulate):
-                ids = torch.zeros(job.batch_size, job.length, dtype=torch.long)
-                with torch.autocast("cpu", torch.bfloat16, enabled=job.precision == "bf16-mixed"):
+                ids = torch.zeros(job.batch_size, job.length, dtype=torch.long, device=device)
+                with torch.autocast(device.type, torch.bfloat16, enabled=job.precision == "bf16-mixed"):
                     loss = model(input_ids=ids, labels=ids, use_cache=False).loss
                 measured("forward")
                 loss.backward()

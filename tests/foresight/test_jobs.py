@@ -1,6 +1,7 @@
 """A job on fake tensors has the peaks that it has on real ones, to the byte, phase by phase."""
 
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -105,10 +106,32 @@ def test_the_model_is_as_before() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("job", [InferenceJob(4, 256, 8), FineTuningJob(4, 128)])
+def test_an_independent_witness(job: InferenceJob | FineTuningJob) -> None:
+    """The allocations and frees that torch's profiler records, in a size at which temporaries inside operators no
+    longer matter."""
+    sizes = {**SIZES, "hidden_size": 256, "intermediate_size": 512, "vocab_size": 2000, "max_position_embeddings": 512}
+    model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes))
+
+    def run() -> list[Phase]:
+        memory = LiveMemory()
+        return infer(model, job, memory) if isinstance(job, InferenceJob) else finetune(model, job, memory)
+
+    with on_fakes(model):
+        foreseen = max(phase.peak for phase in run())
+    held = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    events = profiler.profiler.kineto_results.events()
+    changes = [size for _, size in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")]
+    assert len(changes) > 100
+    assert foreseen == pytest.approx(held + max(accumulate(changes)), rel=0.02)
+
+
 def test_without_a_cache() -> None:
-    class Bag(nn.Module):
-        def forward(self, input_ids: torch.Tensor, use_cache: bool) -> torch.Tensor:
+    class Bag(nn.Linear):
+        def forward(self, input_ids: torch.Tensor, past_key_values: object, use_cache: bool) -> torch.Tensor:  # type: ignore[override]
             return input_ids
 
     with pytest.raises(CompressionError, match="Bag gives no past_key_values"):
-        infer(Bag(), InferenceJob(context=2), LiveMemory())
+        infer(Bag(1, 1), InferenceJob(context=2), LiveMemory())

@@ -1,0 +1,161 @@
+"""What `lightning-compress estimate` says against what real runs take, on this machine's device.
+
+    python benchmarks/estimate_accuracy.py [--only NAME ...] [--scale 1]
+
+Models with random weights run two steps of training, or a prompt and its last token. Truth on CUDA is
+`torch.cuda.max_memory_allocated` (and `reserved`); on a CPU the peak of the allocations and frees that torch.profiler
+records, on top of the weights, which is no part of this package. Every case is a fresh process. Signed errors in
+percent: of the run on fake tensors, of the closed form, of LLMem's formula, of 4 times the weights (`accelerate
+estimate-memory`'s rule for Adam) or the weights (its rule for inference), of 8 bytes per parameter for fine-tuning and
+2 for inference, and, on CUDA, of what the allocator was said to reserve.
+"""
+
+import argparse
+import json
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lightning_compress.foresight.allocator import replay
+from lightning_compress.foresight.closed_form import decoder, finetuning_phases, inference_phases, llmem
+from lightning_compress.foresight.jobs import FineTuningJob, InferenceJob, Phase, finetune, infer, on_fakes
+from lightning_compress.memory.source import parameters_on_meta
+from lightning_compress.memory.tracker import LiveMemory
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 8192,
+    "max_position_embeddings": 2048,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": SIZES,
+    "qwen3": SIZES,
+    "gemma2": SIZES,
+    "gpt_neox": SIZES,
+    "gpt2": {"n_embd": 512, "n_layer": 6, "n_head": 8, "n_positions": 2048, "vocab_size": 8192},
+    "opt": {**SIZES, "ffn_dim": 2048, "word_embed_proj_dim": 512},
+}
+Job = InferenceJob | FineTuningJob
+CASES: dict[str, tuple[str, torch.dtype, Job]] = {
+    "llama bf16, generate": ("llama", torch.bfloat16, InferenceJob(4, 1024, 64)),
+    "llama fp32, generate": ("llama", torch.float32, InferenceJob(4, 1024, 64)),
+    "gpt2 fp32, generate": ("gpt2", torch.float32, InferenceJob(4, 1024, 64)),
+    "llama fp32, foreach": ("llama", torch.float32, FineTuningJob(4, 512)),
+    "llama bf16, foreach": ("llama", torch.bfloat16, FineTuningJob(4, 512)),
+    "llama fp32, single": ("llama", torch.float32, FineTuningJob(4, 512, implementation="single")),
+    "llama fp32, fused, checkpointing": (
+        "llama",
+        torch.float32,
+        FineTuningJob(4, 512, implementation="fused", gradient_checkpointing=True),
+    ),
+    "llama fp32, autocast": ("llama", torch.float32, FineTuningJob(4, 512, precision="bf16-mixed")),
+    "llama fp32, sgd, accumulate 2": (
+        "llama",
+        torch.float32,
+        FineTuningJob(2, 512, accumulate=2, optimizer="sgd", implementation="single"),
+    ),
+    "qwen3 fp32, foreach": ("qwen3", torch.float32, FineTuningJob(4, 512)),
+    "gemma2 fp32, foreach": ("gemma2", torch.float32, FineTuningJob(4, 512)),
+    "gpt_neox fp32, foreach": ("gpt_neox", torch.float32, FineTuningJob(4, 512)),
+    "gpt2 fp32, fused": ("gpt2", torch.float32, FineTuningJob(4, 512, implementation="fused")),
+    "opt fp32, foreach": ("opt", torch.float32, FineTuningJob(4, 512)),
+}
+
+
+def build(family: str, dtype: torch.dtype, scale: int) -> nn.Module:
+    """A model whose widths are `scale` times those of the table."""
+    wide = {"hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "n_embd", "n_head"}
+    wide |= {"ffn_dim", "word_embed_proj_dim"}
+    sizes = {name: size * scale if name in wide else size for name, size in FAMILIES[family].items()}
+    model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes), dtype=dtype)
+    return model
+
+
+def run(model: nn.Module, job: Job, memory: LiveMemory) -> list[Phase]:
+    """The job on the model's own tensors."""
+    return infer(model, job, memory) if isinstance(job, InferenceJob) else finetune(model, job, memory)
+
+
+def truth(model: nn.Module, job: Job) -> tuple[int, int | None]:
+    """Bytes that the job took, and those that the CUDA allocator reserved for it."""
+    if next(model.parameters()).is_cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        run(model, job, LiveMemory())
+        return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    held = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run(model, job, LiveMemory())
+    results = profiler.profiler.kineto_results
+    events = sorted((event.start_ns(), event.nbytes()) for event in results.events() if event.name() == "[memory]")
+    live = peak = 0
+    for _, size in events:
+        live += size
+        peak = max(peak, live)
+    return held + peak, None
+
+
+def case(name: str, scale: int) -> dict[str, Any]:
+    """One row, in bytes."""
+    family, dtype, job = CASES[name]
+    torch.manual_seed(0)
+    with parameters_on_meta():
+        empty = build(family, dtype, scale)
+    memory = LiveMemory()
+    with on_fakes(empty):
+        foreseen = max(phase.peak for phase in run(empty, job, memory))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    taken, reserved = truth(build(family, dtype, scale).to(device), job)
+    num_parameters = sum(parameter.numel() for parameter in empty.parameters())
+    sizes = decoder(empty.config, num_parameters, dtype.itemsize)
+    is_inference = isinstance(job, InferenceJob)
+    forms = None
+    if sizes is not None:
+        forms = inference_phases(sizes, job) if isinstance(job, InferenceJob) else finetuning_phases(sizes, job)
+    weights = num_parameters * dtype.itemsize
+    return {
+        "case": name,
+        "taken": taken,
+        "fakes": foreseen,
+        "closed form": None if forms is None else max(form.peak for form in forms),
+        "LLMem": None if sizes is None or isinstance(job, InferenceJob) else llmem(sizes, job),
+        "accelerate": weights if is_inference else 4 * weights,
+        "2X, 8X": num_parameters * (2 if is_inference else 8),
+        "reserved": reserved,
+        "reserved foreseen": replay(memory.events).reserved,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--scale", type=int, default=1, help="of the widths; 4 on a large GPU")
+    parser.add_argument("--json", type=Path, default=Path("outputs/estimate_accuracy.json"))
+    arguments = parser.parse_args()
+    print(torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu")
+    columns = ("fakes", "closed form", "LLMem", "accelerate", "2X, 8X")
+    print(f"{'case':34} {'taken MiB':>10}", *(f"{column:>12}" for column in columns), f"{'reserved':>12}")
+    rows = []
+    for name in arguments.only:
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            row = pool.apply(case, (name, arguments.scale))
+        rows.append(row)
+        errors = ["-" if row[each] is None else f"{100 * (row[each] / row['taken'] - 1):+.1f} %" for each in columns]
+        held = row["reserved"]
+        errors.append("-" if held is None else f"{100 * (row['reserved foreseen'] / held - 1):+.1f} %")
+        print(f"{name:34} {row['taken'] / 2**20:10.1f}", *(f"{error:>12}" for error in errors), flush=True)
+    arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    arguments.json.write_text(json.dumps(rows, indent=2))
+
+
+if __name__ == "__main__":
+    main()
