@@ -53,7 +53,8 @@ def save_boundary(folder: Path, index: int, flow: Flow, share: Sequence[int], co
     except CommunicationError:
         raise
     except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
-        shutil.rmtree(partial, ignore_errors=True)
+        for number in share:  # the others may still write theirs; the folder is removed by the next one
+            (partial / _file_name(number)).unlink(missing_ok=True)
         raise OutputDirectoryError(
             f"The activations behind {flow.subgraphs[index].name} could not be kept in {folder}, where "
             f"{shutil.disk_usage(folder.parent).free / 1e6:.1f} MB are free: {error}. Make room, or do without "

@@ -14,6 +14,15 @@ LOSS = {2: (10, 12), 4: (8, 12)}
 """Bytes per token and word of the vocabulary of the causal language model's loss, by the bytes of a logit: forward
 (logits, in float32 too if they are not, and their log-softmax), and backward."""
 
+_DO_NOT_FIT = (
+    "attn_logit_softcapping",
+    "sliding_window",
+    "kv_lora_rank",
+    "num_local_experts",
+    "num_experts",
+    "n_routed_experts",
+)
+
 
 @final
 @dataclass(frozen=True)
@@ -22,7 +31,7 @@ class Decoder:
 
     Attributes:
         hidden, intermediate, layers, vocabulary: numbers of channels, layers and words.
-        keys: channels of all key heads together.
+        queries, keys: channels of all their heads together.
         heads: of the queries.
         num_parameters: of the whole model.
         itemsize: bytes of a parameter and of an activation.
@@ -32,6 +41,7 @@ class Decoder:
     intermediate: int
     layers: int
     vocabulary: int
+    queries: int
     keys: int
     heads: int
     num_parameters: int
@@ -39,19 +49,21 @@ class Decoder:
 
 
 def decoder(config: Any, num_parameters: int, itemsize: int) -> Decoder | None:
-    """From a transformers config; None if it is of no such decoder, or caps scores, for which it has to keep them."""
+    """From a transformers config; None if the formulas do not fit: no such decoder; experts; attention that caps its
+    scores, compresses keys and values, or sees a window only; numbers of other than 2 or 4 bytes."""
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size", "num_attention_heads")
     sizes = [size for name in names if isinstance(size := getattr(config, name, None), int)]
     if (
         len(sizes) < len(names)
         or not hasattr(config, "rms_norm_eps")
-        or getattr(config, "attn_logit_softcapping", None)
+        or itemsize not in LOSS
+        or any(getattr(config, name, None) for name in _DO_NOT_FIT)
     ):
         return None
     hidden, intermediate, layers, vocabulary, heads = sizes
     head_dim = getattr(config, "head_dim", None) or hidden // heads
     keys = head_dim * (getattr(config, "num_key_value_heads", None) or heads)
-    return Decoder(hidden, intermediate, layers, vocabulary, keys, heads, num_parameters, itemsize)
+    return Decoder(hidden, intermediate, layers, vocabulary, heads * head_dim, keys, heads, num_parameters, itemsize)
 
 
 def inference_phases(sizes: Decoder, job: InferenceJob) -> list[Phase]:
@@ -62,7 +74,7 @@ def inference_phases(sizes: Decoder, job: InferenceJob) -> list[Phase]:
     # the embeddings, the layer's input, the residual and its norm; gate's activation, up, and their product
     feed_forward = (4 * sizes.hidden + 3 * sizes.intermediate) * size
     norm = sizes.hidden * size + 3 * sizes.hidden * 4  # in float32
-    attention = (6 * sizes.hidden + 2 * sizes.keys) * size
+    attention = (4 * sizes.hidden + 2 * sizes.queries + 2 * sizes.keys) * size
     length = job.context + max(job.new_tokens - 1, 1)  # the last one is not read again
     return [
         Phase("prefill", weights, cache=tokens * row, working=tokens * max(feed_forward, norm, attention)),
@@ -108,7 +120,7 @@ def _kept_per_token(sizes: Decoder, computed: int) -> int:
     and their product.
     """
     norms = 2 * ((4 + sizes.itemsize + computed) * sizes.hidden + 4)
-    attention = (2 * sizes.hidden + 2 * sizes.keys) * computed + 4 * sizes.heads
+    attention = (2 * sizes.queries + 2 * sizes.keys) * computed + 4 * sizes.heads
     return norms + attention + 4 * sizes.intermediate * computed
 
 

@@ -28,6 +28,8 @@ from lightning_compress.graph.compat import (
 from lightning_compress.graph.stages import Schedule
 from lightning_compress.memory.tracker import LiveMemory
 
+_TOGETHER = 128
+"""So many of the tokens between the first and the last one that are generated run at a time."""
 Optimizer = Literal["sgd", "sgd_momentum", "adamw"]
 Implementation = Literal["single", "foreach", "fused"]
 Precision = Literal["true", "bf16-mixed"]
@@ -71,7 +73,7 @@ class InferenceJob:
         batch_size: prompts at a time.
         context: tokens of each prompt.
         new_tokens: tokens that are generated for each; the last one is not read again.
-        weight_bits: of linear layers that are packed; None: as the model has them.
+        weight_bits: of linear layers that are packed, 1 to 8; None: as the model has them.
     """
 
     batch_size: int = 1
@@ -80,7 +82,9 @@ class InferenceJob:
     weight_bits: int | None = None
 
     def __post_init__(self) -> None:
-        _check_positive(self, "batch_size", "context", "new_tokens", *(["weight_bits"] if self.weight_bits else []))
+        _check_positive(self, "batch_size", "context", "new_tokens")
+        if self.weight_bits is not None and self.weight_bits not in range(1, 9):
+            raise CompressionError(f"job.weight_bits={self.weight_bits} is neither null nor 1 to 8.")
 
 
 @final
@@ -125,6 +129,7 @@ class CalibrationJob:
         schedule: as of `compress`.
         sequential_targets: likewise.
         ranks: processes that share the batches.
+        verify: a checkpoint whose model is in memory is loaded a second time at the end.
     """
 
     num_samples: int = 512
@@ -133,6 +138,7 @@ class CalibrationJob:
     schedule: str = "staged"
     sequential_targets: Sequence[str] | None = None
     ranks: int = 1
+    verify: bool = True
 
     def __post_init__(self) -> None:
         _check_positive(self, "num_samples", "max_length", "batch_size", "ranks")
@@ -184,8 +190,10 @@ def infer(model: nn.Module, job: InferenceJob, memory: LiveMemory) -> list[Phase
         if cache is None:
             raise CompressionError(f"{type(model).__name__} gives no past_key_values: inference is not foreseen.")
         phases = [_phase("prefill", memory, weights, cache=_num_bytes(_cached(cache)))]
+        for done in range(0, job.new_tokens - 3, min(job.context, _TOGETHER)):  # some at a time, and one alone
+            cache = cached(min(job.context, _TOGETHER, job.new_tokens - 3 - done), cache)
         if job.new_tokens > 2:
-            cache = cached(job.new_tokens - 2, cache)  # as if they had come one by one
+            cache = cached(1, cache)
         memory.reset_peak()
         cache = cached(1, cache)
         phases.append(_phase("decode", memory, weights, cache=_num_bytes(_cached(cache))))
@@ -210,14 +218,17 @@ def finetune(model: nn.Module, job: FineTuningJob, memory: LiveMemory) -> list[P
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable()  # type: ignore[operator]
     found: list[Phase] = []
+    states = 0
     with memory:
         weights = _follow(model, memory)
         parameters = list(model.requires_grad_().parameters())
         optimizer = _optimizer(parameters, job)
 
         def measured(name: str) -> None:
+            nonlocal states
             gradients = _num_bytes(parameter.grad for parameter in parameters)
-            states = _num_bytes(pytree.tree_leaves([dict(state) for state in optimizer.state.values()]))
+            if name == "step":
+                states = _num_bytes(pytree.tree_leaves([dict(state) for state in optimizer.state.values()]))
             phase = Phase(name, weights, gradients, states)
             rest = memory.peak_bytes - phase.peak
             found.append(replace(phase, stepping=rest) if name == "step" else replace(phase, working=rest))
@@ -228,7 +239,7 @@ def finetune(model: nn.Module, job: FineTuningJob, memory: LiveMemory) -> list[P
         ]
         memory.reset_peak()
         for _ in range(2):
-            for _ in range(job.accumulate):
+            for _ in range(min(job.accumulate, 2)):  # the later ones are like the second
                 ids = torch.zeros(job.batch_size, job.length, dtype=torch.long, device=device)
                 with torch.autocast(device.type, torch.bfloat16, enabled=job.precision == "bf16-mixed"):
                     loss = model(input_ids=ids, labels=ids, use_cache=False).loss

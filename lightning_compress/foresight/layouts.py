@@ -1,8 +1,9 @@
 """What one rank of many holds of a job: data parallelism, ZeRO, tensor and pipeline parallelism, in closed form.
 
 After ZeRO (arXiv 1910.02054) and Megatron (arXiv 2104.04473, 2205.05198). Assumed: everything divides evenly, tensor
-parallelism splits activations too (sequence parallelism), and a pipeline's first stage keeps the activations of as many
-micro-batches as there are stages (1F1B).
+parallelism splits activations too (sequence parallelism). A pipeline's stages have fewer layers, but more micro-batches
+on the way (1F1B), and the last one the loss: so activations are not divided by their number, which is the most that it
+can be.
 """
 
 from dataclasses import dataclass
@@ -35,24 +36,26 @@ class Layout:
     pipeline: int = 1
 
     def __post_init__(self) -> None:
-        if min(self.data, self.tensor, self.pipeline) < 1 or self.zero not in range(4):
+        ranks = (self.data, self.tensor, self.pipeline)
+        if not all(isinstance(number, int) and number > 0 for number in ranks) or self.zero not in range(4):
             raise CompressionError(f"{self}: numbers of ranks are at least 1, and ZeRO's stages are 0 to 3.")
+        if self.offload and self.zero == 0:
+            raise CompressionError("layout.offload is of what ZeRO divides: give layout.zero=1, 2 or 3.")
 
 
-def per_rank(phase: Phase, layout: Layout, largest_layer: int, micro_batches: int = 1) -> tuple[Phase, int]:
+def per_rank(phase: Phase, layout: Layout, largest_layer: int) -> tuple[Phase, int]:
     """What one rank has on its device in a phase, and the bytes that it has in host memory for it.
 
     Args:
         phase: of the job on one rank, with one replica's batch.
         layout: of the ranks.
-        largest_layer: bytes of the weights of the largest layer.
-        micro_batches: of a step, which a pipeline has on the way together.
+        largest_layer: bytes of the weights of the largest layer or embedding.
     """
     parts, divided = layout.tensor * layout.pipeline, layout.data if layout.zero >= 1 else 1
     sharing_gradients = layout.data if layout.zero >= 2 else 1
     weights = phase.weights // parts
     if layout.zero >= 3:
-        weights = weights // layout.data + GATHERED * largest_layer // layout.tensor
+        weights = min(weights, weights // layout.data + GATHERED * largest_layer // layout.tensor)
     gradients = phase.gradients // parts // sharing_gradients
     optimizer, stepping = (size // parts // divided for size in (phase.optimizer, phase.stepping))
     on_host = 0
@@ -66,7 +69,7 @@ def per_rank(phase: Phase, layout: Layout, largest_layer: int, micro_batches: in
         gradients,
         optimizer,
         cache=phase.cache // parts,
-        working=phase.working // parts * min(layout.pipeline, micro_batches),
+        working=phase.working // layout.tensor,
         stepping=stepping,
     )
     return share, on_host

@@ -98,7 +98,10 @@ def estimate(config: DictConfig) -> None:
     for line in estimate_lines(found):
         console.print(line, highlight=False, soft_wrap=True)
     if config.json is not None:
-        save_estimate(found, Path(config.json))
+        try:
+            save_estimate(found, Path(config.json))
+        except OSError as error:
+            sys.exit(f"lightning-compress: json={config.json} cannot be written: {error}")
         print(f"as JSON: {config.json}")
 
 
@@ -111,7 +114,9 @@ def run_estimate(config: DictConfig) -> Estimate:
     if config.device not in ("cpu", "cuda"):
         raise CompressionError(f"device={config.device} is not known; plan for cpu or cuda.")
     model = load_config_only(config.model)
-    return foresee(model, config, _memory(config.memory), reads_from_disk(config.model))
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    from_disk = reads_from_disk(config.model) or (config.model.load == "auto" and size > available_bytes() // 2)
+    return foresee(model, config, _memory(config.memory), from_disk)
 
 
 def run_compress(config: DictConfig, output_dir: Path) -> Report:
@@ -271,8 +276,8 @@ def load_config_only(config: DictConfig) -> PreTrainedModel:
     extra = {} if config.attn_implementation is None else {"attn_implementation": config.attn_implementation}
     try:
         model = _on_meta(auto_class, config.path, config.dtype, config.trust_remote_code, **extra)
-    except (OSError, ValueError) as error:
-        raise CompressionError(f"model.path={config.path} cannot be read: {error}") from error
+    except (OSError, ValueError, AttributeError, ImportError) as error:
+        raise CompressionError(f"model.path={config.path} cannot be built: {error}") from error
     model.eval()
     return model
 

@@ -91,15 +91,19 @@ class HeldSignals:
             signal.signal(signum, lambda number, _: self._received.append(signal.Signals(number)))
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.answer(requeues=False)  # what is finished needs no continuing
         for signum, handler in self._handlers.items():
             signal.signal(signum, cast(Callable[[int, FrameType | None], None], handler))
         self._connector.received_sigterm |= signal.SIGTERM in self._received
 
-    def answer(self) -> None:
-        """Called by all ranks together; what one of them got, all answer."""
+    def answer(self, *, requeues: bool = True) -> None:
+        """Called by all ranks together; what one of them got, all answer, or of it only SIGTERM."""
         received, self._received = self._received, []
         for signum in sorted(set(chain(*self._collective.gather(received, "the signals that they got")))):
+            if not requeues and signum != signal.SIGTERM:
+                continue
             self._connector.received_sigterm |= signum == signal.SIGTERM
             handlers = self._handlers[signum].signal_handlers
             others = [handler for handler in handlers if handler != self._connector._sigterm_notifier_fn]

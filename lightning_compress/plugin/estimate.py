@@ -89,57 +89,74 @@ def estimate(model: PreTrainedModel, config: DictConfig, memory: MemoryConfig, f
         from_disk: whether a calibration reads weights during the run.
 
     Raises:
-        CompressionError: an unknown option; a calibration that cannot be prepared, or not within the budgets.
+        CompressionError: an unknown option; a job that cannot be prepared, or not within the budgets.
     """
-    job = _instantiated(config.job)
-    layout = cast(Layout, _instantiated(config.layout))
-    if isinstance(job, CalibrationJob):
-        if layout != Layout():
-            raise CompressionError("layout is for inference and fine-tuning; a calibration has job.ranks.")
-        return _calibration(model, job, config, memory, from_disk)
+    job, layout = _instantiated(config.job), cast(Layout, _instantiated(config.layout))
+    if not isinstance(job, CalibrationJob):
+        if memory.device_budget is not None or memory.host_budget is not None:
+            raise CompressionError("memory.device_budget and memory.host_budget are for job=calibration.")
+        return _of_one_rank_or_shared(model, job, layout, "device" if config.device == "cuda" else "host")
+    if layout != Layout():
+        raise CompressionError("layout is for inference and fine-tuning; a calibration has job.ranks.")
+    return _calibration(model, job, config, memory, from_disk)
+
+
+def _of_one_rank_or_shared(
+    model: PreTrainedModel, job: InferenceJob | FineTuningJob, layout: Layout, place: Place
+) -> Estimate:
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     sizes = decoder(model.config, num_parameters, model.dtype.itemsize)
     followed = LiveMemory()
-    with on_fakes(model):
-        phases = infer(model, job, followed) if isinstance(job, InferenceJob) else finetune(model, job, followed)
-    closed_forms: list[Phase] = []
+    phases, forms = _on_fakes(model, job, followed), list[Phase]()
     if sizes is not None:
-        closed_forms = inference_phases(sizes, job) if isinstance(job, InferenceJob) else finetuning_phases(sizes, job)
+        forms = inference_phases(sizes, job) if isinstance(job, InferenceJob) else finetuning_phases(sizes, job)
     notes = [_FAKES]
     if sizes is None:
-        notes.append(f"There is no closed form for {type(model).__name__}: it has no gated layers with RMS norms.")
-    if isinstance(job, InferenceJob) and job.weight_bits is not None:
-        saved = _saved_by_packing(model, job.weight_bits)
-        phases = [replace(phase, weights=phase.weights - saved) for phase in phases]
-        closed_forms = [replace(form, weights=form.weights - saved) for form in closed_forms]
+        kind = "plain decoder of gated layers with RMS norms"
+        notes.append(f"There is no closed form for {type(model).__name__}: it is no {kind}.")
+    num_bits = job.weight_bits if isinstance(job, InferenceJob) else None
+    if num_bits is not None:
+        saved = _saved_by_packing(model, num_bits)
+        phases, forms = ([replace(each, weights=each.weights - saved) for each in of] for of in (phases, forms))
         notes.append(
-            f"Linear layers but the last have {job.weight_bits} bits in groups of {GROUP}, and kernels that read them "
+            f"Linear layers but the last have {num_bits} bits in groups of {GROUP}, and kernels that read them "
             "packed; transformers unpacks them and then takes what the model takes unpacked."
         )
     if layout != Layout():
         notes.append(f"{layout}: shares in closed form of what one rank would take.")
-    whole = layout == Layout() and getattr(job, "weight_bits", None) is None
+    is_whole = layout == Layout() and num_bits is None
     return Estimate(
         model=type(model).__name__,
         num_parameters=num_parameters,
         job=_described(job, model),
-        rows=tuple(_rows(phases, closed_forms, layout, model, getattr(job, "accumulate", 1))),
-        reserved=replay(followed.events).reserved if whole else None,
+        rows=tuple(_rows(phases, forms, layout, model, place)),
+        reserved=replay(followed.events).reserved if is_whole and place == "device" else None,
         others=_others(num_parameters, sizes, job),
         notes=tuple(notes),
     )
 
 
-def _rows(
-    phases: Sequence[Phase], forms: Sequence[Phase], layout: Layout, model: nn.Module, micro_batches: int
-) -> list[Row]:
+def _on_fakes(model: PreTrainedModel, job: InferenceJob | FineTuningJob, followed: LiveMemory) -> list[Phase]:
+    try:
+        with on_fakes(model):
+            return infer(model, job, followed) if isinstance(job, InferenceJob) else finetune(model, job, followed)
+    except CompressionError:
+        raise
+    except Exception as error:  # the model's own code, called as a causal language model
+        raise CompressionError(
+            f"What {type(model).__name__} takes cannot be foreseen, because it does not run as a causal language model "
+            f"on fake tensors: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _rows(phases: Sequence[Phase], forms: Sequence[Phase], layout: Layout, model: nn.Module, place: Place) -> list[Row]:
     """The worst moment of each part of the job on a rank's device, and what of it waits in host memory."""
-    linears = tuple(name for name, module in model.named_modules() if isinstance(module, nn.Linear))
-    layers = sequential_modules(model, None, linears)
-    largest = max(sum(tensor.nbytes for tensor in model.get_submodule(name).parameters()) for name in layers)
+    owners = tuple(name for name, module in model.named_modules() if name and list(module.parameters(recurse=False)))
+    units = {*sequential_modules(model, None, owners), *owners}
+    largest = max(sum(tensor.nbytes for tensor in model.get_submodule(name).parameters()) for name in units)
 
     def worst(moments: Sequence[Phase], name: str) -> tuple[Phase, int] | None:
-        shares = [per_rank(phase, layout, largest, micro_batches) for phase in moments if phase.name == name]
+        shares = [per_rank(phase, layout, largest) for phase in moments if phase.name == name]
         return max(shares, key=lambda share: share[0].peak, default=None)
 
     rows: list[Row] = []
@@ -147,7 +164,7 @@ def _rows(
         found, form = worst(phases, name), worst(forms, name)
         assert found is not None
         parts = {title: getattr(found[0], part) for part, title in _PHASE_PARTS.items()}
-        rows.append(Row(name, "device", parts, None if form is None else form[0].peak))
+        rows.append(Row(name, place, parts, None if form is None else form[0].peak))
         if found[1]:
             rows.append(Row(name, "host", {"offloaded": found[1]}))
     return rows
@@ -191,7 +208,7 @@ def _calibration(
             collective=collective,
         )
         batches = [flatten_batch(data.batches[number])[0] for number in run.share]
-        table = [*footprint(run, batches), *at_the_end(run, data, verifies=False)]
+        table = [*footprint(run, batches), *at_the_end(run, data, verifies=job.verify and not from_disk)]
     in_memory = sum(parameter.nbytes for parameter in model.parameters())
     if not from_disk and device.type == "cpu":
         table = [replace(row, weights=0) for row in table]  # they are where they are used

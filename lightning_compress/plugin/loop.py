@@ -108,7 +108,6 @@ class CompressionLoop(compat.FitLoop):
             compat.describe_progress(trainer, "Writing")
             with compat.profile(trainer, "export"):
                 self.report = _finish(job, stop)
-        self._signals.answer()
         compat.describe_progress(trainer, "Compressed")
         compat.call_callbacks(trainer, "on_train_epoch_end")
         compat.end_epoch(trainer)

@@ -4,7 +4,9 @@
 
 `each` kills right before and right after every line of the manifest, `random` at 20 times two random instants. Every
 run is a fork of this process, which has prepared them all (tracing takes longer than all that can be interrupted), and
-so starts from the same state as any other.
+so starts from the same state as any other. (tqdm's lock is a semaphore that all forks share; one that is killed while
+it holds it, within transformers' `save_pretrained`, would let all later ones wait for ever: seen twice in some hundred
+runs.)
 """
 
 import json
@@ -12,12 +14,14 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from helpers import contents, prepare, recipe, run, saved, tiny_llama, token_batches
+from tqdm import tqdm
 
 from lightning_compress.calibration.resume import MANIFEST, Finished
 from lightning_compress.export import layout, writer
@@ -26,6 +30,8 @@ from lightning_compress.report import html
 
 layout._SHARD_BYTES = 1  # what no subgraph holds takes several shards
 layout._LEAST_SPLIT_BYTES = 1 << 11  # and so does a subgraph
+tqdm.monitor_interval = 0
+tqdm.set_lock(threading.RLock())
 html.error_figure = lambda _: ""  # which takes longer than the run
 
 

@@ -4,7 +4,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    DeepseekV3Config,
+    Gemma2Config,
+    GPT2Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MixtralConfig,
+)
 
 from lightning_compress.foresight.closed_form import Decoder, decoder, finetuning_phases, inference_phases, llmem
 from lightning_compress.foresight.jobs import FineTuningJob, InferenceJob, Phase, finetune, infer, on_fakes
@@ -67,11 +75,13 @@ def test_fine_tuning(dtype: torch.dtype, options: str) -> None:
 
 
 def test_other_architectures_have_none() -> None:
-    assert decoder(GPT2Config(), 1, 4) is None
-    assert GPT2LMHeadModel.config_class is GPT2Config
+    assert decoder(LlamaConfig(), 1, 4) is not None
+    assert decoder(LlamaConfig(), 1, 8) is None
+    for config in (GPT2Config(), MixtralConfig(), Gemma2Config(), MistralConfig(sliding_window=8), DeepseekV3Config()):
+        assert decoder(config, 1, 4) is None
 
 
 def test_llmem() -> None:
     """OPT-125m, as the paper has it: 16 bytes per parameter but for what it measures, and activations."""
-    sizes = Decoder(768, 3072, 12, 50272, 768, 12, 125_000_000, 2)
+    sizes = Decoder(768, 3072, 12, 50272, 768, 768, 12, 125_000_000, 2)
     assert llmem(sizes, FineTuningJob(2, 10)) == 14 * 125_000_000 + 13 * 20 * 768 * 2 + 20 * 50272 * 2

@@ -1,5 +1,7 @@
 """What ranks hold, against the formulas of the papers."""
 
+from typing import Any
+
 import pytest
 
 from lightning_compress.errors import CompressionError
@@ -28,6 +30,8 @@ def test_zero(zero: int, figure: float) -> None:
 def test_zero_3_gathers_layers() -> None:
     share, _ = per_rank(STEP, Layout(data=64, zero=3), largest_layer=GB)
     assert share.weights == 15 * GB // 64 + 2 * GB
+    alone, _ = per_rank(STEP, Layout(data=1, zero=3), largest_layer=GB)
+    assert alone.weights == STEP.weights, "never more than there are"
 
 
 def test_offload() -> None:
@@ -37,12 +41,12 @@ def test_offload() -> None:
 
 
 def test_tensor_and_pipeline() -> None:
-    """A pipeline's first stage holds what all its micro-batches on the way keep."""
-    share, _ = per_rank(STEP, Layout(tensor=2, pipeline=4), largest_layer=0, micro_batches=2)
-    assert (share.weights, share.optimizer, share.working) == (15 * GB // 8, 90 * GB // 8, 8 * GB // 8 * 2)
+    """A pipeline's stages have fewer layers, and more micro-batches."""
+    share, _ = per_rank(STEP, Layout(tensor=2, pipeline=4), largest_layer=0)
+    assert (share.weights, share.optimizer, share.working) == (15 * GB // 8, 90 * GB // 8, 8 * GB // 2)
 
 
-@pytest.mark.parametrize("wrong", [{"data": 0}, {"zero": 4}, {"tensor": -1}])
-def test_what_makes_no_sense(wrong: dict[str, int]) -> None:
+@pytest.mark.parametrize("wrong", [{"data": 0}, {"zero": 4}, {"tensor": -1}, {"data": 1.5}, {"data": "two"}])
+def test_what_makes_no_sense(wrong: dict[str, Any]) -> None:
     with pytest.raises(CompressionError, match="numbers of ranks are at least 1, and ZeRO's stages are 0 to 3"):
         Layout(**wrong)

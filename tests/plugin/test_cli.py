@@ -59,12 +59,17 @@ def options(group: str) -> list[str]:
 GROUPS = [
     (group.name, option) for group in sorted(config_dir().iterdir()) if group.is_dir() for option in options(group.name)
 ]
+OF_ESTIMATE = ("job", "layout")
 
 
 @pytest.mark.parametrize(("group", "option"), GROUPS, ids=[f"{group}={option}" for group, option in GROUPS])
 def test_every_option_of_every_group_composes(group: str, option: str) -> None:
+    command = "estimate" if group in OF_ESTIMATE else "compress"
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        config = compose("compress", overrides=["output_dir=out", "model.path=model", f"{group}={option}"])
+        config = compose(command, overrides=["output_dir=out", "model.path=model", f"{group}={option}"])
+    if command == "estimate":
+        assert config[group]._target_.startswith("lightning_compress.foresight.")
+        return
     load_recipe(config.recipe)
     data = OmegaConf.to_container(config.data)
     assert isinstance(data, dict)

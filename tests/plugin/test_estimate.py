@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig
+from transformers import GPT2Config, LlamaConfig
 
 from lightning_compress.plugin import cli
 
@@ -72,6 +72,20 @@ def test_fine_tuning_on_ranks(estimate: Any) -> None:
     assert totals(offloaded)["step", "device"] < totals(shared)["step", "device"]
 
 
+def test_on_a_cpu(estimate: Any) -> None:
+    found, said = estimate("job=inference", "job.context=64", "device=cpu")
+    assert {row["place"] for row in found["rows"]} == {"host"}
+    assert "CUDA allocator" not in said
+
+
+def test_other_architectures(estimate: Any, folder: Path) -> None:
+    """Without linear layers in its blocks."""
+    GPT2Config(n_embd=64, n_layer=2, n_head=2, vocab_size=100).save_pretrained(folder)
+    found, said = estimate("job=finetuning", "job.length=32", "layout.data=2", "layout.zero=3")
+    assert "There is no closed form for GPT2LMHeadModel" in said
+    assert not any(row["closed_form"] for row in found["rows"])
+
+
 def test_calibration(estimate: Any) -> None:
     sizes = ("job.num_samples=16", "job.max_length=64", "job.batch_size=4")
     found, said = estimate(*sizes)
@@ -86,6 +100,9 @@ def test_calibration(estimate: Any) -> None:
     on_cpu, said = estimate(*sizes, "device=cpu", "model.load=disk", "memory.activation_budget=0")
     assert {row["place"] for row in on_cpu["rows"]} == {"host"}
     assert "Weights are on disk before the run." in said
+    assert ("verification", "host") in totals(found).keys() - totals(on_cpu).keys()
+    unverified, _ = estimate(*sizes, "job.verify=false")
+    assert ("verification", "host") not in totals(unverified)
     without, _ = estimate("recipe=w4a16_rtn")
     assert not any(row["parts"].get("statistics") for row in without["rows"])
 
@@ -103,6 +120,15 @@ def test_calibration(estimate: Any) -> None:
         (["layout.data=2"], "layout is for inference and fine-tuning; a calibration has job.ranks"),
         (["job=inference", "layout.zero=5"], "ZeRO's stages are 0 to 3"),
         (["model.path=/nowhere"], "model.path=/nowhere: there is no such folder or file"),
+        (["job=inference", "job.weight_bits=0"], "job.weight_bits=0 is neither null nor 1 to 8"),
+        (["job=inference", "memory.device_budget=1GiB"], "memory.device_budget and memory.host_budget are for"),
+        (["job=finetuning", "layout.offload=true"], "layout.offload is of what ZeRO divides"),
+        (["job=finetuning", "layout.data=two"], "numbers of ranks are at least 1"),
+        (["model.dtype=bf16"], "cannot be built: module 'torch' has no attribute 'bf16'"),
+        (
+            ["job=finetuning", "model.auto_class=AutoModel"],
+            "LlamaModel takes cannot be foreseen, because it does not run",
+        ),
         (["model.auto_class=AutoLlama"], "transformers has no class 'AutoLlama'"),
     ],
 )
@@ -113,5 +139,5 @@ def test_wrong_input(estimate: Any, options: list[str], message: str) -> None:
 
 def test_a_config_without_an_architecture(estimate: Any, folder: Path) -> None:
     (folder / "config.json").write_text('{"hidden_size": 4}')
-    with pytest.raises(SystemExit, match=r"model.path=.* cannot be read: .*model_type"):
+    with pytest.raises(SystemExit, match=r"model.path=.* cannot be built: .*model_type"):
         estimate()
