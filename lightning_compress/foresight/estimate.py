@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, final
+from typing import final
+
+from lightning_compress.memory.budget import Place
 
 
 @final
@@ -19,7 +21,7 @@ class Row:
     """
 
     name: str
-    place: Literal["device", "host"]
+    place: Place
     parts: Mapping[str, int]
     closed_form: int | None = None
     at: str = ""
@@ -53,6 +55,6 @@ class Estimate:
     others: Mapping[str, int]
     notes: tuple[str, ...]
 
-    def peak(self, place: Literal["device", "host"]) -> int:
+    def peak(self, place: Place) -> int:
         """The most of a place."""
         return max((row.total for row in self.rows if row.place == place), default=0)

@@ -1,4 +1,4 @@
-"""InferenceJob and fine-tuning on fake tensors: what a job has alive at its worst moments, to the byte.
+"""Inference and fine-tuning on fake tensors: what a job has alive at its worst moments, to the byte.
 
 Method: the job itself runs, two rounds of it, on tensors without values, while every storage is followed. On one kind
 of device the same code gives the same peaks on real tensors (`tests/foresight` compares them). What it cannot see is

@@ -238,18 +238,11 @@ def load_model(config: DictConfig, from_disk: bool) -> tuple[nn.Module, PreTrain
     Raises:
         CompressionError: no such folder or class, or transformers cannot read it.
     """
-    auto_class = getattr(transformers, config.auto_class, None)
-    if auto_class is None:
-        raise CompressionError(
-            f"transformers has no class {config.auto_class!r}; use e.g. model.auto_class=AutoModelForCausalLM."
-        )
-    if not Path(config.path).exists() and (Path(config.path).is_absolute() or config.path.startswith(".")):
-        raise CompressionError(f"model.path={config.path}: there is no such folder.")
+    auto_class, extra = _class_and_options(config)
     if config.get("weights") is not None and not from_disk:
         raise CompressionError(
             f"model.weights={config.weights} is read a layer at a time, with model.load=auto or disk, and only so."
         )
-    extra = {} if config.attn_implementation is None else {"attn_implementation": config.attn_implementation}
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             config.tokenizer, trust_remote_code=config.trust_remote_code
@@ -268,18 +261,26 @@ def load_config_only(config: DictConfig) -> PreTrainedModel:
     Raises:
         CompressionError: no such folder or class, or transformers cannot read it.
     """
-    auto_class = getattr(transformers, config.auto_class, None)
-    if auto_class is None:
-        raise CompressionError(f"transformers has no class {config.auto_class!r}.")
-    if not Path(config.path).exists() and (Path(config.path).is_absolute() or config.path.startswith(".")):
-        raise CompressionError(f"model.path={config.path}: there is no such folder or file.")
-    extra = {} if config.attn_implementation is None else {"attn_implementation": config.attn_implementation}
+    auto_class, extra = _class_and_options(config)
     try:
         model = _on_meta(auto_class, config.path, config.dtype, config.trust_remote_code, **extra)
     except (OSError, ValueError, AttributeError, ImportError) as error:
         raise CompressionError(f"model.path={config.path} cannot be built: {error}") from error
     model.eval()
     return model
+
+
+def _class_and_options(config: DictConfig) -> tuple[Any, dict[str, str]]:
+    """The Auto class that `config` names, and what it is called with beside the path and the dtype."""
+    auto_class = getattr(transformers, config.auto_class, None)
+    if auto_class is None:
+        raise CompressionError(
+            f"transformers has no class {config.auto_class!r}; use e.g. model.auto_class=AutoModelForCausalLM."
+        )
+    if not Path(config.path).exists() and (Path(config.path).is_absolute() or config.path.startswith(".")):
+        raise CompressionError(f"model.path={config.path}: there is no such folder.")
+    extra = {} if config.attn_implementation is None else {"attn_implementation": config.attn_implementation}
+    return auto_class, extra
 
 
 def _on_meta(auto_class: Any, path: str, dtype: str, trust_remote_code: bool, **extra: Any) -> PreTrainedModel:

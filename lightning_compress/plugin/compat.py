@@ -92,11 +92,13 @@ class HeldSignals:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.answer(requeues=False)  # what is finished needs no continuing
-        for signum, handler in self._handlers.items():
-            signal.signal(signum, cast(Callable[[int, FrameType | None], None], handler))
-        self._connector.received_sigterm |= signal.SIGTERM in self._received
+        try:
+            if kind is None:
+                self.answer(requeues=False)  # what is finished needs no continuing
+        finally:
+            for signum, handler in self._handlers.items():
+                signal.signal(signum, cast(Callable[[int, FrameType | None], None], handler))
+            self._connector.received_sigterm |= signal.SIGTERM in self._received
 
     def answer(self, *, requeues: bool = True) -> None:
         """Called by all ranks together; what one of them got, all answer, or of it only SIGTERM."""

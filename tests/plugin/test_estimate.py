@@ -119,7 +119,7 @@ def test_calibration(estimate: Any) -> None:
         (["memory.device_budget=1KiB"], "memory.device_budget=0.00 GiB cannot hold this run, the smallest that can is"),
         (["layout.data=2"], "layout is for inference and fine-tuning; a calibration has job.ranks"),
         (["job=inference", "layout.zero=5"], "ZeRO's stages are 0 to 3"),
-        (["model.path=/nowhere"], "model.path=/nowhere: there is no such folder or file"),
+        (["model.path=/nowhere"], "model.path=/nowhere: there is no such folder"),
         (["job=inference", "job.weight_bits=0"], "job.weight_bits=0 is neither null nor 1 to 8"),
         (["job=inference", "memory.device_budget=1GiB"], "memory.device_budget and memory.host_budget are for"),
         (["job=finetuning", "layout.offload=true"], "layout.offload is of what ZeRO divides"),
