@@ -3,6 +3,7 @@
 Calibration (`loop`) and evaluation (`evaluate`) are both made of this.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -50,6 +51,11 @@ class Flow:
     def device(self) -> torch.device:
         """Where subgraphs run."""
         return self.placement.device
+
+    @property
+    def moved(self) -> Counter[str]:
+        """Bytes of weights and values moved so far, by lane."""
+        return self.store.moved + self.cache.moved
 
 
 def last_uses(subgraphs: Sequence[Subgraph], until_end: Sequence[fx.Node]) -> dict[fx.Node, int]:

@@ -10,17 +10,17 @@ copies of its inputs and outputs, and per token twice the wide side of each of i
 feed-forward or experts take at sizes that matter; scores that attention inside it would write down, token by token, it
 does not cover.
 
+Layers that are alike are run once: the rows of the others are those of the first (see `repeats`).
+
 Alternative not taken: adding up sizes of the graph's values. Half of what a norm takes happens inside it, and views and
 in-place writes have to be told from copies.
 """
 
-import operator
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from math import prod
 from typing import Any
 
 import sympy
@@ -31,6 +31,7 @@ from lightning_compress.algorithms.base import result_bytes
 from lightning_compress.calibration.flow import Values, run_step
 from lightning_compress.calibration.loop import Calibration
 from lightning_compress.calibration.observe import Statistics, begin_statistics, observing
+from lightning_compress.calibration.repeats import repeated
 from lightning_compress.calibration.solve import bytes_together
 from lightning_compress.errors import BudgetError
 from lightning_compress.graph.compat import (
@@ -42,12 +43,12 @@ from lightning_compress.graph.compat import (
     replace_by_fakes,
 )
 from lightning_compress.graph.leaf import Leaf, leaf_input
+from lightning_compress.graph.sizes import bindings, traced_bytes, traced_output
 from lightning_compress.graph.stages import Group, Source, Step, Subgraph
-from lightning_compress.graph.trace import Traced
-from lightning_compress.graph.values import concrete, expression
 from lightning_compress.memory.activations import LEAST_SPILLED, ActivationCache
 from lightning_compress.memory.budget import Moment, Needs
 from lightning_compress.memory.tracker import LiveMemory
+from lightning_compress.memory.work import Work, WorkMeter, times
 from lightning_compress.statistics import InputGram, Statistic
 
 PACKING = 16
@@ -67,8 +68,14 @@ def footprint(run: Calibration, batches: Sequence[Sequence[Tensor]]) -> tuple[Ne
     meter = _Meter(run, batches)
     rows: list[Needs] = []
     number = 0
+    start: set[fx.Node] = set()  # what waits when a subgraph begins
     with meter.on_fakes():
-        for subgraph in run.flow.subgraphs:
+        for index, subgraph in enumerate(run.flow.subgraphs):
+            before, start = start, meter.cached
+            if meter.repeats(index, before):
+                rows.append(_of_another(rows[-1], subgraph, meter.brought(subgraph)))
+                number += len(subgraph.steps)
+                continue
             moments: list[Moment] = []
             packed = 0
             for step in subgraph.steps:
@@ -98,8 +105,10 @@ class _Meter:
         self._memory = LiveMemory()
         self._flow = run.flow
         self._largest = max(batches, key=_numel, default=())
-        self._sizes = [_bindings(run.flow.traced, batch) for batch in batches] if run.flow.traced is not None else []
+        self._numbers = [_numel(batch) for batch in batches]
+        self._sizes = [bindings(run.flow.traced, batch) for batch in batches] if run.flow.traced is not None else []
         self._num_cached = 0  # bytes of the batch's values that wait now
+        self._work = WorkMeter()
 
     @contextmanager
     def on_fakes(self) -> Iterator[None]:
@@ -112,24 +121,27 @@ class _Meter:
         leaves = {node.target.name: node for node in traced.graph.nodes if isinstance(node.target, Leaf)}
         placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
         inputs = [fake_like(mode, tensor) for tensor in self._largest]
-        cache = ActivationCache([dict(zip(placeholders, inputs, strict=True))], home=_CPU, device=_CPU)
-        placement = replace(self._run.flow.placement, device=_CPU, cache_device=_CPU)
+        cache = ActivationCache([dict(zip(placeholders, inputs, strict=True))], device=_CPU)
+        placement = replace(self._run.flow.placement, device=_CPU)
         self._flow = replace(self._run.flow, cache=cache, placement=placement, masks={})
         with attributes_restored(self._root):
             replace_by_fakes(self._root, mode)
             self._memory.ignore(*self._root.parameters(), *self._root.buffers(), *inputs)
             modules = {name: self._root.get_submodule(name) for name in leaves}
-            with calls_replaced(modules, self._allowing(leaves)), torch.no_grad(), mode, self._memory:
+            replaced = calls_replaced(modules, self._allowing(leaves))
+            with replaced, torch.no_grad(), mode, self._memory, self._work:
                 yield
 
     def run(self, step: Step, number: int, packed: int) -> list[Moment]:
         """The moment of the step's largest batch, beside all others that wait and `packed` bytes of the subgraph."""
         if self._flow.traced is None or not step.nodes:
             return []
-        before = self._waiting()
+        before, cached = self._waiting(), self.cached
+        read = {node for computed in step.nodes for node in computed.all_input_nodes}
         self._memory.reset_peak()
         try:
             begin_statistics(step.observe, self._run.needs, self._run.channels, _CPU, self._statistics)
+            self._work.work.clear()
             deque(run_step(self._flow, step, number, self._watch), maxlen=0)
         except Exception as error:
             raise BudgetError(
@@ -143,7 +155,46 @@ class _Meter:
         self._quantize_inputs(step)
         large, small = (_worst_mixture(earlier, later) for earlier, later in zip(before, after, strict=True))
         in_flight = max(before[0], default=0) + max(after[0], default=0)
-        return [Moment("batch", "", large, small, in_flight, peak - statistics, statistics, packed)]
+        return [
+            Moment(
+                "batch",
+                waiting=large,
+                fixed=small,
+                in_flight=in_flight,
+                batch=peak - statistics,
+                statistics=statistics,
+                workspace=packed,
+                work=self._work_of_all(),
+                loaded=self._moved(cached & (read | {source.node for source in step.observe})),
+                stored=self._moved(self.cached - cached),
+            )
+        ]
+
+    def _work_of_all(self) -> Work:
+        """The work of all batches, that of the largest being known; the others' is in the ratio of their sizes."""
+        ratio = sum(self._numbers) / max(_numel(self._largest), 1)
+        calls = self._work.work["call"] * len(self._numbers)
+        return {**times(self._work.work, ratio), "call": calls}
+
+    def _moved(self, nodes: Set[fx.Node]) -> int:
+        """Bytes of these values, of all batches, that may go to the file."""
+        found = [traced_bytes(node, sizes) for sizes in self._sizes for node in nodes if node.op != "placeholder"]
+        return sum(size for size in found if size >= LEAST_SPILLED)
+
+    @property
+    def cached(self) -> set[fx.Node]:
+        """What waits now."""
+        return set() if self._flow.traced is None else self._flow.cache.keys(0)
+
+    def repeats(self, index: int, before: set[fx.Node]) -> bool:
+        """Whether subgraph `index` is as the one before it, which began with `before`; then all is as behind it."""
+        if self._statistics or self._flow.traced is None:
+            return False
+        nodes = repeated(self._run, index, before)
+        if nodes is None or self.cached != {nodes.get(node, node) for node in before}:
+            return False
+        self._flow.cache.rename(0, nodes)
+        return True
 
     def solve(self, group: Group, packed: int) -> tuple[Moment, int]:
         """The moment at which a group is solved or packed, with `packed` bytes there already, and how many it adds."""
@@ -160,8 +211,18 @@ class _Meter:
         packing = PACKING * max(weight.numel() for weight in weights)
         large, small = (sum(sizes) for sizes in self._waiting())
         most = packed + merged + max(stacked + workspace, results + added + packing)
-        statistics = _nbytes_of(self._statistics.values())
-        return Moment("solve", ", ".join(group.members), large, small, 0, 0, statistics, most), added
+        size = self._run.collective.size
+        serial, shared = assignment.algorithm.costs(num_rows, num_channels)
+        moment = Moment(
+            "solve",
+            ", ".join(group.members),
+            waiting=large,
+            fixed=small,
+            statistics=_nbytes_of(self._statistics.values()),
+            workspace=most,
+            work={"solve": serial + shared / size, "packing": num_rows * num_channels / size},
+        )
+        return moment, added
 
     def write(self, subgraph: Subgraph, packed: int) -> Moment:
         """The moment at which a subgraph's shard, with `packed` bytes of modules, is read back tensor by tensor."""
@@ -171,9 +232,14 @@ class _Meter:
             tensor.nbytes for name, tensor in tensors.items() if name.removesuffix(".weight") not in subgraph.solved
         ]
         copied = sum(kept) if self._run.flow.device.type != "cpu" else 0
-        statistics = _nbytes_of(self._statistics.values())
-        workspace = packed + copied + max([*kept, packed])
-        return Moment("write", "", large, small, 0, 0, statistics, workspace)
+        return Moment(
+            "write",
+            waiting=large,
+            fixed=small,
+            statistics=_nbytes_of(self._statistics.values()),
+            workspace=packed + copied + max([*kept, packed]),
+            work={"writing": (packed + sum(kept)) / self._run.collective.size},
+        )
 
     def forget(self, step: Step) -> None:
         """As the run does, when a step's groups are solved."""
@@ -234,7 +300,7 @@ class _Meter:
                 try:
                     return module._call_impl(*args, **kwargs)
                 except Exception:  # whatever it is: how a module fails that looks at values is its own affair
-                    output = _traced_output(leaves[name], self._sizes_of_largest)
+                    output = traced_output(leaves[name], self._sizes_of_largest)
                     torch.empty(_allowance(module, (args, kwargs), output), dtype=torch.uint8)
                     return output
 
@@ -245,7 +311,14 @@ class _Meter:
     @property
     def _sizes_of_largest(self) -> Mapping[sympy.Symbol, int]:
         assert self._run.flow.traced is not None
-        return _bindings(self._run.flow.traced, self._largest)
+        return bindings(self._run.flow.traced, self._largest)
+
+
+def _of_another(row: Needs, subgraph: Subgraph, brought: int) -> Needs:
+    """The row of a subgraph that is like the one whose row is given."""
+    members = iter(", ".join(group.members) for step in subgraph.steps for group in step.solve)
+    moments = (replace(each, of=next(members)) if each.what == "solve" else each for each in row.moments)
+    return Needs(subgraph.name, brought, tuple(moments))
 
 
 @dataclass(frozen=True)
@@ -261,33 +334,8 @@ class _LikeQuantizing:
         return (args[0].clone(), *args[1:])
 
 
-def _traced_output(node: fx.Node, sizes: Mapping[sympy.Symbol, int]) -> object:
-    """The value of a node; of a nested one (which only its readers know) those items that are read."""
-    items = {user.args[1]: user for user in node.users if user.target is operator.getitem}
-    if node.meta.get("val") is not None or not items:
-        return concrete(node.meta.get("val"), sizes)
-    return {key: _traced_output(user, sizes) for key, user in items.items()}
-
-
-def traced_bytes(node: fx.Node, sizes: Mapping[sympy.Symbol, int] | None = None) -> int:
-    """Bytes of a value of the graph for the traced batch, or for one of other sizes."""
-    leaves = [leaf for leaf in pytree.tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
-    return sum(leaf.itemsize * prod(concrete(size, sizes) for size in leaf.shape) for leaf in leaves)
-
-
 def _numel(batch: Sequence[Tensor]) -> int:
     return sum(tensor.numel() for tensor in batch)
-
-
-def _bindings(traced: Traced, batch: Sequence[Tensor]) -> dict[sympy.Symbol, int]:
-    """The symbols of the traced sizes in a batch of these tensors."""
-    found: dict[sympy.Symbol, int] = {}
-    placeholders = (node for node in traced.graph.nodes if node.op == "placeholder")
-    for node, tensor in zip(placeholders, batch, strict=True):
-        for symbol, size in zip(map(expression, node.meta["val"].shape), tensor.shape, strict=True):
-            if symbol.is_Symbol:
-                found.setdefault(symbol, size)
-    return found
 
 
 def _tensors(root: nn.Module, subgraph: Subgraph) -> dict[str, Tensor]:

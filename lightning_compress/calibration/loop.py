@@ -14,7 +14,7 @@ the activation cache and are dropped at their last use.
 """
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
@@ -121,6 +121,7 @@ def calibrate(run: Calibration, output: Output, keep_in: Path | None = None) -> 
             _take_from_output(flow, subgraph, index, output)
         clock = _Clock(flow.device)
         reset_peak(flow.device)
+        moved = flow.moved
         with onloaded(flow, index):
             clock.lap("onload")
             prefetch(flow, index)
@@ -128,7 +129,7 @@ def calibrate(run: Calibration, output: Output, keep_in: Path | None = None) -> 
                 _repeat(progress, subgraph, index, first_step, has_run=index <= restored)
                 record = output.finished[index]
             else:
-                record = output.commit(subgraph, _solve(progress, subgraph, index, first_step, clock))
+                record = output.commit(subgraph, _solve(progress, subgraph, index, first_step, clock, moved))
                 _take_from_output(flow, subgraph, index, output)
                 is_last = index + 1 == len(flow.subgraphs)
                 if keep_in is not None and not is_last and not progress.statistics:  # those are not kept
@@ -161,8 +162,11 @@ class _Progress:
     num_finished: int
 
 
-def _solve(progress: _Progress, subgraph: Subgraph, index: int, first_step: int, clock: "_Clock") -> SubgraphRecord:
-    """Run, observe and quantize an onloaded subgraph; its steps are numbered from `first_step`."""
+def _solve(
+    progress: _Progress, subgraph: Subgraph, index: int, first_step: int, clock: "_Clock", moved: Counter[str]
+) -> SubgraphRecord:
+    """Run, observe and quantize an onloaded subgraph; its steps are numbered from `first_step`, and `moved` had been
+    moved before it."""
     run, statistics = progress.run, progress.statistics
     modules: list[ModuleRecord] = []
     for number, step in enumerate(subgraph.steps, first_step):
@@ -185,6 +189,7 @@ def _solve(progress: _Progress, subgraph: Subgraph, index: int, first_step: int,
         solve_s=clock.seconds["solve"],
         activation_bytes=run.flow.cache.num_bytes,
         peak_bytes=peak_bytes(run.flow.device),
+        moved_bytes=dict(run.flow.moved - moved),
     )
 
 

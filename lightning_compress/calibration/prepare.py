@@ -81,7 +81,7 @@ def prepare(
     store = WeightStore(target.root, Lane(device), placement.source)
     if schedule is Schedule.DATAFREE:
         parts = datafree_subgraphs(_by_boundary(names, boundaries))
-        cache = ActivationCache([], home=device, device=device)
+        cache = ActivationCache([], device=device)
         flow = Flow(target.root, parts, None, cache, store, placement, {}, {})
         return Calibration(flow, resolved, {}, {}, ((),) * collective.size, collective)
     if data is None:
@@ -163,8 +163,8 @@ def cached_inputs(traced: Traced, batches: Sequence[Any], placement: Placement) 
     placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
     return ActivationCache(
         [dict(zip(placeholders, flatten_batch(batch)[0], strict=True)) for batch in batches],
-        home=placement.cache_device,
         device=placement.device,
+        device_budget=placement.device_activation_budget,
         budget=placement.activation_budget,
         scratch_dir=placement.scratch_dir,
     )

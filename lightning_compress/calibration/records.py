@@ -1,6 +1,7 @@
 """What a run tells: one record per module and per subgraph. Plain values only, so that they serialize."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,16 @@ class ModuleRecord:
 
 @dataclass(frozen=True)
 class SubgraphRecord:
-    """What one subgraph took. Times are wall seconds; `peak_bytes` is of the device (see
-    `memory.tracker.peak_bytes`)."""
+    """What one subgraph took. Times are wall seconds.
+
+    Attributes:
+        onload_s: waiting for its weights.
+        run_s, solve_s: its nodes on all batches; its groups, until their results are packed.
+        write_s: of its shards, until they are read back and on disk.
+        activation_bytes: that wait in memory at its end.
+        peak_bytes: of the device (see `memory.tracker.peak_bytes`).
+        moved_bytes: through each lane: `disk_read`, `disk_write` (of activations in the file), `to_device`, `to_host`.
+    """
 
     name: str
     index: int
@@ -48,6 +57,8 @@ class SubgraphRecord:
     solve_s: float
     activation_bytes: int
     peak_bytes: int
+    write_s: float = 0.0
+    moved_bytes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def mean_error(self) -> float:

@@ -12,6 +12,7 @@ in memory.
 import json
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -166,8 +167,9 @@ class CheckpointWriter:
         """Write the subgraph's shards, while its weights are at hand, and add it to the manifest.
 
         Returns:
-            The record with the packed bytes of all ranks.
+            The record with the packed bytes of all ranks, and the seconds that this took.
         """
+        begin = time.perf_counter()
         part = len(self._lines)
         assert record.index == part
         if not self._is_begun:
@@ -184,7 +186,8 @@ class CheckpointWriter:
             all_shards |= written
             sizes |= packed
         modules = tuple(replace(module, bytes_after=sizes[module.module]) for module in record.modules)
-        line = Finished(replace(record, modules=modules), tuple(all_shards[piece] for piece in sorted(all_shards)))
+        record = replace(record, modules=modules, write_s=time.perf_counter() - begin)
+        line = Finished(record, tuple(all_shards[piece] for piece in sorted(all_shards)))
         line = self._collective.broadcast(line, f"writing {subgraph.name}")  # with the seconds of rank 0
         self._append(line)
         assert line.record is not None

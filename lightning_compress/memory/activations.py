@@ -1,11 +1,12 @@
 """Values that cross from one step to a later one, per batch: on the device, in host memory, or in a scratch file.
 
-A value is stored when the step that computed it ends, and dropped when its last reader has run, so the cache holds the
-boundary of one cut and not the history of the graph. What is kept are storages: tensors that share one are views of one
-again when they are loaded. Storages that find no room in the budget go to the file; while one batch is computed the
-next one's are read and copied to the device.
+They wait where there is room, in that order. A value is stored when the step that computed it ends, and dropped when
+its last reader has run, so the cache holds the boundary of one cut and not the history of the graph. What is kept are
+storages: tensors that share one are views of one again when they are loaded. While one batch is computed the next one's
+are read and copied to the device.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ def versions(value: object) -> tuple[int, ...]:
 
 @dataclass(eq=False)
 class _Held:
-    """A storage as it waits: bytes [n] at home, or in the file. `readers`: how many tensors of the cache are in it."""
+    """A storage as it waits: bytes [n] in memory, or in the file. `readers`: how many of the cache's tensors it has."""
 
     place: Tensor | Stored
     nbytes: int
@@ -79,30 +80,34 @@ class ActivationCache:
 
     Args:
         batches: the values known at the start, per batch: the inputs.
-        home: where values wait; host memory or `device`.
         device: where values are used.
-        budget: bytes of stored values that may wait at home; None: all.
+        device_budget: bytes that may wait there, where that is not host memory; None: all.
+        budget: bytes of stored values that may wait in host memory; None: all.
         scratch_dir: folder of the file for the others; None: the system's temporary folder.
+
+    Attributes:
+        moved: bytes loaded and stored so far, by lane (see `calibration.records.SubgraphRecord`).
     """
 
     def __init__(
         self,
         batches: list[dict[fx.Node, object]],
         *,
-        home: torch.device,
         device: torch.device,
+        device_budget: int | None = 0,
         budget: int | None = None,
         scratch_dir: Path | None = None,
     ) -> None:
+        self.moved: Counter[str] = Counter()
         self._lane = Lane(device)
-        self._home_is_device = home == device
+        self._device_budget = 0 if device.type == "cpu" else device_budget
         self._budget = budget
         self._scratch = None if budget is None else ScratchFile(scratch_dir)
-        self._num_bytes = 0
+        self._on_device = self._on_host = 0
         self._reading: dict[_Held, Future[Tensor]] = {}
         self._sent: dict[_Held, Sent] = {}
         self._values: list[dict[fx.Node, object]] = []
-        for batch in batches:  # inputs are small, and stay at home whatever the budget
+        for batch in batches:  # inputs are small, and stay in memory whatever the budget
             self._values.append({})
             self._keep(len(self._values) - 1, batch, spill=False)
 
@@ -140,6 +145,10 @@ class ActivationCache:
         """Keep values for later steps; what is cached under the same key is replaced."""
         self._keep(batch, values, spill=True)
 
+    def rename(self, batch: int, names: Mapping[fx.Node, fx.Node]) -> None:
+        """Keep the values under other keys."""
+        self._values[batch] = {names.get(key, key): value for key, value in self._values[batch].items()}
+
     def retain(self, batch: int, keys: set[fx.Node]) -> None:
         """Drop everything else."""
         for key in self._values[batch].keys() - keys:
@@ -147,8 +156,8 @@ class ActivationCache:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes held at home for all batches."""
-        return self._num_bytes
+        """Bytes held in memory for all batches."""
+        return self._on_device + self._on_host
 
     def _keep(self, batch: int, values: Mapping[fx.Node, object], *, spill: bool) -> None:
         waiting = [leaf.held for leaf in self._leaves(self._values[batch])]
@@ -173,15 +182,22 @@ class ActivationCache:
         self._values[batch].update(new)
 
     def _held(self, storage: Tensor, spill: bool) -> _Held:
-        """A storage at home, or in the file."""
+        """A storage where there is room for it: on the device, else in host memory, else in the file."""
         nbytes = storage.numel()
-        is_over = spill and self._budget is not None and self._num_bytes + nbytes > self._budget
-        if self._scratch is not None and is_over and nbytes >= LEAST_SPILLED:
-            return _Held(self._scratch.write(self._lane.fetch(storage, wait=True)), nbytes)
-        self._num_bytes += nbytes
-        if self._home_is_device:
+        if self._device_budget is None or self._on_device + nbytes <= self._device_budget:
+            self._on_device += nbytes
             return _Held(self._lane.receive(self._lane.send(storage)), nbytes)
+        is_over = spill and self._budget is not None and self._on_host + nbytes > self._budget
+        if self._scratch is not None and is_over and nbytes >= LEAST_SPILLED:
+            self.moved["disk_write"] += nbytes
+            self._count_fetched(storage)
+            return _Held(self._scratch.write(self._lane.fetch(storage, wait=True)), nbytes)
+        self._on_host += nbytes
+        self._count_fetched(storage)
         return _Held(self._lane.fetch(storage), nbytes)
+
+    def _count_fetched(self, storage: Tensor) -> None:
+        self.moved["to_host"] += storage.numel() if storage.device.type != "cpu" else 0
 
     def _begin(self, values: Mapping[fx.Node, object]) -> None:
         """Begin to read what waits in the file, and to copy what waits in host memory."""
@@ -196,6 +212,9 @@ class ActivationCache:
 
     def _arrived(self, held: _Held) -> Tensor:
         """A storage on the device."""
+        if held in self._reading or held in self._sent:
+            self.moved["disk_read"] += held.nbytes if held in self._reading else 0
+            self.moved["to_device"] += held.nbytes if self._lane.device.type != "cpu" else 0
         if held in self._reading:
             return self._lane.receive(self._lane.send(self._reading.pop(held).result()))
         if held in self._sent:
@@ -210,11 +229,14 @@ class ActivationCache:
                 continue
             self._reading.pop(leaf.held, None)
             self._sent.pop(leaf.held, None)
-            if isinstance(leaf.held.place, Stored):
+            place = leaf.held.place
+            if isinstance(place, Stored):
                 assert self._scratch is not None
-                self._scratch.free(leaf.held.place)
+                self._scratch.free(place)
+            elif place.device.type == "cpu":
+                self._on_host -= leaf.held.nbytes
             else:
-                self._num_bytes -= leaf.held.nbytes
+                self._on_device -= leaf.held.nbytes
 
     def _leaves(self, value: object) -> list[_View]:
         return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, _View)]

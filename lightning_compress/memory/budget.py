@@ -10,13 +10,14 @@ Alternative not taken: measuring, and giving room where it gets tight. A run tha
 layer is wider than the others could have said so before the first.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal, final
 
 import torch
 
 from lightning_compress.errors import BudgetError
+from lightning_compress.memory.work import Work
 
 What = Literal["batch", "solve", "write", "verification"]
 RESERVE = 0.3
@@ -56,16 +57,21 @@ class Moment:
         batch: values of the batch that runs.
         statistics: sums over tokens.
         workspace: what a solve, packing or writing makes, and what is packed and not written yet.
+        work: what there is to compute, for all batches of the rank.
+        loaded, stored: bytes of values that may wait in the file, read from the cache and put into it, for all batches.
     """
 
     what: What
-    of: str
+    of: str = ""
     waiting: int = 0
     fixed: int = 0
     in_flight: int = 0
     batch: int = 0
     statistics: int = 0
     workspace: int = 0
+    work: Work = field(default_factory=dict)
+    loaded: int = 0
+    stored: int = 0
 
 
 @final
@@ -93,19 +99,39 @@ class Budgets:
         host: of the process, `held` included.
         held: what the process holds before the run begins.
         device: of what the run has on the device.
-        activations: what the user lets wait in memory.
+        device_activations, activations: what the user lets wait on the device, and in host memory.
         depth: how many subgraphs ahead the user wants to bring.
-        cache_on_device: values wait on the device.
         has_weights: `held` includes the model's weights.
     """
 
     host: int | None
     held: int
     device: int | None = None
+    device_activations: int | None = 0
     activations: int | None = None
     depth: int = 1
-    cache_on_device: bool = False
     has_weights: bool = False
+
+
+@final
+@dataclass(frozen=True)
+class Waiting:
+    """How many bytes of activations may wait on the device, and then in host memory; None: all. What finds no room in
+    either waits in a file. On a CPU there is no device apart."""
+
+    device: int | None = 0
+    host: int | None = None
+
+    def shares(self, num_bytes: int) -> tuple[int, int, int]:
+        """How many of so many bytes wait on the device, in host memory, and in the file.
+
+        >>> Waiting(10, 20).shares(25), Waiting(10, 20).shares(40)
+        ((10, 15, 0), (10, 20, 10))
+        """
+        on_device = num_bytes if self.device is None else min(num_bytes, self.device)
+        rest = num_bytes - on_device
+        on_host = rest if self.host is None else min(rest, self.host)
+        return on_device, on_host, rest - on_host
 
 
 @final
@@ -115,13 +141,13 @@ class Fit:
 
     Attributes:
         depth: how many subgraphs ahead of the one that computes weights are brought.
-        activations: bytes of values that may wait in memory; None: all.
+        waiting: which values may wait in memory.
         host_bytes, device_bytes: what the run foresees to take, at most; the host's with what was held before.
         notes: what is not as asked, as sentences.
     """
 
     depth: int
-    activations: int | None
+    waiting: Waiting
     host_bytes: int
     device_bytes: int
     notes: tuple[str, ...] = ()
@@ -138,11 +164,11 @@ def fit(table: Sequence[Needs], device: torch.device, budgets: Budgets) -> Fit:
     """
     for given in (_with_reserve(budgets), budgets):
         for depth in range(budgets.depth, -1, -1):
-            activations = _activations(table, device, given, depth)
-            host, on_device = (_most(table, device, given, place, depth, activations) for place in ("host", "device"))
+            waiting = _waiting(table, device, given, depth)
+            host, on_device = (_most(table, device, given, place, depth, waiting) for place in ("host", "device"))
             if host.num_bytes <= _limit(given.host) and on_device.num_bytes <= _limit(given.device):
-                notes = _notes(given, depth, activations)
-                return Fit(depth, activations, host.num_bytes, on_device.num_bytes, notes)
+                notes = _notes(given, depth, waiting)
+                return Fit(depth, waiting, host.num_bytes, on_device.num_bytes, notes)
     if host.num_bytes > _limit(budgets.host):
         raise BudgetError(_refusal("host_budget", budgets.host, host, budgets))
     raise BudgetError(_refusal("device_budget", budgets.device, on_device, budgets))
@@ -209,19 +235,19 @@ def _limit(budget: int | None) -> float:
 
 
 def _most(
-    table: Sequence[Needs], device: torch.device, budgets: Budgets, place: Place, depth: int, activations: int | None
+    table: Sequence[Needs], device: torch.device, budgets: Budgets, place: Place, depth: int, waiting: Waiting
 ) -> Peak:
     """The moment that takes the most of a place."""
-    return max(peaks(table, device, budgets, place, depth, activations), key=lambda peak: peak.num_bytes)
+    return max(peaks(table, device, budgets, place, depth, waiting), key=lambda peak: peak.num_bytes)
 
 
 def peaks(
-    table: Sequence[Needs], device: torch.device, budgets: Budgets, place: Place, depth: int, activations: int | None
+    table: Sequence[Needs], device: torch.device, budgets: Budgets, place: Place, depth: int, waiting: Waiting
 ) -> list[Peak]:
-    """What every moment takes of a place, with weights brought `depth` subgraphs ahead and so many bytes of activations
-    in memory (None: all)."""
+    """What every moment takes of a place, with weights brought `depth` subgraphs ahead and such activations waiting in
+    memory."""
     return [
-        Peak(row, moment, _parts(row, ahead, moment, device, budgets, place, activations))
+        Peak(row, moment, _parts(row, ahead, moment, device, budgets, place, waiting))
         for number, row in enumerate(table)
         for ahead in [sum(later.weights for later in table[number + 1 : number + 1 + depth])]
         for moment in row.moments
@@ -235,46 +261,51 @@ def _parts(
     device: torch.device,
     budgets: Budgets,
     place: Place,
-    activations: int | None,
+    waiting: Waiting,
 ) -> dict[str, int]:
     """What a moment takes of a place, by kind. `ahead`: weights of later subgraphs that are on their way."""
-    waiting = moment.waiting if activations is None else min(moment.waiting, activations)
-    is_spilling = activations is not None and activations < moment.waiting
-    cached = {"waiting": waiting + moment.fixed, "in_flight": moment.in_flight if is_spilling else 0}
+    on_device, on_host, in_file = waiting.shares(moment.waiting)
+    small_here, small_there = (0, moment.fixed) if waiting.device is None else (moment.fixed, 0)
+    cached = {"waiting": on_host + small_here, "in_flight": moment.in_flight if in_file else 0}
     window = {"weights": row.weights, "prefetch": ahead}
     running = {"batch": moment.batch, "statistics": moment.statistics, "workspace": moment.workspace}
     if device.type == "cpu":
         return {**({"held": budgets.held} if place == "host" else {}), **window, **cached, **running}
-    is_host = place == "host"
-    on_host = is_host and moment.what in ("write", "verification")
-    copied_ahead = {} if is_host else {"in_flight": moment.in_flight}  # of the next batch
-    return {
-        **({"held": budgets.held} if is_host else {}),
-        **window,  # on the host in pinned memory, which is kept and reused
-        **(cached if is_host != budgets.cache_on_device else copied_ahead),
-        **(running if on_host or not is_host else {}),
-    }
+    if place == "host":  # weights are in pinned memory, which is kept and reused
+        is_there = moment.what in ("write", "verification")
+        return {"held": budgets.held, **window, **cached, **(running if is_there else {})}
+    of_next_batch = moment.in_flight if on_host or in_file else 0
+    return {**window, "waiting": on_device + small_there, "in_flight": of_next_batch, **running}
 
 
-def _activations(table: Sequence[Needs], device: torch.device, budgets: Budgets, depth: int) -> int | None:
-    """What may wait in memory: as the user says; else all, if that is within the budget, else what it leaves."""
+def _waiting(table: Sequence[Needs], device: torch.device, budgets: Budgets, depth: int) -> Waiting:
+    """What may wait in memory: as the user says; else all, if that is within the budgets, else what they leave."""
+
+    def most(places: Sequence[Place], waiting: Callable[[int | None], Waiting]) -> int | None:
+        limits = {"host": _limit(budgets.host), "device": _limit(budgets.device)}
+        if all(_most(table, device, budgets, each, depth, waiting(None)).num_bytes <= limits[each] for each in places):
+            return None
+        left = min(limits[each] - _most(table, device, budgets, each, depth, waiting(0)).num_bytes for each in places)
+        return max(int(left), 0)
+
+    is_apart, on_device = device.type != "cpu", budgets.device_activations
+    if is_apart and on_device is None:
+        on_device = most(("device",), lambda size: Waiting(size, 0))
+    on_device = on_device if is_apart else 0
     if budgets.activations is not None:
-        return budgets.activations
-    place: Place = "device" if budgets.cache_on_device and device.type != "cpu" else "host"
-    places: tuple[Place, ...] = ("host", "device") if device.type == "cpu" else (place,)
-    limits = {"host": _limit(budgets.host), "device": _limit(budgets.device)}
-    if all(_most(table, device, budgets, each, depth, None).num_bytes <= limits[each] for each in places):
-        return None
-    left = min(limits[each] - _most(table, device, budgets, each, depth, 0).num_bytes for each in places)
-    return max(int(left), 0)
+        return Waiting(on_device, budgets.activations)
+    places: tuple[Place, ...] = ("host",) if is_apart else ("host", "device")
+    return Waiting(on_device, most(places, lambda size: Waiting(on_device, size)))
 
 
-def _notes(budgets: Budgets, depth: int, activations: int | None) -> tuple[str, ...]:
+def _notes(budgets: Budgets, depth: int, waiting: Waiting) -> tuple[str, ...]:
     notes = []
     if depth < budgets.depth:
         notes.append(f"prefetch_depth is {depth}, not {budgets.depth}, to stay within the budget.")
-    if activations is not None and budgets.activations is None:
-        notes.append(f"Of the activations {gib(activations)} wait in memory, the rest in a file.")
+    if waiting.device is not None and budgets.device_activations is None:
+        notes.append(f"Of the activations {gib(waiting.device)} wait on the device, the rest in host memory.")
+    if waiting.host is not None and budgets.activations is None:
+        notes.append(f"Of the activations {gib(waiting.host)} wait in memory, the rest in a file.")
     return tuple(notes)
 
 

@@ -23,9 +23,10 @@ class MemoryConfig:
         host_budget: how much host memory the process may take, all that it holds already included; None: whatever it
             needs. Tensors are sure to stay within it, or the run is refused before it begins; that the process does is
             checked at the end (see `memory.budget`).
-        activation_budget: how much of the activations may wait in memory between steps, the rest waits in an unnamed
-            file; None: all of them, or what `host_budget` leaves.
-        cache_on_device: keep activations on the device between steps instead of in host memory.
+        device_activation_budget: how much of the activations may wait on the device between steps, where that is not
+            the CPU; None: all of them, or what `device_budget` leaves.
+        activation_budget: how much of the others may wait in host memory, the rest waits in an unnamed file; None: all
+            of them, or what `host_budget` leaves.
         prefetch_depth: how many subgraphs ahead of the one that computes weights are brought; 0: none. Fewer than asked
             where a budget demands it.
         scratch_dir: a folder with room for that file; None: the system's temporary folder.
@@ -36,13 +37,13 @@ class MemoryConfig:
 
     device_budget: int | str | None = None
     host_budget: int | str | None = None
+    device_activation_budget: int | str | None = 0
     activation_budget: int | str | None = None
-    cache_on_device: bool = False
     prefetch_depth: int = 1
     scratch_dir: str | Path | None = None
 
     def __post_init__(self) -> None:
-        for name in ("device_budget", "host_budget", "activation_budget"):
+        for name in ("device_budget", "host_budget", "device_activation_budget", "activation_budget"):
             self.num_bytes(name)
         if self.prefetch_depth < 0:
             raise ValueError(f"prefetch_depth={self.prefetch_depth} is negative; 0 reads nothing ahead.")
@@ -84,22 +85,22 @@ class Placement:
 
     Attributes:
         device: where subgraphs run.
-        cache_device: where activations wait between steps.
         source: where the values of parameters on the meta device are; all others are in host memory.
         weights: where the weights of a subgraph (by number) wait once they have been used; those of the others are kept
             by their home only.
         prefetch_depth: how many subgraphs ahead of the one that computes weights are read and copied; 0: none.
-        activation_budget: bytes of activations that may wait on `cache_device`; None: all of them.
+        device_activation_budget: bytes of activations that may wait on the device; None: all of them.
+        activation_budget: bytes of the others that may wait in host memory; None: all of them.
         scratch_dir: folder of the file for the others; None: the system's temporary folder.
         is_tight: there is a budget of host memory or of activations in it, so what is freed is given back to the system
             at once (where all activations wait in memory, that would cost some percent of the time).
     """
 
     device: torch.device
-    cache_device: torch.device
     source: WeightSource | None = None
     weights: Mapping[int, Tier] = field(default_factory=dict)
     prefetch_depth: int = 1
+    device_activation_budget: int | None = 0
     activation_budget: int | None = None
     scratch_dir: Path | None = None
     is_tight: bool = False
@@ -108,17 +109,20 @@ class Placement:
 def placement(memory: MemoryConfig, device: torch.device, source: WeightSource | None) -> Placement:
     """Where a run on `device` puts what, as far as a user says it.
 
-    Under a budget of host memory all activations wait in the file, until a run has fitted what may stay (see
+    Under a budget all activations wait outside of its memory, until a run has fitted what may stay (see
     `memory.budget`).
     """
+    on_device = memory.num_bytes("device_activation_budget")
+    if on_device is None and memory.device_budget is not None:
+        on_device = 0
     activations = memory.num_bytes("activation_budget")
     if activations is None and memory.host_budget is not None:
         activations = 0
     return Placement(
         device,
-        cache_device=device if memory.cache_on_device else torch.device("cpu"),
         source=source,
         prefetch_depth=memory.prefetch_depth,
+        device_activation_budget=on_device,
         activation_budget=activations,
         scratch_dir=None if memory.scratch_dir is None else Path(memory.scratch_dir),
         is_tight=activations is not None,

@@ -9,6 +9,7 @@ Alternative not taken: moving modules with `.to(device)` and back. It transfers 
 between parameters, and touches modules that the subgraph does not run.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -32,11 +33,15 @@ class WeightStore:
         root: the model.
         lane: the way to the device where subgraphs run.
         source: of the values of parameters on the meta device.
+
+    Attributes:
+        moved: bytes brought so far, by lane (see `calibration.records.SubgraphRecord`).
     """
 
     def __init__(self, root: nn.Module, lane: Lane, source: WeightSource | None = None) -> None:
         self._root = root
         self._lane = lane
+        self.moved: Counter[str] = Counter()
         self._homes: dict[int, tuple[Tensor, Tensor]] = {}
         self._present: dict[int, Tensor] = {}
         self._coming: dict[Load | int, _Coming] = {}
@@ -134,6 +139,8 @@ class WeightStore:
             if load not in read:
                 read[load] = self._arrived(load, load)
             value = read[load].pop(name).to(dtype=meta.dtype)
+            self.moved["disk_read"] += value.nbytes
+            self.moved["to_device"] += value.nbytes if value.device.type != "cpu" else 0
             self._present[id(meta)] = meta
             self._place(meta, nn.Parameter(value, requires_grad=False))
 
@@ -142,6 +149,7 @@ class WeightStore:
         for tensor in moved:
             home = tensor.data
             (copy,) = self._arrived(id(tensor), lambda home=home: {"": home}).values()  # type: ignore[misc]
+            self.moved["to_device"] += home.nbytes
             self._homes[id(tensor)] = tensor, home
             tensor.data = copy
 

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_compress.calibration.batches import CalibrationSet
-from lightning_compress.calibration.footprint import footprint, traced_bytes
+from lightning_compress.calibration.footprint import footprint
 from lightning_compress.calibration.loop import Calibration
 from lightning_compress.calibration.prepare import cached_inputs
 from lightning_compress.export.layout import largest_rest
+from lightning_compress.graph.sizes import traced_bytes
 from lightning_compress.graph.trace import flatten_batch
 from lightning_compress.memory.budget import Budgets, Fit, MemoryUse, Moment, Needs, fit, gib
 from lightning_compress.memory.buffers import trim_heap
@@ -54,11 +55,16 @@ def within_budgets(
         device=config.num_bytes("device_budget"),
         activations=config.num_bytes("activation_budget"),
         depth=config.prefetch_depth,
-        cache_on_device=config.cache_on_device,
+        device_activations=config.num_bytes("device_activation_budget"),
         has_weights=not any(parameter.is_meta for parameter in root.parameters()),
     )
     found = fit(table, placement.device, budgets)
-    placement = replace(placement, prefetch_depth=found.depth, activation_budget=found.activations)
+    placement = replace(
+        placement,
+        prefetch_depth=found.depth,
+        device_activation_budget=found.waiting.device,
+        activation_budget=found.waiting.host,
+    )
     flow = replace(run.flow, placement=placement)
     if flow.traced is not None:
         flow = replace(flow, cache=cached_inputs(flow.traced, batches, placement))
@@ -74,7 +80,7 @@ def _use(budgets: Budgets, found: Fit) -> MemoryUse:
         host_bytes=found.host_bytes,
         device_bytes=found.device_bytes,
         prefetch_depth=found.depth,
-        activation_budget=found.activations,
+        activation_budget=found.waiting.host,
         notes=found.notes,
         peak_bytes=0,
     )

@@ -195,7 +195,7 @@ def _calibration(
     resolved = resolve(load_recipe(cast(Any, OmegaConf.to_container(config.recipe, resolve=True))), target.root)
     batch = {"input_ids": torch.zeros(job.batch_size, job.max_length, dtype=torch.long)}
     data = CalibrationSet((batch,) * -(-job.num_samples // job.batch_size), has_padding=False)
-    where = replace(placement(memory, device, None), cache_device=torch.device("cpu"))
+    where = replace(placement(memory, device, None), device_activation_budget=0)  # no such device may be here
     collective = _Planned(job.ranks) if job.ranks > 1 else SingleProcess()
     with calibrating(target.root):
         run = prepare(
@@ -218,7 +218,7 @@ def _calibration(
         device=memory.num_bytes("device_budget"),
         activations=memory.num_bytes("activation_budget"),
         depth=memory.prefetch_depth,
-        cache_on_device=memory.cache_on_device,
+        device_activations=memory.num_bytes("device_activation_budget"),
         has_weights=not from_disk,
     )
     fitted = fit(table, device, budgets)
@@ -226,7 +226,7 @@ def _calibration(
     rows = [
         row
         for place in places
-        for row in _worst(peaks(table, device, budgets, place, fitted.depth, fitted.activations), place)
+        for row in _worst(peaks(table, device, budgets, place, fitted.depth, fitted.waiting), place)
     ]
     return Estimate(
         model=type(model).__name__,

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 from helpers import padded, prepare, ragged_batches, recipe, tiny_llama, token_batches
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
-from lightning_compress.calibration.footprint import _worst_mixture, footprint
+from lightning_compress.calibration.footprint import _Meter, _worst_mixture, footprint
 from lightning_compress.calibration.loop import calibrate
 from lightning_compress.calibration.prepare import calibrating
 from lightning_compress.calibration.records import SubgraphRecord
@@ -205,3 +205,39 @@ def test_waiting_values_while_batches_pass() -> None:
     assert _worst_mixture([1, 1, 1], [4, 4, 4]) == 8
     assert _worst_mixture([4, 4, 4], [1, 1, 1]) == 8
     assert _worst_mixture([4, 1], [1, 4]) == 1
+
+
+class Skip(nn.Module):
+    """Layers that are alike, but that the last one reads again what one of them gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(9)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = [x]
+        for layer in self.layers:
+            outputs.append(layer(outputs[-1]))
+        return self.layers[0](outputs[-1] + outputs[4])
+
+
+@pytest.mark.parametrize("schedule", ["staged", "recompute", "block"])
+@pytest.mark.parametrize("make", [lambda: tiny_llama(5), Skip])
+def test_layers_that_are_alike_are_run_once(schedule: str, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen to fail: with the distance of later readers not compared, and with the values that wait not renamed."""
+    skipped: list[bool] = []
+
+    def counted(meter: _Meter, index: int, before: set[fx.Node]) -> bool:
+        skipped.append(repeats(meter, index, before))
+        return skipped[-1]
+
+    repeats = _Meter.repeats
+    model = make()
+    batches: list[Any] = [torch.randn(64, 32, 64) for _ in range(2)] if isinstance(model, Skip) else token_batches()
+    job = prepare(model, batches, recipe(8, strategy="channel"), schedule=schedule)
+    monkeypatch.setattr(_Meter, "repeats", counted)
+    table = table_of(job)
+    monkeypatch.setattr(_Meter, "repeats", lambda *_: False)
+    assert table == table_of(job)
+    assert any(skipped)
+    assert not all(skipped[1:])

@@ -13,7 +13,6 @@ from helpers import (
     modifier,
     prepare,
     recipe,
-    run,
     tiny_llama,
     token_batches,
 )
@@ -24,8 +23,6 @@ from lightning_compress.calibration.prepare import calibrating
 from lightning_compress.errors import NonFiniteError, SolveError, UnsupportedModelError
 from lightning_compress.export.checkpoint import INCOMPLETE
 from lightning_compress.export.writer import Unwritten
-from lightning_compress.memory.activations import ActivationCache
-from lightning_compress.memory.placement import MemoryConfig
 from lightning_compress.memory.tracker import LiveMemory
 from lightning_compress.memory.transfer import Lane, Sent
 from lightning_compress.plugin.job import run_job
@@ -335,13 +332,6 @@ def test_recompute_gives_the_same_weights_in_less_memory() -> None:
     assert all(torch.equal(*pair) for pair in zip(*weights.values(), strict=True))
     hidden = 32 * 2 * 16 * 32 * 4
     assert peaks["recompute"] < peaks["staged"] - 2 * hidden, peaks
-
-
-def test_cached_values_may_live_on_the_device() -> None:
-    job = prepare(tiny_llama(1), token_batches(), recipe(4), memory=MemoryConfig(cache_on_device=True))
-    assert isinstance(job.run.flow.cache, ActivationCache)
-    assert job.run.flow.cache._home_is_device
-    assert len(run(job).modules) == 7
 
 
 def test_tied_embeddings_stay_tied_and_whole() -> None:

@@ -20,7 +20,7 @@ def nodes(count: int) -> list[fx.Node]:
 
 
 def cache_of(*batches: dict[fx.Node, Any]) -> ActivationCache:
-    return ActivationCache(list(batches), home=CPU, device=CPU)
+    return ActivationCache(list(batches), device=CPU)
 
 
 def test_load_gives_what_is_asked_for_and_there() -> None:
@@ -60,7 +60,7 @@ def test_parts_of_large_storages_are_kept_apart(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(ScratchFile, "write", written)
     (a,) = nodes(1)
     whole = torch.randn(40_000, 8)
-    cache = ActivationCache([{}], home=CPU, device=CPU, budget=0)
+    cache = ActivationCache([{}], device=CPU, budget=0)
     cache.store(0, {a: list(whole.unbind(1))})
     loaded = cache.load(0, {a})[a]
     assert isinstance(loaded, list)
@@ -124,7 +124,7 @@ def test_tensors_that_share_a_storage_are_one_again(
         monkeypatch.setattr(Lane, "send", lambda _, tensor: Sent(tensor.clone()))
         monkeypatch.setattr(Lane, "fetch", lambda _, tensor, wait=False: tensor.clone())
     a, b, c, d, e = nodes(5)
-    cache = ActivationCache([{a: torch.zeros(2)}], home=CPU, device=CPU, budget=budget)
+    cache = ActivationCache([{a: torch.zeros(2)}], device=CPU, budget=budget)
     x = torch.arange(40_000.0).reshape(200, 200)
     low, small = x.to(torch.bfloat16), torch.randn(10, 30_000)[3:5]
     cache.store(0, {b: x, c: (x.t(), x[:, 20:], x.view(-1)), d: low, e: small})
@@ -155,7 +155,7 @@ def test_tensors_that_share_a_storage_are_one_again(
 def test_home_on_the_host_is_pinned() -> None:
     (a,) = nodes(1)
     device = torch.device("cuda", torch.cuda.current_device())
-    cache = ActivationCache([{a: torch.ones(3)}], home=CPU, device=device)
+    cache = ActivationCache([{a: torch.ones(3)}], device=device)
     loaded = cache.load(0, {a})[a]
     assert isinstance(loaded, Tensor)
     assert loaded.device == device
@@ -163,3 +163,27 @@ def test_home_on_the_host_is_pinned() -> None:
     (kept,) = cache._values[0].values()
     assert kept.held.place.is_pinned()  # type: ignore[attr-defined]
     assert torch.equal(cache.load(0, {a})[a], torch.full((3,), 2.0, device=device))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_values_wait_on_the_device_then_on_the_host_then_in_the_file() -> None:
+    """Seen to fail: with the device's bytes not given back."""
+    (a,) = nodes(1)
+    device = torch.device("cuda", torch.cuda.current_device())
+    size = 1 << 20
+    cache = ActivationCache([{}, {}, {}], device=device, device_budget=size, budget=size)
+    for number in range(3):
+        cache.store(number, {a: torch.full((size // 4,), float(number), device=device)})
+    for _ in range(2):
+        places = [values[a].held.place for values in cache._values]  # type: ignore[attr-defined]
+        kinds = [place.device.type if isinstance(place, Tensor) else "file" for place in places]
+        assert kinds == ["cuda", "cpu", "file"]
+        for number in range(3):
+            loaded = cache.load(number, {a})[a]
+            assert isinstance(loaded, Tensor)
+            assert loaded.device == device
+            assert bool((loaded == number).all())
+            cache.retain(number, set())
+            cache.store(number, {a: loaded})
+    assert cache.moved == {"disk_write": 2 * size, "disk_read": 2 * size, "to_host": 4 * size, "to_device": 4 * size}

@@ -26,15 +26,15 @@ def with_reserve(tensors: int) -> int:
 
 def test_everything_as_asked_where_there_is_room() -> None:
     found = fit(TABLE, CPU, NO_LIMIT)
-    assert (found.depth, found.activations, found.host_bytes, found.notes) == (1, None, ALL, ())
+    assert (found.depth, found.waiting.host, found.host_bytes, found.notes) == (1, None, ALL, ())
     assert found.device_bytes == ALL - 1000
-    assert fit(TABLE, CPU, replace(NO_LIMIT, host=with_reserve(ALL))).activations is None
+    assert fit(TABLE, CPU, replace(NO_LIMIT, host=with_reserve(ALL))).waiting.host is None
 
 
 def test_activations_go_to_the_file_before_the_depth_is_lowered() -> None:
     found = fit(TABLE, CPU, replace(NO_LIMIT, host=with_reserve(ALL - 100)))
     assert found.depth == 1
-    assert found.activations == ALL - 100 - (1000 + 100 + 30 + 10 + 40 + 200), "what the solve leaves"
+    assert found.waiting.host == ALL - 100 - (1000 + 100 + 30 + 10 + 40 + 200), "what the solve leaves"
     assert found.host_bytes == ALL - 100
     assert "wait in memory, the rest in a file" in found.notes[0]
 
@@ -47,7 +47,7 @@ def test_what_goes_to_the_file_and_comes_from_it_counts() -> None:
 def test_depth_is_lowered_if_the_budget_demands_it_and_that_is_said() -> None:
     least = 1000 + 100 + 10 + 40 + 200
     found = fit(TABLE, CPU, replace(NO_LIMIT, host=with_reserve(least)))
-    assert (found.depth, found.activations) == (0, 0)
+    assert (found.depth, found.waiting.host) == (0, 0)
     assert found.notes[0] == "prefetch_depth is 0, not 1, to stay within the budget."
 
 
@@ -83,9 +83,13 @@ def test_on_a_device_each_place_has_its_own() -> None:
     assert found.device_bytes == 100 + 30 + 40 + 200, "weights, the next ones', statistics, the solve"
     assert found.host_bytes == 1000 + 130 + 510, "the same weights in pinned memory, and what waits"
     assert fit(TABLE[:1], CUDA, NO_LIMIT).device_bytes == 20 + 60 + 100 + 40, "the next batch is copied ahead"
-    cached = fit(TABLE, CUDA, replace(NO_LIMIT, cache_on_device=True))
-    assert cached.device_bytes == ALL - 1000
+    cached = fit(TABLE, CUDA, replace(NO_LIMIT, device_activations=None))
     assert cached.host_bytes == 1000 + 130
+    assert cached.device_bytes == ALL - 1000
+    split = fit(TABLE, CUDA, replace(NO_LIMIT, device=400, device_activations=None, host=10000, activations=150))
+    assert (split.waiting.device, split.waiting.host) == (30, 150), "what the solve of `layer` leaves, then as asked"
+    assert split.device_bytes == 400
+    assert split.host_bytes == 1000 + 130 + 150 + 10 + 60
     with pytest.raises(BudgetError, match=r"memory\.device_budget=.* smallest that can is 340 bytes"):
         fit(TABLE, CUDA, replace(NO_LIMIT, device=339))
 

@@ -68,7 +68,7 @@ def test_space_is_reused_and_order_is_kept(tmp_path: Path) -> None:
 
 def test_the_budget_decides_what_waits_where() -> None:
     a, b, c = keys(3)
-    cache = ActivationCache([{}, {}], home=CPU, device=CPU, budget=LARGE.nbytes + 100)
+    cache = ActivationCache([{}, {}], device=CPU, budget=LARGE.nbytes + 100)
     for batch in (0, 1):
         cache.store(batch, {a: LARGE + batch, b: (LARGE * batch, 7), c: torch.tensor(1.0)})
     assert cache.num_bytes == LARGE.nbytes + 8

@@ -1,0 +1,139 @@
+"""Layers that are alike: what was found out about one holds for the next, node by node.
+
+Alike are two subgraphs, one behind the other, whose nodes do the same with values of the same sizes, read what
+corresponds, are observed and solved alike, and are followed by readers at the same distance.
+"""
+
+from collections.abc import Mapping
+from typing import Any, final
+
+import torch
+from torch import Tensor, fx, nn
+
+from lightning_compress.calibration.loop import Calibration
+from lightning_compress.graph.compat import pytree
+from lightning_compress.graph.leaf import Leaf
+from lightning_compress.graph.stages import Group, Source, Step
+from lightning_compress.graph.values import expression
+
+NUMBERS = ("layer_idx", "layer_id")
+"""Attributes of modules that say no more than which layer they are."""
+
+
+def repeated(run: Calibration, index: int, cached: set[fx.Node]) -> dict[fx.Node, fx.Node] | None:
+    """The nodes of subgraph `index` by those of the one before it, and what both read from outside; None where the two
+    are not alike.
+
+    Args:
+        run: prepared.
+        index: of a subgraph.
+        cached: the values that wait when the one before it begins.
+    """
+    parts = run.flow.subgraphs
+    if index == 0 or len(parts[index - 1].steps) != len(parts[index].steps):
+        return None
+    match = _Match(run)
+    pairs = list(zip(parts[index - 1].steps, parts[index].steps, strict=True))
+    if not all(match.steps(one, other) for one, other in pairs):
+        return None
+    first = sum(len(part.steps) for part in parts[: index - 1])
+    second, end = first + len(pairs), first + 2 * len(pairs)
+    last = run.flow.last
+    for one, other in {**match.nodes, **{node: match.nodes.get(node, node) for node in cached}}.items():
+        if one is other:
+            if one in cached and last.get(one, end) < end:
+                return None
+        elif (one in last) != (other in last) or (one in last and last[one] - first != last[other] - second):
+            return None
+    return match.nodes
+
+
+@final
+class _Match:
+    """Nodes of one subgraph and of the next that correspond; grows from step to step."""
+
+    def __init__(self, run: Calibration) -> None:
+        self.nodes: dict[fx.Node, fx.Node] = {}
+        self._run = run
+        self._root = run.flow.root
+
+    def steps(self, one: Step, other: Step) -> bool:
+        if len(one.nodes) != len(other.nodes) or one.keep != other.keep or len(one.solve) != len(other.solve):
+            return False
+        return (
+            all(self._computed(*pair) for pair in zip(one.nodes, other.nodes, strict=True))
+            and self._sources(one.observe, other.observe)
+            and self._sources(one.forget, other.forget)
+            and all(self._groups(*pair) for pair in zip(one.solve, other.solve, strict=True))
+        )
+
+    def _computed(self, one: fx.Node, other: fx.Node) -> bool:
+        if not self._targets(one.target, other.target) or _signature(one) != _signature(other):
+            return False
+        ours, spec = pytree.tree_flatten((one.args, one.kwargs))
+        theirs, other_spec = pytree.tree_flatten((other.args, other.kwargs))
+        if spec != other_spec or not all(self._arguments(*pair) for pair in zip(ours, theirs, strict=True)):
+            return False
+        self.nodes[one] = other
+        return True
+
+    def _arguments(self, one: object, other: object) -> bool:
+        if not isinstance(one, fx.Node) or not isinstance(other, fx.Node):
+            return type(one) is type(other) and one == other
+        if one not in self.nodes and _signature(one) == _signature(other) and one.op == other.op:
+            self.nodes[one] = other
+        return self.nodes.get(one) is other
+
+    def _targets(self, one: object, other: object) -> bool:
+        if isinstance(one, Leaf) and isinstance(other, Leaf):
+            return _structure(self._root, one.name) == _structure(self._root, other.name)
+        return one == other
+
+    def _sources(self, ours: tuple[Source, ...], theirs: tuple[Source, ...]) -> bool:
+        run = self._run
+        return len(ours) == len(theirs) and all(
+            self._arguments(one.node, other.node)
+            and (one.inner is None) == (other.inner is None)
+            and one.writes == other.writes
+            and run.needs.get(one) == run.needs.get(other)
+            and run.channels.get(one) == run.channels.get(other)
+            for one, other in zip(ours, theirs, strict=True)
+        )
+
+    def _groups(self, one: Group, other: Group) -> bool:
+        assignments = self._run.resolved.assignments
+        return (
+            self._sources(one.sources, other.sources)
+            and len(one.members) == len(other.members)
+            and all(
+                assignments[mine].algorithm == assignments[yours].algorithm
+                and assignments[mine].scheme == assignments[yours].scheme
+                and _structure(self._root, mine) == _structure(self._root, yours)
+                for mine, yours in zip(one.members, other.members, strict=True)
+            )
+        )
+
+
+def _structure(root: nn.Module, name: str) -> list[tuple[object, ...]]:
+    """What decides how a module runs, but for the values of its tensors."""
+    found: list[tuple[object, ...]] = []
+    for path, module in root.get_submodule(name).named_modules():
+        tensors = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
+        sizes = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
+        found.append((path, type(module), sizes, _scalars(vars(module))))
+    return found
+
+
+def _scalars(attributes: Mapping[str, Any]) -> dict[str, object]:
+    kinds = (bool, int, float, str, torch.dtype, type(None))
+    return {key: value for key, value in attributes.items() if isinstance(value, kinds) and key not in NUMBERS}
+
+
+def _signature(node: fx.Node) -> list[object]:
+    """What a value is, without its contents."""
+    return [
+        (leaf.dtype, tuple(map(expression, leaf.shape)), tuple(map(expression, leaf.stride())))
+        if isinstance(leaf, Tensor)
+        else str(leaf)
+        for leaf in pytree.tree_leaves(node.meta.get("val"))
+    ]
