@@ -16,8 +16,8 @@ PACKAGE = "lightning_compress"
 ROOT = Path(__file__).resolve().parents[1] / PACKAGE
 FILES = sorted(ROOT.rglob("*.py"))
 ORDER = (
-    "statistics", "algorithms", "recipe", "graph", "memory", "distributed", "calibration", "foresight",
-    "export", "report", "data", "plugin",
+    "statistics", "algorithms", "recipe", "graph", "memory", "distributed", "calibration",
+    "export", "foresight", "report", "data", "plugin",
 )  # fmt: skip
 """A folder imports from folders before it; `errors` is for all, and `__init__` shows what is public."""
 PRIVATE_IMPORTS = {"torch": "graph/compat.py", "transformers": "graph/compat.py", "lightning": "plugin/compat.py"}

@@ -57,6 +57,7 @@ def prepare(
     schedule: Schedule = Schedule.STAGED,
     sequential_targets: Sequence[str] | None = None,
     collective: Collective | None = None,
+    traced: Traced | None = None,
 ) -> Calibration:
     """Trace the model and lay the run out.
 
@@ -68,6 +69,7 @@ def prepare(
         schedule: where the graph is cut.
         sequential_targets: what is onloaded at a time; None takes the model's layers.
         collective: the ranks; all give the same arguments, `data` whole. None: this process is the only one.
+        traced: the graph, if the same model was recorded for the same targets before; None: record it.
 
     Raises:
         UnsupportedModelError: `datafree` with an algorithm that needs data, or a module that the forward never calls.
@@ -88,7 +90,7 @@ def prepare(
         raise CalibrationDataError(
             "This recipe needs calibration data: give `dataloaders`, a datamodule, or `calibration`."
         )
-    traced = trace_on(target, names, boundaries, data)
+    traced = traced or trace_on(target, names, boundaries, data)
     parts = subgraphs(
         traced,
         frozenset(names),

@@ -79,11 +79,12 @@ def _parts(root: nn.Module, subgraphs: Sequence[Subgraph]) -> list[list[str]]:
     return [*parts, *_rest(waiting)]
 
 
-def largest_rest(root: nn.Module, subgraphs: Sequence[Subgraph]) -> tuple[int, int]:
-    """Of what no subgraph holds the bytes of the largest shard, and of the largest tensor."""
+def rest_sizes(root: nn.Module, subgraphs: Sequence[Subgraph]) -> tuple[int, int, int]:
+    """Bytes of what no subgraph holds, of its largest shard, and of its largest tensor."""
     state = root.state_dict(keep_vars=True)
     parts = [[state[key].nbytes for key in keys] for keys in _parts(root, subgraphs)[len(subgraphs) :]]
-    return max(map(sum, parts), default=0), max((max(part) for part in parts), default=0)
+    shards = [sum(part) for part in parts]
+    return sum(shards), max(shards, default=0), max((max(part) for part in parts), default=0)
 
 
 def _rest(sizes: Mapping[str, int]) -> list[list[str]]:

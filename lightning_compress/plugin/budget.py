@@ -10,7 +10,7 @@ from lightning_compress.calibration.batches import CalibrationSet
 from lightning_compress.calibration.footprint import footprint
 from lightning_compress.calibration.loop import Calibration
 from lightning_compress.calibration.prepare import cached_inputs
-from lightning_compress.export.layout import largest_rest
+from lightning_compress.export.layout import rest_sizes
 from lightning_compress.graph.sizes import traced_bytes
 from lightning_compress.graph.trace import flatten_batch
 from lightning_compress.memory.budget import Budgets, Fit, MemoryUse, Moment, Needs, fit, gib
@@ -89,16 +89,18 @@ def _use(budgets: Budgets, found: Fit) -> MemoryUse:
 def at_the_end(run: Calibration, data: CalibrationSet | None, verifies: bool) -> list[Needs]:
     """Rows of the table for what comes behind the last subgraph."""
     root, parts = run.flow.root, run.flow.subgraphs
-    rest, largest = largest_rest(root, parts)
+    total, rest, largest = rest_sizes(root, parts)
     on_disk = any(parameter.is_meta for parameter in root.parameters())
-    rows = [Needs("what no subgraph holds", rest if on_disk else 0, (Moment("write", "", workspace=largest),))]
+    moment = Moment("write", "", workspace=largest, work={"writing": total})
+    rows = [Needs("what no subgraph holds", rest if on_disk else 0, (moment,))]
     if verifies:
         outputs = 0
         if run.flow.traced is not None and data is not None:
             (end,) = (node for node in run.flow.traced.graph.nodes if node.op == "output")
             outputs = sum(traced_bytes(node) for node in end.all_input_nodes)
         workspace = _loaded_bytes(root, run.resolved) + 3 * outputs  # of both models, and their difference
-        rows.append(Needs("the checkpoint", 0, (Moment("verification", "", workspace=workspace),)))
+        work = {"packing": sum(root.get_submodule(n).get_parameter("weight").numel() for n in run.resolved.assignments)}
+        rows.append(Needs("the checkpoint", 0, (Moment("verification", "", workspace=workspace, work=work),)))
     return rows
 
 

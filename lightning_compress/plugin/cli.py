@@ -1,18 +1,15 @@
-"""The `lightning-compress` command: `compress`, `evaluate` and `estimate`, composed by Hydra from the groups in
-`configs/`."""
+"""The `lightning-compress` command and what it can do, composed by Hydra from the groups in `configs/`."""
 
 import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import hydra
 import lightning.pytorch as pl
 import torch
-import transformers
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from hydra.utils import instantiate
@@ -21,7 +18,6 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 from rich.console import Console
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_compress.data.batches import calibration_dataloader, evaluation_dataloader
 from lightning_compress.data.config import load_data_config
@@ -29,16 +25,25 @@ from lightning_compress.data.perplexity import perplexity
 from lightning_compress.errors import CompressionError
 from lightning_compress.export.packed import checkpoint_source
 from lightning_compress.foresight.estimate import Estimate
+from lightning_compress.foresight.planned import save_planned
 from lightning_compress.memory.files import has_safetensors
-from lightning_compress.memory.placement import MemoryConfig, memory_config, placement
-from lightning_compress.memory.source import parameters_on_meta
+from lightning_compress.memory.placement import placement
 from lightning_compress.memory.tracker import available_bytes
 from lightning_compress.plugin import compat
 from lightning_compress.plugin.callback import onload_device
 from lightning_compress.plugin.compressor import Compressor
 from lightning_compress.plugin.estimate import estimate as foresee
+from lightning_compress.plugin.models import (
+    load_config_only,
+    load_model,
+    memory_options,
+    reads_from_disk,
+    weights_place,
+)
+from lightning_compress.plugin.planning import plan_for_run, run_plan, run_probe, with_plan
 from lightning_compress.recipe.load import config_dir
 from lightning_compress.report.estimate import estimate_lines, estimate_table, save_estimate
+from lightning_compress.report.plan import described, machine_table, minutes, plan_lines, runners_up_table
 from lightning_compress.report.report import Report
 
 Result = TypeVar("Result")
@@ -51,6 +56,10 @@ USAGE = """lightning-compress COMMAND [GROUP=OPTION ...] [KEY=VALUE ...]
              lightning-compress evaluate model.path=DIR data=docs_test
   estimate   what a job will take of memory, from the model's configuration alone
              lightning-compress estimate model.path=DIR job=calibration|inference|finetuning device=cuda
+
+  plan       how to run a compression within what there is, and how long it will take
+             lightning-compress plan model.path=DIR data=docs recipe=w4a16_gptq gpu=rtx4090 host=64GiB
+  probe      measure this machine for `plan`, or correct that by runs: refit=[OUT/report.json]
 
   lightning-compress COMMAND --help lists the groups, their options, and every key."""
 
@@ -105,6 +114,27 @@ def estimate(config: DictConfig) -> None:
         print(f"as JSON: {config.json}")
 
 
+def plan(config: DictConfig) -> None:
+    """Print how to run a compression, and what that takes."""
+    found = _reporting_errors(lambda: run_plan(config))
+    console = Console()
+    for line in plan_lines(found):
+        console.print(line, highlight=False, soft_wrap=True)
+    console.print(runners_up_table(found))
+    console.print(machine_table(found.machine))
+    if config.json is not None:
+        try:
+            save_planned(found, Path(config.json))
+        except OSError as error:
+            sys.exit(f"lightning-compress: json={config.json} cannot be written: {error}")
+        print(f"run it: lightning-compress compress ... plan={config.json}")
+
+
+def probe(config: DictConfig) -> None:
+    """Measure this machine and print what was found."""
+    Console().print(machine_table(_reporting_errors(lambda: run_probe(config))))
+
+
 def run_estimate(config: DictConfig) -> Estimate:
     """What the job of `config` will take.
 
@@ -116,7 +146,7 @@ def run_estimate(config: DictConfig) -> Estimate:
     model = load_config_only(config.model)
     size = sum(parameter.nbytes for parameter in model.parameters())
     from_disk = reads_from_disk(config.model) or (config.model.load == "auto" and size > available_bytes() // 2)
-    return foresee(model, config, _memory(config.memory), from_disk)
+    return foresee(model, config, memory_options(config.memory), from_disk)
 
 
 def run_compress(config: DictConfig, output_dir: Path) -> Report:
@@ -129,17 +159,23 @@ def run_compress(config: DictConfig, output_dir: Path) -> Report:
     Raises:
         CompressionError: see `CompressionCallback`; also a model that cannot be loaded.
     """
-    from_disk = reads_from_disk(config.model)
-    model, tokenizer = load_model(config.model, from_disk)
-    dataloader = calibration_dataloader(load_data_config(config.data), tokenizer)
     trainer = instantiate(
         config.trainer,
         callbacks=[instantiate(callback) for callback in config.callbacks.values()],
         logger=[instantiate(logger) for logger in config.logger.values()] or False,
     )
     _check_launcher(trainer)
+    plan = None
+    if config.plan is not None:
+        plan = plan_for_run(config, trainer, onload_device(trainer), output_dir)
+        config = with_plan(config, plan)
+        if _is_first_rank():
+            print(f"plan: {described(plan)}; foreseen: {minutes(plan.total_s)}")
+    from_disk = reads_from_disk(config.model)
+    model, tokenizer = load_model(config.model, from_disk)
+    dataloader = calibration_dataloader(load_data_config(config.data), tokenizer)
     options = cast(dict[str, Any], OmegaConf.to_container(config.calibration, resolve=True))
-    weights, device = _weights(config.model) if from_disk else None, onload_device(trainer)
+    weights, device = weights_place(config.model) if from_disk else None, onload_device(trainer)
     held_out: list[Mapping[str, Tensor]] = []
     before = None
     if config.get("held_out") is not None and _is_first_rank():
@@ -153,9 +189,12 @@ def run_compress(config: DictConfig, output_dir: Path) -> Report:
         tokenizer=tokenizer,
         max_samples=config.data.num_samples,
         weights=weights,
-        memory=_memory(config.memory),
+        memory=memory_options(config.memory),
         **options,
     )
+    if plan is not None and not report.is_partial:
+        report = replace(report, plan=plan)
+        report.save(output_dir)
     if before is None or report.is_partial:
         return report
     after = _perplexity(model, held_out, None if weights is None else output_dir, config.memory, device)
@@ -188,7 +227,7 @@ def run_evaluate(config: DictConfig) -> float:
     from_disk = reads_from_disk(config.model) or (cuda and is_folder and config.model.load == "auto")
     model, tokenizer = load_model(config.model, from_disk)
     batches = evaluation_dataloader(load_data_config(config.data), tokenizer)
-    return _perplexity(model, batches, _weights(config.model) if from_disk else None, config.memory, device)
+    return _perplexity(model, batches, weights_place(config.model) if from_disk else None, config.memory, device)
 
 
 def _perplexity(
@@ -202,98 +241,7 @@ def _perplexity(
     if weights is None and device.type == "cpu":
         return perplexity(model, batches)
     source = None if weights is None else checkpoint_source(model, weights)
-    return perplexity(model, batches, placement(_memory(memory), device, source))
-
-
-def _memory(config: DictConfig) -> MemoryConfig:
-    try:
-        return memory_config(cast(dict[str, Any], OmegaConf.to_container(config, resolve=True)))
-    except ValueError as error:
-        raise CompressionError(f"memory: {error}") from error
-
-
-def _weights(config: DictConfig) -> Path:
-    return Path(config.get("weights") or config.path)
-
-
-def reads_from_disk(config: DictConfig) -> bool:
-    """Whether weights are to be read during the run, as `model.load` says.
-
-    Raises:
-        CompressionError: an unknown `model.load`.
-    """
-    folder = Path(config.path)
-    if config.load not in ("auto", "memory", "disk"):
-        raise CompressionError(f"model.load={config.load} is not known; use auto, memory or disk.")
-    if config.get("weights") is not None and config.load == "auto":
-        return True
-    if config.load != "auto" or not folder.is_dir():
-        return bool(config.load == "disk")
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors")) > available_bytes() // 2
-
-
-def load_model(config: DictConfig, from_disk: bool) -> tuple[nn.Module, PreTrainedTokenizerBase]:
-    """A transformers model, in host memory or (`from_disk`) with its parameters on the meta device, and its tokenizer.
-
-    Raises:
-        CompressionError: no such folder or class, or transformers cannot read it.
-    """
-    auto_class, extra = _class_and_options(config)
-    if config.get("weights") is not None and not from_disk:
-        raise CompressionError(
-            f"model.weights={config.weights} is read a layer at a time, with model.load=auto or disk, and only so."
-        )
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
-            config.tokenizer, trust_remote_code=config.trust_remote_code
-        )
-        build = partial(_on_meta, auto_class) if from_disk else auto_class.from_pretrained
-        model = build(config.path, dtype=config.dtype, trust_remote_code=config.trust_remote_code, **extra)
-    except (OSError, ValueError) as error:
-        raise CompressionError(f"model.path={config.path} cannot be loaded: {error}") from error
-    return model.eval(), tokenizer
-
-
-def load_config_only(config: DictConfig) -> PreTrainedModel:
-    """A transformers model with its parameters on the meta device, from a folder that may hold no weights, or from a
-    config.json.
-
-    Raises:
-        CompressionError: no such folder or class, or transformers cannot read it.
-    """
-    auto_class, extra = _class_and_options(config)
-    try:
-        model = _on_meta(auto_class, config.path, config.dtype, config.trust_remote_code, **extra)
-    except (OSError, ValueError, AttributeError, ImportError) as error:
-        raise CompressionError(f"model.path={config.path} cannot be built: {error}") from error
-    model.eval()
-    return model
-
-
-def _class_and_options(config: DictConfig) -> tuple[Any, dict[str, str]]:
-    """The Auto class that `config` names, and what it is called with beside the path and the dtype."""
-    auto_class = getattr(transformers, config.auto_class, None)
-    if auto_class is None:
-        raise CompressionError(
-            f"transformers has no class {config.auto_class!r}; use e.g. model.auto_class=AutoModelForCausalLM."
-        )
-    if not Path(config.path).exists() and (Path(config.path).is_absolute() or config.path.startswith(".")):
-        raise CompressionError(f"model.path={config.path}: there is no such folder.")
-    extra = {} if config.attn_implementation is None else {"attn_implementation": config.attn_implementation}
-    return auto_class, extra
-
-
-def _on_meta(auto_class: Any, path: str, dtype: str, trust_remote_code: bool, **extra: Any) -> PreTrainedModel:
-    """`from_pretrained` but for the parameters' values."""
-    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    wanted = config.dtype or torch.float32 if dtype == "auto" else getattr(torch, dtype)
-    with parameters_on_meta():
-        model: PreTrainedModel = auto_class.from_config(
-            config, dtype=wanted, trust_remote_code=trust_remote_code, **extra
-        )
-    if (Path(path) / "generation_config.json").is_file():
-        model.generation_config = transformers.GenerationConfig.from_pretrained(path)
-    return model
+    return perplexity(model, batches, placement(memory_options(memory), device, source))
 
 
 def _output_dir(config: DictConfig) -> Path:
@@ -320,4 +268,6 @@ _COMMANDS: dict[str, Callable[[DictConfig], None]] = {
     "compress": compress,
     "evaluate": evaluate,
     "estimate": estimate,
+    "plan": plan,
+    "probe": probe,
 }

@@ -1,8 +1,8 @@
 """`lightning-compress estimate`: what a job will take of memory, from a model's configuration alone."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, cast, final
+from dataclasses import fields, replace
+from typing import Any, cast
 
 import torch
 from hydra.utils import get_class
@@ -10,11 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from transformers import PreTrainedModel
 
-from lightning_compress.calibration.batches import CalibrationSet
-from lightning_compress.calibration.footprint import footprint
-from lightning_compress.calibration.prepare import calibrating, needs_data, prepare
 from lightning_compress.calibration.target import find_target
-from lightning_compress.distributed.collective import SingleProcess
 from lightning_compress.errors import CompressionError
 from lightning_compress.foresight.allocator import replay
 from lightning_compress.foresight.closed_form import (
@@ -36,13 +32,11 @@ from lightning_compress.foresight.jobs import (
     on_fakes,
 )
 from lightning_compress.foresight.layouts import Layout, per_rank
-from lightning_compress.graph.stages import Schedule
 from lightning_compress.graph.targets import sequential_modules
-from lightning_compress.graph.trace import flatten_batch
 from lightning_compress.memory.budget import Budgets, Peak, Place, fit, peaks
-from lightning_compress.memory.placement import MemoryConfig, placement
+from lightning_compress.memory.placement import MemoryConfig
 from lightning_compress.memory.tracker import LiveMemory, resident_bytes
-from lightning_compress.plugin.budget import at_the_end
+from lightning_compress.plugin.measure import measured
 from lightning_compress.recipe.load import load_recipe
 from lightning_compress.recipe.resolve import resolve
 
@@ -69,14 +63,6 @@ _FAKES = (
     "Counted on fake tensors of the CPU, whose operators may keep more or less than a device's. Not included: the "
     "device's context and workspaces of libraries (0.3 to 1 GiB on CUDA)."
 )
-
-
-@final
-@dataclass(frozen=True)
-class _Planned(SingleProcess):
-    """The first of several ranks that are only thought of."""
-
-    size: int = 1
 
 
 def estimate(model: PreTrainedModel, config: DictConfig, memory: MemoryConfig, from_disk: bool) -> Estimate:
@@ -193,22 +179,8 @@ def _calibration(
     device = torch.device(config.device)
     target = find_target(model)
     resolved = resolve(load_recipe(cast(Any, OmegaConf.to_container(config.recipe, resolve=True))), target.root)
-    batch = {"input_ids": torch.zeros(job.batch_size, job.max_length, dtype=torch.long)}
-    data = CalibrationSet((batch,) * -(-job.num_samples // job.batch_size), has_padding=False)
-    where = replace(placement(memory, device, None), device_activation_budget=0)  # no such device may be here
-    collective = _Planned(job.ranks) if job.ranks > 1 else SingleProcess()
-    with calibrating(target.root):
-        run = prepare(
-            target,
-            resolved,
-            data if needs_data(resolved) else None,
-            where,
-            schedule=Schedule(job.schedule) if needs_data(resolved) else Schedule.DATAFREE,
-            sequential_targets=job.sequential_targets,
-            collective=collective,
-        )
-        batches = [flatten_batch(data.batches[number])[0] for number in run.share]
-        table = [*footprint(run, batches), *at_the_end(run, data, verifies=job.verify and not from_disk)]
+    found = measured(target, resolved, job, device, verifies=job.verify and not from_disk, memory=memory)
+    table = [*found.table, *found.end]
     in_memory = sum(parameter.nbytes for parameter in model.parameters())
     if not from_disk and device.type == "cpu":
         table = [replace(row, weights=0) for row in table]  # they are where they are used

@@ -9,10 +9,13 @@ from rich.table import Table
 
 from lightning_compress.calibration.records import ModuleRecord, SubgraphRecord
 from lightning_compress.export.verify import Verification
+from lightning_compress.foresight.compare import Compared, compared
+from lightning_compress.foresight.plan import Plan
 from lightning_compress.graph.trace import Fallback
 from lightning_compress.memory.budget import MemoryUse
 from lightning_compress.recipe.resolve import Excluded
 from lightning_compress.report.html import render_html
+from lightning_compress.report.plan import comparison_lines
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class Report:
         num_resumed: subgraphs that an interrupted run had finished before.
         is_partial: not all subgraphs were quantized (`fast_dev_run`, or the Trainer was told to stop).
         num_ranks: processes that shared the work.
+        plan: that the run followed, if any.
         memory: budgets, what was foreseen and what was taken; None where there are no budgets.
         extra: figures that the caller adds, e.g. perplexities.
     """
@@ -58,6 +62,7 @@ class Report:
     extra: dict[str, float]
     num_ranks: int = 1
     memory: MemoryUse | None = None
+    plan: Plan | None = None
 
     @property
     def modules(self) -> tuple[ModuleRecord, ...]:
@@ -72,7 +77,15 @@ class Report:
     def to_dict(self) -> dict[str, object]:
         """Plain containers and scalars only."""
         passed = None if self.verification is None else self.verification.passed
-        return {**asdict(self), "verified": passed, "num_modules": len(self.modules), "devices": self.devices}
+        more = {"verified": passed, "num_modules": len(self.modules), "devices": self.devices}
+        return {**asdict(self), **more, "comparison": [asdict(row) for row in self.comparison]}
+
+    @property
+    def comparison(self) -> list[Compared]:
+        """What the plan foresaw and what the run took; empty without one, or where subgraphs are of an earlier run."""
+        if self.plan is None or self.num_resumed or self.is_partial:
+            return []
+        return compared(self.plan, [asdict(part) for part in self.subgraphs], self.trace_s, self.device)
 
     def table(self) -> Table:
         """Per-module results for the terminal."""
@@ -125,6 +138,7 @@ class Report:
                 )
         if self.extra:
             lines.append(", ".join(f"{name.replace('_', ' ')} {value:.5g}" for name, value in self.extra.items()))
+        lines += [f"plan, {line}" for line in comparison_lines(self.comparison)]
         if self.memory is not None:
             lines.append(self.memory.summary())
         if self.num_resumed:

@@ -1,0 +1,98 @@
+"""What a plan foresaw and what a run took, phase by phase; and rates that would have foreseen it."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, final
+
+from lightning_compress.errors import CompressionError
+from lightning_compress.foresight.plan import Plan
+
+PHASES = ("onload_s", "run_s", "solve_s", "write_s")
+_FAMILIES = {
+    "run_s": ("product", "attention", "elementwise", "call"),
+    "solve_s": ("solve", "packing"),
+    "write_s": ("writing",),
+}
+"""Of each phase the rates that its seconds come from."""
+
+
+@final
+@dataclass(frozen=True)
+class Compared:
+    """A figure of a plan and of the run. `unit` is s or B."""
+
+    name: str
+    unit: Literal["s", "B"]
+    foreseen: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        """Of the plan, signed, relative to what was measured.
+
+        >>> Compared("run", "s", 1.5, 1.0).error
+        0.5
+        """
+        return self.foreseen / self.measured - 1 if self.measured else math.inf if self.foreseen else 0.0
+
+
+def compared(plan: Plan, subgraphs: Sequence[Mapping[str, Any]], prepare_s: float, device: str) -> list[Compared]:
+    """Seconds of each phase, the peak of memory, and bytes of each lane.
+
+    Args:
+        plan: what was foreseen.
+        subgraphs: the run's records, as plain data (see `SubgraphRecord`).
+        prepare_s: what preparing it took.
+        device: "cpu" or "cuda".
+    """
+    names = {part["name"] for part in subgraphs}
+    ran = [part for part in plan.subgraphs if part.name in names]
+    rows = [Compared("prepare", "s", plan.prepare_s, prepare_s)]
+    for phase in PHASES:
+        foreseen = sum(getattr(part, phase) for part in ran)
+        rows.append(Compared(phase.removesuffix("_s"), "s", foreseen, sum(part[phase] for part in subgraphs)))
+    rows.append(Compared("all subgraphs", "s", *(sum(getattr(row, at) for row in rows[1:]) for at in _SIDES)))
+    place = "host" if device == "cpu" else "device"
+    peak = max(sum(part.peaks[place].values()) for part in ran)
+    rows.append(Compared(f"peak of the {place}", "B", peak, max(part["peak_bytes"] for part in subgraphs)))
+    for lane in ("disk_read", "disk_write", "to_device", "to_host"):
+        foreseen = sum(part.moved_bytes.get(lane, 0) for part in ran)
+        measured = sum(part["moved_bytes"].get(lane, 0) for part in subgraphs)
+        if foreseen or measured:
+            rows.append(Compared(lane, "B", foreseen, measured))
+    return rows
+
+
+_SIDES = ("foreseen", "measured")
+
+
+def factors(reports: Iterable[tuple[str, Plan, Sequence[Mapping[str, Any]]]]) -> dict[str, float]:
+    """How many times longer than foreseen each family of rates took, over all runs together.
+
+    Args:
+        reports: of each run its name, plan, and records as plain data.
+
+    Raises:
+        CompressionError: no run took any time in any phase.
+    """
+    foreseen, measured = dict.fromkeys(_FAMILIES, 0.0), dict.fromkeys(_FAMILIES, 0.0)
+    for _, plan, subgraphs in reports:
+        by_name = {part["name"]: part for part in subgraphs}
+        for part in plan.subgraphs:
+            if part.name not in by_name:
+                continue
+            for phase in _FAMILIES:
+                if phase == "run_s" and part.lanes.get("compute", 0.0) < 0.9 * part.run_s:
+                    continue  # it waited for another lane
+                foreseen[phase] += getattr(part, phase)
+                measured[phase] += by_name[part.name][phase]
+    found = {
+        family: measured[phase] / foreseen[phase]
+        for phase, families in _FAMILIES.items()
+        for family in families
+        if foreseen[phase] > 0 and measured[phase] > 0
+    }
+    if not found:
+        raise CompressionError("These reports hold no run of a plan, so there is nothing to learn from.")
+    return found

@@ -1,0 +1,269 @@
+"""A way to run a calibration, and what it takes: seconds per phase and lane, and bytes per place.
+
+The seconds of a step are those of its longest lane: computing, the scratch file, the link in each direction and in
+both. Weights of the next subgraph come while this one runs and is solved; what they are late then is waited for.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+
+from lightning_compress.foresight.machine import Machine
+from lightning_compress.memory.budget import Budgets, Moment, Needs, Peak, Place, Waiting, peaks
+
+
+@final
+@dataclass(frozen=True)
+class Choice:
+    """What is enumerated.
+
+    Attributes:
+        load: where weights come from during the run: "memory" (read before it) or "disk".
+    """
+
+    batch_size: int
+    schedule: str
+    prefetch_depth: int
+    load: str
+    sequential_targets: tuple[str, ...] | None = None
+
+
+@final
+@dataclass(frozen=True)
+class Candidate:
+    """A way to run, measured on fake tensors.
+
+    Attributes:
+        table: of the subgraphs (see `calibration.footprint`), whose weights are those that have to be brought.
+        end: what comes behind them.
+        held: bytes of host memory that the process has before the run.
+        prepare_s: until the first subgraph, without reading weights.
+        read_bytes: of weights that are read before the run.
+        output_bytes: of the checkpoint.
+    """
+
+    choice: Choice
+    table: tuple[Needs, ...]
+    end: tuple[Needs, ...]
+    held: int
+    prepare_s: float
+    read_bytes: int
+    output_bytes: int
+
+
+@final
+@dataclass(frozen=True)
+class Resources:
+    """What there is for one rank, in bytes; None: no limit.
+
+    Attributes:
+        device: budget for tensors there.
+        host: of the process, as `memory.host_budget`.
+        disk: free, for the checkpoint and the scratch file.
+        ranks: processes that share the host's disk.
+    """
+
+    device: int | None
+    host: int | None
+    disk: int | None
+    ranks: int = 1
+
+
+@final
+@dataclass(frozen=True)
+class Foreseen:
+    """A subgraph of a plan: seconds per phase, and bytes per lane.
+
+    Attributes:
+        lanes: seconds that each lane is busy: `compute` (nodes), `solve`, `disk`, `to_device`, `to_host`, `writing`.
+        moved_bytes: through each lane, as in `SubgraphRecord`.
+        peaks: of each place the parts of its worst moment.
+    """
+
+    name: str
+    onload_s: float
+    run_s: float
+    solve_s: float
+    write_s: float
+    lanes: Mapping[str, float]
+    moved_bytes: Mapping[str, int]
+    peaks: Mapping[str, Mapping[str, int]]
+
+
+@final
+@dataclass(frozen=True)
+class Plan:
+    """How to run, and what that takes.
+
+    Attributes:
+        choice: of what is enumerated.
+        waiting: budgets of activations.
+        load_s: of weights that are read before the run.
+        prepare_s, finish_s: before the first and behind the last subgraph.
+        subgraphs: in order.
+        peaks: bytes per place at most: "device", "host" (the process), "disk" (checkpoint and file).
+        shadow_prices: seconds that one more byte of a place would save, as far as what is enumerated stays.
+    """
+
+    choice: Choice
+    waiting: Waiting
+    load_s: float
+    prepare_s: float
+    subgraphs: tuple[Foreseen, ...]
+    finish_s: float
+    peaks: Mapping[str, int]
+    shadow_prices: Mapping[str, float]
+
+    @property
+    def loop_s(self) -> float:
+        """Of all subgraphs."""
+        return sum(part.onload_s + part.run_s + part.solve_s + part.write_s for part in self.subgraphs)
+
+    @property
+    def total_s(self) -> float:
+        """All of it."""
+        return self.load_s + self.prepare_s + self.loop_s + self.finish_s
+
+    @property
+    def bottleneck(self) -> str:
+        """The lane that is busy longest."""
+        return max(self.lanes, key=lambda lane: self.lanes[lane])
+
+    @property
+    def lanes(self) -> dict[str, float]:
+        """Seconds that each lane is busy."""
+        names = dict.fromkeys(name for part in self.subgraphs for name in part.lanes)
+        return {name: sum(part.lanes.get(name, 0.0) for part in self.subgraphs) for name in names}
+
+
+def foreseen(candidate: Candidate, machine: Machine, waiting: Waiting, ranks: int = 1) -> Plan:
+    """What a candidate takes with such budgets of activations, whatever there is."""
+    parts: list[Foreseen] = []
+    late = 0.0
+    most = _worst(candidate, machine, waiting)
+    for number, row in enumerate(candidate.table):
+        steps = [Lanes(moment, waiting, machine, ranks) for moment in row.moments if moment.what == "batch"]
+        parts.append(_part(candidate, machine, row, steps, late if number else None, most[row.name]))
+        late = 0.0
+        if candidate.choice.prefetch_depth and number + 1 < len(candidate.table):
+            read_s, send_s = bringing(candidate, candidate.table[number + 1], machine)
+            busy = (read_s + sum(step.file for step in steps), send_s + sum(step.up for step in steps))
+            late = max(0.0, *(each - parts[-1].run_s - parts[-1].solve_s for each in busy))
+    places = dict.fromkeys(place for row in most.values() for place in row)
+    peaks_of_places = {place: max(sum(row[place].values()) for row in most.values()) for place in places}
+    in_file = max(waiting.shares(moment.waiting)[2] for row in candidate.table for moment in row.moments) * ranks
+    of_end = sum(seconds_of(row, what, machine) for row in candidate.end for what in ("write", "verification"))
+    return Plan(
+        choice=candidate.choice,
+        waiting=waiting,
+        load_s=candidate.read_bytes / machine.rate("disk_read"),
+        prepare_s=candidate.prepare_s,
+        subgraphs=tuple(parts),
+        finish_s=of_end + sum(sum(bringing(candidate, row, machine)) for row in candidate.end),
+        peaks={**peaks_of_places, "disk": candidate.output_bytes + in_file},
+        shadow_prices={},
+    )
+
+
+def _part(
+    candidate: Candidate,
+    machine: Machine,
+    row: Needs,
+    steps: Sequence["Lanes"],
+    late: float | None,
+    most: Mapping[str, Mapping[str, int]],
+) -> Foreseen:
+    """A subgraph; `late` are the seconds that it waits for its weights, None: nothing has begun to bring them."""
+    read_s, send_s = bringing(candidate, row, machine)
+    if late is None or candidate.choice.prefetch_depth == 0:
+        late = read_s + send_s
+    solve_s, write_s = (seconds_of(row, what, machine) for what in ("solve", "write"))
+    lanes = {
+        "compute": sum(step.compute for step in steps),
+        "solve": solve_s,
+        "writing": write_s,
+        "disk": read_s + sum(step.file for step in steps),
+        "to_device": send_s + sum(step.up for step in steps),
+        "to_host": sum(step.down for step in steps),
+    }
+    return Foreseen(
+        name=row.name,
+        onload_s=late,
+        run_s=sum(step.seconds for step in steps),
+        solve_s=solve_s,
+        write_s=write_s,
+        lanes={lane: seconds for lane, seconds in lanes.items() if seconds},
+        moved_bytes=_moved(candidate, row, steps),
+        peaks=most,
+    )
+
+
+def _worst(candidate: Candidate, machine: Machine, waiting: Waiting) -> dict[str, dict[str, dict[str, int]]]:
+    """By subgraph and place the parts of the worst moment."""
+    places: tuple[Place, ...] = ("host",) if machine.device == "cpu" else ("device", "host")
+    found: dict[str, dict[str, dict[str, int]]] = {}
+    for place in places:
+        for peak in peaks_of(candidate, machine, place, waiting):
+            known = found.setdefault(peak.row.name, {})
+            if sum(known.get(place, {}).values()) < peak.num_bytes:
+                known[place] = {part: size for part, size in peak.parts.items() if size}
+    return found
+
+
+@final
+class Lanes:
+    """Seconds of a step, and of each lane in it.
+
+    Attributes:
+        seconds: of the longest lane.
+        compute, file, up, down, duplex: of each.
+        moved: bytes from and to the device.
+        read, written: bytes of the file.
+    """
+
+    def __init__(self, moment: Moment, waiting: Waiting, machine: Machine, ranks: int) -> None:
+        on_device, _, in_file = waiting.shares(moment.waiting)
+        away = 1 - on_device / max(moment.waiting, 1) if machine.device == "cuda" else 0.0
+        spilled = in_file / max(moment.waiting, 1)
+        self.compute = machine.seconds(moment.work)
+        self.moved = {"loaded": moment.loaded * away, "stored": moment.stored * away}
+        self.read, self.written = moment.loaded * spilled, moment.stored * spilled
+        self.file = ranks * (self.read / machine.rate("scratch_read") + self.written / machine.rate("disk_write"))
+        self.up = self.down = self.duplex = 0.0
+        if machine.device == "cuda":
+            up, down = self.moved.values()
+            self.up, self.down = up / machine.rate("to_device"), down / machine.rate("to_host")
+            self.duplex = (up + down) / machine.rate("duplex")
+        self.seconds = max(self.compute, self.file, self.up, self.down, self.duplex)
+
+
+def seconds_of(row: Needs, what: str, machine: Machine) -> float:
+    """Of what is computed in moments of a kind."""
+    return sum(machine.seconds(moment.work) for moment in row.moments if moment.what == what)
+
+
+def bringing(candidate: Candidate, row: Needs, machine: Machine) -> tuple[float, float]:
+    """Seconds in which a subgraph's weights come from the disk, and to the device."""
+    from_disk = row.weights / machine.rate("disk_read") if candidate.choice.load == "disk" else 0.0
+    return from_disk, row.weights / machine.rate("to_device") if machine.device == "cuda" else 0.0
+
+
+def _moved(candidate: Candidate, row: Needs, steps: Sequence[Lanes]) -> dict[str, int]:
+    """Bytes by lane, as `SubgraphRecord.moved_bytes` has them."""
+    weights = row.weights if candidate.choice.load == "disk" else 0
+    moved = {
+        "disk_read": weights + sum(step.read for step in steps),
+        "disk_write": sum(step.written for step in steps),
+        "to_device": row.weights + sum(step.moved["loaded"] for step in steps),
+        "to_host": sum(step.moved["stored"] for step in steps),
+    }
+    is_cuda = any(step.up for step in steps)
+    return {lane: round(size) for lane, size in moved.items() if lane.startswith("disk") or is_cuda}
+
+
+def peaks_of(candidate: Candidate, machine: Machine, place: Place, waiting: Waiting) -> list[Peak]:
+    """What every moment takes of a place."""
+    budgets, depth = Budgets(None, candidate.held), candidate.choice.prefetch_depth
+    return peaks((*candidate.table, *candidate.end), torch.device(machine.device), budgets, place, depth, waiting)

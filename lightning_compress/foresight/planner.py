@@ -1,0 +1,210 @@
+"""Where activations wait, and how fast a calibration is then: a linear programme per way to run it.
+
+After FlexGen's policy search (arXiv 2303.06865, section 4): seconds are the most that any lane takes (computing, the
+disk, the link), memory bounds what may wait where, and what is discrete (batch size, schedule, prefetch depth, where
+weights come from) is enumerated outside. What differs: a calibration comes by every weight once, so weights that wait
+in a faster place than they come from would serve nobody, and where they come from is enumerated too; activations wait
+in bytes, not in fractions, because the cache fills one place after the other (`memory.activations`).
+
+For a subgraph's moments m with w bytes that may wait, of them g on the device, c in host memory and s in the file:
+
+    g + c + s = w          g <= B_g, c <= B_c           (the same budgets for all moments)
+    device: rest_m + g <= device budget                 host: rest_m + c <= host budget
+    disk:   s <= what is left beside the checkpoint
+
+and for its steps, with computing seconds C, and bytes L loaded and S stored, each in proportion to what waits where:
+
+    r >= C;   link: r >= (1 - g/w) L/h2d, (1 - g/w) S/d2h, (1 - g/w) (L + S)/duplex;   file: r >= s/w (L/read + S/write)
+    depth >= 1: t >= sum r + solve, t >= next weights/read + file's seconds, t >= (next weights + loaded)/h2d
+    depth  = 0: t  = sum r + solve + weights/read + weights/h2d
+
+All activations in memory is a programme of its own (no s, and nothing on its way to the file). Subgraphs that are alike
+share their variables. The least time has many solutions where computing is the longest lane, so a second programme
+minimizes the seconds of file and link within half a percent of it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from lightning_compress.foresight.linear import LinearProgramme
+from lightning_compress.foresight.machine import Machine
+from lightning_compress.foresight.plan import (
+    Candidate,
+    Choice,
+    Lanes,
+    Plan,
+    Resources,
+    bringing,
+    foreseen,
+    peaks_of,
+    seconds_of,
+)
+from lightning_compress.memory.budget import RESERVE, Moment, Place, Waiting
+
+SLACK = 1.005
+"""How much longer than the least a plan may take to spare the disk and the link."""
+
+
+def plans(candidates: Sequence[Candidate], machine: Machine, resources: Resources) -> list[Plan]:
+    """The best plan of each candidate that fits, the fastest first."""
+    found = [plan for candidate in candidates if (plan := best(candidate, machine, resources)) is not None]
+    return sorted(found, key=lambda plan: plan.total_s)
+
+
+def best(candidate: Candidate, machine: Machine, resources: Resources) -> Plan | None:
+    """The best plan of a candidate; None if it does not fit.
+
+    Room is left for what a process takes beside its tensors, unless that is what it fails for.
+    """
+    if resources.host is not None:
+        reserved = candidate.held + int((resources.host - candidate.held) / (1 + RESERVE))
+        found = _best(candidate, machine, replace(resources, host=reserved))
+        if found is not None:
+            return found
+    return _best(candidate, machine, resources)
+
+
+def smallest(candidates: Sequence[Candidate], machine: Machine) -> dict[Place, tuple[Choice, int]]:
+    """For each place the candidate that needs least of it, and how much that is, with all activations in the file."""
+    places: tuple[Place, ...] = ("host",) if machine.device == "cpu" else ("device", "host")
+    found: dict[Place, tuple[Choice, int]] = {}
+    for place in places:
+        least = [max(peak.num_bytes for peak in peaks_of(each, machine, place, Waiting(0, 0))) for each in candidates]
+        number = least.index(min(least))
+        found[place] = candidates[number].choice, least[number]
+    return found
+
+
+def _best(candidate: Candidate, machine: Machine, resources: Resources) -> Plan | None:
+    found: list[Plan] = []
+    for spills in (False, True):
+        solved = _solved(candidate, machine, resources, spills)
+        if solved is not None:
+            waiting, prices = solved
+            found.append(replace(foreseen(candidate, machine, waiting, resources.ranks), shadow_prices=prices))
+    return min(found, key=lambda plan: plan.total_s, default=None)
+
+
+def _solved(
+    candidate: Candidate, machine: Machine, resources: Resources, spills: bool
+) -> tuple[Waiting, dict[str, float]] | None:
+    """The budgets of activations that make the run fastest, and what a byte more of each place would save; None if it
+    does not fit."""
+    programme = LinearProgramme()
+    most = max((moment.waiting for row in candidate.table for moment in row.moments), default=0)
+    budgets = _Budgets(
+        programme.variable(most if machine.device == "cuda" else 0), programme.variable(most), most if spills else 0
+    )
+    _bound(programme, budgets, candidate, machine, resources)
+    seconds: dict[int, float] = {}
+    traffic: dict[int, float] = {}
+    for number, count in _distinct(candidate):
+        total, moved = _subgraph(programme, budgets, candidate, machine, resources, number)
+        seconds[total] = count
+        traffic |= {variable: factor * count for variable, factor in moved.items()}
+    first = programme.minimized(seconds)
+    if first is None:
+        return None
+    programme.at_most(seconds, SLACK * first.cost)
+    second = programme.minimized(traffic) or first
+    on_device, on_host = (int(second.values[budget] + 0.5) for budget in (budgets.device, budgets.host))
+    return Waiting(on_device, on_host if spills else None), dict(first.prices)
+
+
+@dataclass(frozen=True)
+class _Budgets:
+    """The variables of what may wait on the device and in host memory, and the bytes that may wait in the file."""
+
+    device: int
+    host: int
+    file: int
+
+
+def _bound(
+    programme: LinearProgramme, budgets: _Budgets, candidate: Candidate, machine: Machine, resources: Resources
+) -> None:
+    """What every moment leaves of memory."""
+    places: tuple[Place, ...] = ("host",) if machine.device == "cpu" else ("device", "host")
+    for place in places:
+        limit = resources.host if place == "host" else resources.device
+        if limit is None:
+            continue
+        for peak in peaks_of(candidate, machine, place, Waiting(0, 0 if budgets.file else None)):
+            waits = peak.moment.waiting
+            all_wait_here = place == "host" and not budgets.file
+            left = limit - peak.num_bytes + (waits if all_wait_here else 0)
+            if waits <= left:
+                continue
+            if all_wait_here:
+                programme.at_most({budgets.device: -1}, left - waits, place)
+            else:
+                programme.at_most({budgets.device if place == "device" else budgets.host: 1}, left, place)
+
+
+def _distinct(candidate: Candidate) -> list[tuple[int, int]]:
+    """The number of the first subgraph of every kind, and how many there are of it."""
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for number, row in enumerate(candidate.table):
+        ahead = candidate.table[number + 1].weights if number + 1 < len(candidate.table) else 0
+        moments = [(*_sizes(moment), *sorted(moment.work.items())) for moment in row.moments]
+        alike.setdefault((row.weights, ahead, number == 0, *moments), []).append(number)
+    return [(numbers[0], len(numbers)) for numbers in alike.values()]
+
+
+def _sizes(moment: Moment) -> tuple[object, ...]:
+    return moment.what, moment.waiting, moment.loaded, moment.stored
+
+
+def _subgraph(
+    programme: LinearProgramme,
+    budgets: _Budgets,
+    candidate: Candidate,
+    machine: Machine,
+    resources: Resources,
+    number: int,
+) -> tuple[int, dict[int, float]]:
+    """The variable of a subgraph's seconds, and those of the seconds that its values are moved for."""
+    row, depth = candidate.table[number], candidate.choice.prefetch_depth
+    total, solve_s = programme.variable(), seconds_of(row, "solve", machine)
+    running: dict[int, float] = {}
+    file: dict[int, float] = {}
+    link: dict[int, float] = {}
+    link_s = 0.0
+    for moment in row.moments:
+        on_device, in_file = _place(programme, budgets, moment)
+        if resources.disk is not None:
+            left = resources.disk - candidate.output_bytes
+            programme.at_most({in_file: resources.ranks}, left, "disk")
+        if moment.what != "batch":
+            continue
+        alone = Lanes(moment, Waiting(0, None), machine, resources.ranks)
+        spilled = Lanes(moment, Waiting(0, 0), machine, resources.ranks)
+        step = programme.variable()
+        running[step] = 1
+        programme.at_most({step: -1}, -alone.compute)
+        per_byte = spilled.file / max(moment.waiting, 1)
+        file[in_file] = per_byte
+        programme.at_most({step: -1, in_file: per_byte}, 0)
+        for seconds in (alone.up, alone.down, alone.duplex):
+            programme.at_most({step: -1, on_device: -seconds / max(moment.waiting, 1)}, -seconds)
+        link[on_device] = alone.up / max(moment.waiting, 1)
+        link_s += alone.up
+    brought = sum(bringing(candidate, row, machine)) if depth == 0 or number == 0 else 0.0
+    programme.at_most({total: -1, **running}, -solve_s - brought)
+    if depth and number + 1 < len(candidate.table):
+        read_s, send_s = bringing(candidate, candidate.table[number + 1], machine)
+        programme.at_most({total: -1, **file}, -read_s - brought)
+        programme.at_most(
+            {total: -1, **{variable: -factor for variable, factor in link.items()}}, -send_s - link_s - brought
+        )
+    return total, {**file, **{variable: -factor / 10 for variable, factor in link.items()}}
+
+
+def _place(programme: LinearProgramme, budgets: _Budgets, moment: Moment) -> tuple[int, int]:
+    """The variables of what waits on the device and in the file, of the values that wait in a moment."""
+    on_device, on_host = programme.variable(moment.waiting), programme.variable(moment.waiting)
+    in_file = programme.variable(min(moment.waiting, budgets.file))
+    programme.at_most({on_device: -1, on_host: -1, in_file: -1}, -moment.waiting)
+    programme.at_most({on_device: 1, budgets.device: -1}, 0)
+    programme.at_most({on_host: 1, budgets.host: -1}, 0)
+    return on_device, in_file

@@ -1,0 +1,89 @@
+"""A calibration that is only thought of, measured on fake tensors: what `estimate` and `plan` stand on."""
+
+from dataclasses import dataclass, replace
+from typing import final
+
+import torch
+
+from lightning_compress.calibration.batches import CalibrationSet
+from lightning_compress.calibration.footprint import footprint
+from lightning_compress.calibration.loop import Calibration
+from lightning_compress.calibration.prepare import calibrating, needs_data, prepare
+from lightning_compress.calibration.target import Target
+from lightning_compress.distributed.collective import SingleProcess
+from lightning_compress.foresight.jobs import CalibrationJob
+from lightning_compress.graph.stages import Schedule
+from lightning_compress.graph.trace import Traced, flatten_batch
+from lightning_compress.memory.budget import Needs
+from lightning_compress.memory.placement import MemoryConfig, placement
+from lightning_compress.plugin.budget import at_the_end
+from lightning_compress.recipe.resolve import ResolvedRecipe
+
+
+@final
+@dataclass(frozen=True)
+class _Planned(SingleProcess):
+    """The first of several ranks that are only thought of."""
+
+    size: int = 1
+
+
+@final
+@dataclass(frozen=True)
+class Measured:
+    """A calibration's table of memory and work.
+
+    Attributes:
+        run: as prepared.
+        table: a row per subgraph.
+        end: rows of what comes behind them.
+    """
+
+    run: Calibration
+    table: tuple[Needs, ...]
+    end: tuple[Needs, ...]
+
+
+def measured(
+    target: Target,
+    resolved: ResolvedRecipe,
+    job: CalibrationJob,
+    device: torch.device,
+    *,
+    verifies: bool,
+    memory: MemoryConfig | None = None,
+    traced: Traced | None = None,
+) -> Measured:
+    """The table of a job on a model whose parameters are on the meta device.
+
+    Args:
+        target: the model.
+        resolved: its recipe.
+        job: what is done; every sample has its full length.
+        device: where subgraphs run; it need not be here.
+        verifies: the checkpoint is loaded a second time at the end.
+        memory: what the user says about it.
+        traced: the graph, if it is known.
+
+    Raises:
+        CompressionError: a job that cannot be prepared.
+    """
+    batch = {"input_ids": torch.zeros(job.batch_size, job.max_length, dtype=torch.long)}
+    whole, rest = divmod(job.num_samples, job.batch_size)
+    batches = (batch,) * whole + (({"input_ids": batch["input_ids"][:rest]},) if rest else ())
+    data = CalibrationSet(batches, has_padding=False)
+    where = replace(placement(memory or MemoryConfig(), device, None), device_activation_budget=0)
+    has_data = needs_data(resolved)
+    with calibrating(target.root):
+        run = prepare(
+            target,
+            resolved,
+            data if has_data else None,
+            where,
+            schedule=Schedule(job.schedule) if has_data else Schedule.DATAFREE,
+            sequential_targets=job.sequential_targets,
+            collective=_Planned(job.ranks) if job.ranks > 1 else SingleProcess(),
+            traced=traced,
+        )
+        table = footprint(run, [flatten_batch(data.batches[number])[0] for number in run.share])
+        return Measured(run, table, tuple(at_the_end(run, data, verifies)))

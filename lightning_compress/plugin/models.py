@@ -1,0 +1,113 @@
+"""The models that the commands name: loaded, left on disk, or built from their configuration alone."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import transformers
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lightning_compress.errors import CompressionError
+from lightning_compress.memory.placement import MemoryConfig, memory_config
+from lightning_compress.memory.source import parameters_on_meta
+from lightning_compress.memory.tracker import available_bytes
+
+
+def memory_options(config: DictConfig) -> MemoryConfig:
+    """The `memory` of a configuration.
+
+    Raises:
+        CompressionError: an unknown key, or a size that is none.
+    """
+    try:
+        return memory_config(cast(dict[str, Any], OmegaConf.to_container(config, resolve=True)))
+    except ValueError as error:
+        raise CompressionError(f"memory: {error}") from error
+
+
+def weights_place(config: DictConfig) -> Path:
+    """Where weights that stay on disk are."""
+    return Path(config.get("weights") or config.path)
+
+
+def reads_from_disk(config: DictConfig) -> bool:
+    """Whether weights are to be read during the run, as `model.load` says.
+
+    Raises:
+        CompressionError: an unknown `model.load`.
+    """
+    folder = Path(config.path)
+    if config.load not in ("auto", "memory", "disk"):
+        raise CompressionError(f"model.load={config.load} is not known; use auto, memory or disk.")
+    if config.get("weights") is not None and config.load == "auto":
+        return True
+    if config.load != "auto" or not folder.is_dir():
+        return bool(config.load == "disk")
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors")) > available_bytes() // 2
+
+
+def load_model(config: DictConfig, from_disk: bool) -> tuple[nn.Module, PreTrainedTokenizerBase]:
+    """A transformers model, in host memory or (`from_disk`) with its parameters on the meta device, and its tokenizer.
+
+    Raises:
+        CompressionError: no such folder or class, or transformers cannot read it.
+    """
+    auto_class, extra = _class_and_options(config)
+    if config.get("weights") is not None and not from_disk:
+        raise CompressionError(
+            f"model.weights={config.weights} is read a layer at a time, with model.load=auto or disk, and only so."
+        )
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            config.tokenizer, trust_remote_code=config.trust_remote_code
+        )
+        build = partial(_on_meta, auto_class) if from_disk else auto_class.from_pretrained
+        model = build(config.path, dtype=config.dtype, trust_remote_code=config.trust_remote_code, **extra)
+    except (OSError, ValueError) as error:
+        raise CompressionError(f"model.path={config.path} cannot be loaded: {error}") from error
+    return model.eval(), tokenizer
+
+
+def load_config_only(config: DictConfig) -> PreTrainedModel:
+    """A transformers model with its parameters on the meta device, from a folder that may hold no weights, or from a
+    config.json.
+
+    Raises:
+        CompressionError: no such folder or class, or transformers cannot read it.
+    """
+    auto_class, extra = _class_and_options(config)
+    try:
+        model = _on_meta(auto_class, config.path, config.dtype, config.trust_remote_code, **extra)
+    except (OSError, ValueError, AttributeError, ImportError) as error:
+        raise CompressionError(f"model.path={config.path} cannot be built: {error}") from error
+    model.eval()
+    return model
+
+
+def _class_and_options(config: DictConfig) -> tuple[Any, dict[str, str]]:
+    """The Auto class that `config` names, and what it is called with beside the path and the dtype."""
+    auto_class = getattr(transformers, config.auto_class, None)
+    if auto_class is None:
+        raise CompressionError(
+            f"transformers has no class {config.auto_class!r}; use e.g. model.auto_class=AutoModelForCausalLM."
+        )
+    if not Path(config.path).exists() and (Path(config.path).is_absolute() or config.path.startswith(".")):
+        raise CompressionError(f"model.path={config.path}: there is no such folder.")
+    extra = {} if config.attn_implementation is None else {"attn_implementation": config.attn_implementation}
+    return auto_class, extra
+
+
+def _on_meta(auto_class: Any, path: str, dtype: str, trust_remote_code: bool, **extra: Any) -> PreTrainedModel:
+    """`from_pretrained` but for the parameters' values."""
+    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    wanted = config.dtype or torch.float32 if dtype == "auto" else getattr(torch, dtype)
+    with parameters_on_meta():
+        model: PreTrainedModel = auto_class.from_config(
+            config, dtype=wanted, trust_remote_code=trust_remote_code, **extra
+        )
+    if (Path(path) / "generation_config.json").is_file():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(path)
+    return model

@@ -1,0 +1,244 @@
+"""`lightning-compress plan`: how to run a calibration within what there is, and how long it will take.
+
+The model is built from its configuration, without weights; every combination of the choices is measured on fake tensors
+(`plugin.measure`), and placed and timed by `foresight.planner`.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import product
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from transformers import PreTrainedModel
+
+from lightning_compress.calibration.target import Target, find_target
+from lightning_compress.errors import BudgetError, CompressionError
+from lightning_compress.foresight.jobs import CalibrationJob
+from lightning_compress.foresight.machine import Machine, cache_file, load_machine, named_gpu, save_machine
+from lightning_compress.foresight.plan import Candidate, Choice, Plan
+from lightning_compress.foresight.planned import Planned, Situation, card_for
+from lightning_compress.foresight.planner import plans, smallest
+from lightning_compress.foresight.probe import probe
+from lightning_compress.graph.stages import Schedule
+from lightning_compress.graph.trace import Traced
+from lightning_compress.memory.budget import gib
+from lightning_compress.memory.tracker import parse_bytes, resident_bytes
+from lightning_compress.plugin.measure import Measured, measured
+from lightning_compress.recipe.resolve import ResolvedRecipe, resolve
+
+
+@final
+@dataclass(frozen=True)
+class Choices:
+    """What the planner may choose from.
+
+    Attributes:
+        batch_size: samples per forward.
+        schedule: as of `compress`.
+        prefetch_depth: how many subgraphs ahead weights are brought.
+        load: where weights are read: before the run into "memory", or from "disk" during it.
+        sequential_targets: tried in this order until something fits; null: the model's layers.
+    """
+
+    batch_size: Sequence[int] = (1, 2, 4, 8, 16, 32)
+    schedule: Sequence[str] = ("staged", "recompute", "block")
+    prefetch_depth: Sequence[int] = (0, 1, 2)
+    load: Sequence[str] = ("memory", "disk")
+    sequential_targets: Sequence[Sequence[str] | None] = (None, ("Linear",))
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            given = getattr(self, field.name)
+            if isinstance(given, str) or not isinstance(given, Sequence) or not given:
+                raise CompressionError(f"choices.{field.name}={given} is no list of what may be chosen.")
+        known = [str(schedule) for schedule in Schedule if schedule is not Schedule.DATAFREE]
+        wrong = [f"choices.schedule={each}" for each in self.schedule if each not in known]
+        wrong += [f"choices.load={each}" for each in self.load if each not in ("memory", "disk")]
+        for name, least in (("batch_size", 1), ("prefetch_depth", 0)):
+            wrong += [f"choices.{name}={n}" for n in getattr(self, name) if not isinstance(n, int) or n < least]
+        if wrong:
+            raise CompressionError(
+                f"{', '.join(wrong)}: schedules are {', '.join(known)}, load is memory or disk, batch sizes are at "
+                "least 1 and prefetch depths at least 0."
+            )
+
+
+def plan_calibration(model: PreTrainedModel, situation: Situation, choices: Choices, machine: Machine) -> Planned:
+    """The fastest way to run a calibration within what there is.
+
+    Args:
+        model: with its parameters on the meta device.
+        situation: what it is for.
+        choices: what may be chosen from.
+        machine: how fast it is.
+
+    Raises:
+        BudgetError: nothing fits; says the smallest budgets that would.
+        CompressionError: a recipe or model that cannot be prepared.
+    """
+    start = time.perf_counter()
+    target = find_target(model)
+    resolved = resolve(situation.recipe, target.root)
+    resources = situation.resources
+    tried: list[Candidate] = []
+    found: list[Plan] = []
+    for targets in choices.sequential_targets:
+        here = list(_candidates(target, resolved, situation, choices, machine.device, targets))
+        tried += here
+        found = plans(here, machine, resources)
+        if found:
+            break
+    if not found:
+        raise BudgetError(_nothing_fits(tried, machine, situation))
+    given = {"device": resources.device, "host": resources.host, "disk": resources.disk}
+    more = {place: replace(resources, **{place: size + (1 << 30)}) for place, size in given.items() if size is not None}
+    saved = {place: found[0].total_s - plans(tried, machine, each)[0].total_s for place, each in more.items()}
+    return Planned(
+        model=type(model).__name__,
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        machine=machine,
+        best=found[0],
+        runners_up=tuple(found[1:6]),
+        saved_s=saved,
+        num_candidates=len(tried),
+        num_fitting=len(found),
+        situation=situation,
+        planning_s=time.perf_counter() - start,
+    )
+
+
+def _candidates(
+    target: Target,
+    resolved: ResolvedRecipe,
+    situation: Situation,
+    choices: Choices,
+    device: str,
+    targets: Sequence[str] | None,
+) -> Iterator[Candidate]:
+    """All that can be chosen with these sequential targets; the model is recorded once for them."""
+    traced: Traced | None = None
+    tracing_s = 0.0
+    for schedule, batch_size in product(choices.schedule, choices.batch_size):
+        if batch_size > situation.num_samples:
+            continue
+        start = time.perf_counter()
+        job = CalibrationJob(
+            num_samples=situation.num_samples,
+            max_length=situation.max_length,
+            batch_size=batch_size,
+            schedule=schedule,
+            sequential_targets=targets,
+            ranks=situation.ranks,
+        )
+        found = measured(target, resolved, job, torch.device(device), verifies=situation.verify, traced=traced)
+        if traced is None:
+            tracing_s = time.perf_counter() - start
+            traced = found.run.flow.traced
+        for load, depth in product(choices.load, choices.prefetch_depth):
+            choice = Choice(batch_size, schedule, depth, load, None if targets is None else tuple(targets))
+            yield _candidate(choice, found, target, device, tracing_s)
+
+
+def _candidate(choice: Choice, found: Measured, target: Target, device: str, prepare_s: float) -> Candidate:
+    weights = sum(parameter.nbytes for parameter in target.root.parameters())
+    in_memory = choice.load == "memory"
+    table, end = found.table, found.end
+    if in_memory and device == "cpu":  # weights are where they are used
+        table, end = (tuple(replace(row, weights=0) for row in rows) for rows in (table, end))
+    if not in_memory:  # the checkpoint is read back as it is written
+        end = tuple(row for row in end if all(moment.what != "verification" for moment in row.moments))
+    written = sum(moment.work.get("writing", 0) for row in (*table, *end) for moment in row.moments)
+    return Candidate(
+        choice=choice,
+        table=table,
+        end=end,
+        held=resident_bytes() + (weights if in_memory else 0),
+        prepare_s=prepare_s,
+        read_bytes=weights if in_memory else 0,
+        output_bytes=round(written * found.run.collective.size),
+    )
+
+
+def _nothing_fits(tried: Sequence[Candidate], machine: Machine, situation: Situation) -> str:
+    given = {"device": situation.device, "host": situation.host, "disk": situation.disk}
+    said = ", ".join(f"{place}={gib(size)}" for place, size in given.items() if size is not None)
+    needed = []
+    for place, (choice, size) in smallest(tried, machine).items():
+        whole = size if place == "device" else size * situation.ranks
+        card = f" for tensors, so a card of {gib(card_for(size))}" if place == "device" else ""
+        needed.append(
+            f"{place}={whole} ({gib(whole)}{card}), with batch size {choice.batch_size}, schedule {choice.schedule}, "
+            f"prefetch depth {choice.prefetch_depth}, weights from {choice.load}"
+        )
+    disk = min(candidate.output_bytes for candidate in tried)
+    return (
+        f"No plan fits {said}: none of {len(tried)} ways to run. The smallest that could do, each with enough of the "
+        f"others: {'; '.join(needed)}; disk={disk} ({gib(disk)}) for the checkpoint alone. Lower them by shorter "
+        "samples (data.max_length), choices.sequential_targets of smaller modules, or the algorithm rtn for the widest "
+        "modules."
+    )
+
+
+def size_of(name: str, given: int | str | None) -> int | None:
+    """A budget in bytes.
+
+    Raises:
+        CompressionError: it is no size.
+    """
+    try:
+        return None if given is None else parse_bytes(given)
+    except ValueError as error:
+        raise CompressionError(f"{name}: {error}") from error
+
+
+def machine_for(gpu: str | None, device: str, folder: Path) -> Machine:
+    """The machine that is planned for.
+
+    Args:
+        gpu: a name that `foresight.machine` knows; None: this machine.
+        device: what to run on here, "auto", "cpu" or "cuda".
+        folder: on the disk that is measured, if nothing is known of this machine yet.
+
+    Raises:
+        CompressionError: an unknown name; no such device.
+    """
+    if gpu is not None:
+        file = next((file for kind in ("cuda", "cpu") if (file := cache_file(kind)).is_file()), None)
+        return named_gpu(gpu, None if file is None else load_machine(file))
+    kind = device_kind(device)
+    file = cache_file(kind)
+    if file.is_file():
+        return load_machine(file)
+    return probed(kind, folder)
+
+
+def device_kind(device: str) -> str:
+    """What "auto" is here.
+
+    Raises:
+        CompressionError: no such device, or there is none.
+    """
+    if device not in ("auto", "cpu", "cuda"):
+        raise CompressionError(f"device kind {device} is not known; use auto, cpu or cuda.")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise CompressionError("There is no CUDA device here; name the one to plan for as gpu=..., e.g. gpu=rtx4090.")
+    return device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def probed(kind: str, folder: Path) -> Machine:
+    """Measure this machine, and keep it for later plans.
+
+    Raises:
+        CompressionError: the folder cannot be written to.
+    """
+    device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
+    existing: Any = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    try:
+        found = probe(device, existing)
+        save_machine(found, cache_file(kind))
+    except OSError as error:
+        raise CompressionError(f"This machine could not be measured in {existing}: {error}") from error
+    return found

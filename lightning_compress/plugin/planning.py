@@ -1,0 +1,182 @@
+"""The commands `plan` and `probe`, and a `compress` that runs a plan."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import lightning.pytorch as pl
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_compress.errors import CompressionError
+from lightning_compress.foresight.compare import factors
+from lightning_compress.foresight.machine import Machine, cache_file, load_machine, save_machine
+from lightning_compress.foresight.plan import Plan
+from lightning_compress.foresight.planned import Planned, Situation, load_planned, plan_of, tensors_on
+from lightning_compress.memory.tracker import available_bytes, resident_bytes
+from lightning_compress.plugin.models import load_config_only, memory_options, reads_from_disk
+from lightning_compress.plugin.plan import Choices, device_kind, machine_for, plan_calibration, probed, size_of
+from lightning_compress.recipe.load import load_recipe
+
+
+def run_plan(config: DictConfig) -> Planned:
+    """The plan that `config` (of `configs/plan.yaml`) asks for.
+
+    Raises:
+        CompressionError: what cannot be planned, or does not fit.
+    """
+    if not isinstance(config.ranks, int) or config.ranks < 1:
+        raise CompressionError(f"ranks={config.ranks} is no number of at least 1.")
+    choices = _choices(config.choices)
+    sizes = {name: config[name] for name in ("device", "host", "disk")}
+    card, host, disk = (None if size == "auto" else size_of(name, size) for name, size in sizes.items())
+    folder = Path(config.output_dir)
+    machine = machine_for(config.gpu, config.run_on, folder)
+    if machine.device == "cpu" and card is not None:
+        raise CompressionError(
+            f"device={config.device} is memory of a GPU: name the one to plan for, e.g. gpu=rtx4090."
+        )
+    if config.device == "auto":
+        card = machine.device_bytes
+    situation = Situation(
+        recipe=load_recipe(_plain(config.recipe)),
+        num_samples=config.data.num_samples,
+        max_length=config.data.max_length,
+        ranks=config.ranks,
+        verify=config.verify,
+        device=None if card is None else tensors_on(card),
+        host=available_bytes() + resident_bytes() if config.host == "auto" else host,
+        disk=_free(folder) if config.disk == "auto" else disk,
+    )
+    return plan_calibration(load_config_only(config.model), situation, choices, machine)
+
+
+def run_probe(config: DictConfig) -> Machine:
+    """Measure this machine, or correct what was measured by what runs took.
+
+    Raises:
+        CompressionError: no such device; a report that is none, or has no plan.
+    """
+    kind = device_kind(config.run_on)
+    if not config.refit:
+        return probed(kind, Path(config.output_dir))
+    file = cache_file(kind)
+    if not file.is_file():
+        raise CompressionError("Nothing was measured yet that could be refitted; run `lightning-compress probe` first.")
+    reports = [(str(path), *_report_of(Path(path), kind)) for path in config.refit]
+    machine = load_machine(file).refitted(factors(reports))
+    save_machine(machine, file)
+    return machine
+
+
+def _report_of(path: Path, kind: str) -> tuple[Plan, list[dict[str, Any]]]:
+    try:
+        report = json.loads(path.read_text())
+        plan, subgraphs = report["plan"], report["subgraphs"]
+    except (OSError, ValueError, KeyError) as error:
+        raise CompressionError(f"refit: {path} is no report of a run ({type(error).__name__}: {error}).") from error
+    if plan is None or report["num_resumed"]:
+        why = "no plan" if plan is None else "subgraphs of an earlier run, whose seconds are not this plan's"
+        raise CompressionError(f"refit: {path} has {why}; compress with plan=auto or plan=FILE.")
+    if (report["device"] == "cpu") != (kind == "cpu"):
+        raise CompressionError(f"refit: {path} is of a run on {report['device']}, and run_on is {kind}.")
+    return plan_of(plan), subgraphs
+
+
+def plan_for_run(config: DictConfig, trainer: pl.Trainer, device: torch.device, output_dir: Path) -> Plan:
+    """The plan that a compression is to follow: a file's, or a new one.
+
+    Raises:
+        CompressionError: a file that is for something else; a new plan on several ranks; nothing fits.
+    """
+    memory = memory_options(config.memory)
+    model = load_config_only(config.model)
+    if config.plan != "auto":
+        planned = load_planned(Path(config.plan))
+        _check_same(config, planned, sum(parameter.numel() for parameter in model.parameters()), device)
+        return planned.best
+    if trainer.world_size > 1:
+        raise CompressionError(
+            f"plan=auto is for one rank, and there are {trainer.world_size}, which might plan differently. Make the "
+            f"plan first, `lightning-compress plan ... ranks={trainer.world_size} json=plan.json`, and give "
+            "plan=plan.json."
+        )
+    on_device = memory.num_bytes("device_budget")
+    if on_device is None and device.type == "cuda":
+        on_device = tensors_on(torch.cuda.mem_get_info(device)[0])
+    situation = Situation(
+        recipe=load_recipe(_plain(config.recipe)),
+        num_samples=config.data.num_samples,
+        max_length=config.data.max_length,
+        verify=config.calibration.verify,
+        device=on_device if device.type == "cuda" else None,
+        host=memory.num_bytes("host_budget") or available_bytes() + resident_bytes(),
+        disk=_free(output_dir),
+    )
+    choices = Choices()
+    if config.model.load != "auto" or config.model.get("weights") is not None:
+        choices = replace(choices, load=("disk" if reads_from_disk(config.model) else "memory",))
+    if not Path(config.model.path).is_dir():
+        choices = replace(choices, load=("memory",))  # of a name on the Hub
+    machine = machine_for(None, device.type, output_dir)
+    return plan_calibration(model, situation, choices, machine).best
+
+
+def with_plan(config: DictConfig, plan: Plan) -> DictConfig:
+    """The configuration that runs a plan."""
+    choice, waiting = plan.choice, plan.waiting
+    targets = None if choice.sequential_targets is None else list(choice.sequential_targets)
+    return cast(
+        DictConfig,
+        OmegaConf.merge(
+            config,
+            {
+                "model": {"load": choice.load},
+                "data": {"batch_size": choice.batch_size},
+                "calibration": {"schedule": choice.schedule, "sequential_targets": targets},
+                "memory": {
+                    "prefetch_depth": choice.prefetch_depth,
+                    "device_activation_budget": waiting.device,
+                    "activation_budget": waiting.host,
+                },
+            },
+        ),
+    )
+
+
+def _check_same(config: DictConfig, planned: Planned, num_parameters: int, device: torch.device) -> None:
+    situation = planned.situation
+    pairs = {
+        "parameters of the model": (planned.num_parameters, num_parameters),
+        "data.num_samples": (situation.num_samples, config.data.num_samples),
+        "data.max_length": (situation.max_length, config.data.max_length),
+        "recipe": (situation.recipe.to_dict(), load_recipe(_plain(config.recipe)).to_dict()),
+        "kind of device": (planned.machine.device, device.type),
+    }
+    different = [
+        f"{name} {of_plan} in the plan, {here} here" for name, (of_plan, here) in pairs.items() if of_plan != here
+    ]
+    if different:
+        raise CompressionError(
+            f"plan={config.plan} is for something else: {'; '.join(different)}. Make a new one, or use plan=auto."
+        )
+
+
+def _choices(config: DictConfig) -> Choices:
+    known = list(Choices.__dataclass_fields__)
+    given = cast(dict[str, Any], OmegaConf.to_container(config, resolve=True))
+    unknown = [key for key in given if key not in known]
+    if unknown:
+        raise CompressionError(f"choices has no option {', '.join(unknown)}; known are {', '.join(known)}.")
+    return Choices(**given)
+
+
+def _plain(config: DictConfig) -> Any:
+    return OmegaConf.to_container(config, resolve=True)
+
+
+def _free(folder: Path) -> int:
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    return shutil.disk_usage(existing).free

@@ -1,0 +1,118 @@
+"""A plan as tables and lines; what became of it."""
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.table import Table
+
+from lightning_compress.foresight.compare import Compared
+from lightning_compress.foresight.machine import UNITS, Machine
+from lightning_compress.foresight.plan import Plan
+from lightning_compress.foresight.planned import CONTEXT, FRAGMENTED, Planned
+from lightning_compress.memory.budget import gib
+
+
+def plan_lines(planned: Planned) -> list[str]:
+    """The plan in words: what to do, how long it takes, what would help."""
+    plan, situation = planned.best, planned.situation
+    given = {"device": situation.device, "host": situation.host, "disk": situation.disk}
+    most = [
+        f"{place} {gib(size)}" + (f" of {gib(limit)}" if (limit := given.get(place)) is not None else "")
+        for place, size in plan.peaks.items()
+    ]
+    lanes = ", ".join(f"{lane} {seconds:.1f}" for lane, seconds in sorted(plan.lanes.items(), key=lambda x: -x[1]))
+    lines = [
+        f"plan: {described(plan)}",
+        f"foreseen: {minutes(plan.total_s)}: {plan.load_s:.1f} s reading weights before, {plan.prepare_s:.1f} s "
+        f"preparing, {plan.loop_s:.1f} s for {len(plan.subgraphs)} subgraphs, {plan.finish_s:.1f} s finishing",
+        f"peaks: {', '.join(most)}",
+        f"bottleneck: {plan.bottleneck}; lanes are busy for (s): {lanes}",
+    ]
+    for place, seconds in planned.saved_s.items():
+        if seconds > 0.005 * plan.total_s:
+            lines.append(f"1 GiB more of {place} would save {seconds:.1f} s")
+    if planned.saved_s and max(planned.saved_s.values()) <= 0.005 * plan.total_s:
+        lines.append("1 GiB more of any place would save nothing worth mentioning")
+    lines.append(
+        f"{planned.num_fitting} of {planned.num_candidates} ways to run fit; planned in {planned.planning_s:.1f} s. "
+        "Not foreseen: ranks that wait for one another, samples shorter than the longest"
+    )
+    if planned.machine.device == "cuda":
+        lines.append(
+            f"a GPU's context is assumed to take {CONTEXT >> 20} MiB, and its allocator {FRAGMENTED:.0%} more than "
+            "tensors"
+        )
+    return lines
+
+
+def described(plan: Plan) -> str:
+    """Its choices in words."""
+    choice, waiting = plan.choice, plan.waiting
+    where = []
+    if waiting.device is None or waiting.device:
+        where.append("all on the device" if waiting.device is None else f"{gib(waiting.device)} on the device")
+    where.append(
+        "in host memory" if waiting.host is None else f"{gib(waiting.host)} in host memory, the rest in a file"
+    )
+    targets = (
+        "" if choice.sequential_targets is None else f", sequential targets {', '.join(choice.sequential_targets)}"
+    )
+    return (
+        f"schedule {choice.schedule}, batch size {choice.batch_size}, prefetch depth {choice.prefetch_depth}, weights "
+        f"from {choice.load}, activations {', then '.join(where)}{targets}"
+    )
+
+
+def runners_up_table(planned: Planned) -> Table:
+    """The plan and those that come next."""
+    table = Table(title="the plan, and those behind it", box=box.SIMPLE, title_justify="left")
+    for column in ("schedule", "batch", "depth", "weights from", "seconds", "device GiB", "host GiB", "disk GiB"):
+        table.add_column(column, justify="right" if column not in ("schedule", "weights from") else "left")
+    for plan in (planned.best, *planned.runners_up):
+        choice = plan.choice
+        sizes = [f"{plan.peaks[place] / 2**30:.2f}" if place in plan.peaks else "-" for place in _PLACES]
+        row = (choice.schedule, str(choice.batch_size), str(choice.prefetch_depth), choice.load)
+        table.add_row(*row, f"{plan.total_s:.1f}", *sizes)
+    return table
+
+
+_PLACES = ("device", "host", "disk")
+
+
+def machine_table(machine: Machine) -> Table:
+    """Every rate, and whether it was measured, cached, assumed or refitted."""
+    table = Table(title=f"rates of {machine.name} ({machine.device})", box=box.SIMPLE, title_justify="left")
+    for column in ("rate", "value", "unit", "origin"):
+        table.add_column(column, justify="right" if column == "value" else "left")
+    for kind, rate in machine.rates.items():
+        table.add_row(kind, f"{rate.value:.3g}", UNITS[kind.partition(" ")[0]], rate.origin)
+    return table
+
+
+def comparison_lines(rows: Sequence[Compared]) -> list[str]:
+    """A line per phase, place and lane.
+
+    >>> comparison_lines([Compared("run", "s", 1.1, 1.0)])
+    ['run: 1.1 s foreseen, 1.0 s measured (+10%)']
+    """
+    return [
+        f"{row.name}: {amount(row, row.foreseen)} foreseen, {amount(row, row.measured)} measured ({row.error:+.0%})"
+        for row in rows
+        if row.measured
+    ]
+
+
+def amount(row: Compared, value: float) -> str:
+    """A figure with its unit."""
+    return f"{value:.1f} s" if row.unit == "s" else gib(int(value))
+
+
+def minutes(seconds: float) -> str:
+    """
+    >>> minutes(59.3), minutes(4000)
+    ('59.3 s', '1 h 06 min')
+    """
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    hours, rest = divmod(round(seconds / 60), 60)
+    return f"{hours} h {rest:02d} min" if hours else f"{rest} min"
