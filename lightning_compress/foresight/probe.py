@@ -89,7 +89,7 @@ def _wait(device: torch.device) -> None:
 
 
 def _of_solving(device: torch.device, rate: Measure) -> dict[str, Rate]:
-    size = 4096 if device.type == "cuda" else 1024
+    size = 4096 if device.type == "cuda" else 2048
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(size, size, generator=generator).to(device)
     gram = InputGram(size, device)

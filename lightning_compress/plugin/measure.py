@@ -1,5 +1,6 @@
 """A calibration that is only thought of, measured on fake tensors: what `estimate` and `plan` stand on."""
 
+import time
 from dataclasses import dataclass, replace
 from typing import final
 
@@ -37,11 +38,13 @@ class Measured:
         run: as prepared.
         table: a row per subgraph.
         end: rows of what comes behind them.
+        prepare_s: what preparing it took.
     """
 
     run: Calibration
     table: tuple[Needs, ...]
     end: tuple[Needs, ...]
+    prepare_s: float
 
 
 def measured(
@@ -73,7 +76,7 @@ def measured(
     batches = (batch,) * whole + (({"input_ids": batch["input_ids"][:rest]},) if rest else ())
     data = CalibrationSet(batches, has_padding=False)
     where = replace(placement(memory or MemoryConfig(), device, None), device_activation_budget=0)
-    has_data = needs_data(resolved)
+    has_data, start = needs_data(resolved), time.perf_counter()
     with calibrating(target.root):
         run = prepare(
             target,
@@ -85,5 +88,6 @@ def measured(
             collective=_Planned(job.ranks) if job.ranks > 1 else SingleProcess(),
             traced=traced,
         )
+        prepare_s = time.perf_counter() - start
         table = footprint(run, [flatten_batch(data.batches[number])[0] for number in run.share])
-        return Measured(run, table, tuple(at_the_end(run, data, verifies)))
+        return Measured(run, table, tuple(at_the_end(run, data, verifies)), prepare_s)

@@ -101,13 +101,22 @@ def plan_calibration(model: PreTrainedModel, situation: Situation, choices: Choi
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         machine=machine,
         best=found[0],
-        runners_up=tuple(found[1:6]),
+        runners_up=_others(found)[:5],
         saved_s=saved,
         num_candidates=len(tried),
         num_fitting=len(found),
         situation=situation,
         planning_s=time.perf_counter() - start,
     )
+
+
+def _others(found: Sequence[Plan]) -> tuple[Plan, ...]:
+    """Of plans that differ from the best one in more than the prefetch depth, the best of each kind."""
+    kinds: dict[tuple[object, ...], Plan] = {}
+    for plan in found:
+        choice = plan.choice
+        kinds.setdefault((choice.batch_size, choice.schedule, choice.load, choice.sequential_targets), plan)
+    return tuple(kinds.values())[1:]
 
 
 def _candidates(
@@ -120,11 +129,10 @@ def _candidates(
 ) -> Iterator[Candidate]:
     """All that can be chosen with these sequential targets; the model is recorded once for them."""
     traced: Traced | None = None
-    tracing_s = 0.0
+    prepare_s = 0.0
     for schedule, batch_size in product(choices.schedule, choices.batch_size):
         if batch_size > situation.num_samples:
             continue
-        start = time.perf_counter()
         job = CalibrationJob(
             num_samples=situation.num_samples,
             max_length=situation.max_length,
@@ -135,11 +143,11 @@ def _candidates(
         )
         found = measured(target, resolved, job, torch.device(device), verifies=situation.verify, traced=traced)
         if traced is None:
-            tracing_s = time.perf_counter() - start
+            prepare_s = found.prepare_s
             traced = found.run.flow.traced
         for load, depth in product(choices.load, choices.prefetch_depth):
             choice = Choice(batch_size, schedule, depth, load, None if targets is None else tuple(targets))
-            yield _candidate(choice, found, target, device, tracing_s)
+            yield _candidate(choice, found, target, device, prepare_s)
 
 
 def _candidate(choice: Choice, found: Measured, target: Target, device: str, prepare_s: float) -> Candidate:
