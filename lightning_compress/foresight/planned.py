@@ -41,6 +41,7 @@ class Situation:
         verify: the checkpoint of a model in memory is loaded a second time at the end.
         device: bytes that tensors of a rank may take of it; None: no limit.
         host, disk: bytes that there are for all ranks together; None: no limit.
+        budgets: those of the three that the user gave, which the run shall keep; the others are what there is.
     """
 
     recipe: Recipe
@@ -51,6 +52,7 @@ class Situation:
     device: int | None = None
     host: int | None = None
     disk: int | None = None
+    budgets: tuple[str, ...] = ()
 
     @property
     def resources(self) -> Resources:
@@ -107,6 +109,7 @@ def load_planned(file: Path) -> Planned:
     try:
         found = json.loads(file.read_text())
         situation = {**found["situation"], "recipe": load_recipe(found["situation"]["recipe"])}
+        situation["budgets"] = tuple(situation["budgets"])
         return Planned(
             **{
                 **found,

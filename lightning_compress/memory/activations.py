@@ -40,11 +40,13 @@ def versions(value: object) -> tuple[int, ...]:
 
 @dataclass(eq=False)
 class _Held:
-    """A storage as it waits: bytes [n] in memory, or in the file. `readers`: how many of the cache's tensors it has."""
+    """A storage as it waits: bytes [n] in memory, or in the file. `readers`: how many of the cache's tensors it has;
+    `counts`: it takes of the budget of host memory."""
 
     place: Tensor | Stored
     nbytes: int
     readers: int = 0
+    counts: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,9 @@ class ActivationCache:
     Args:
         batches: the values known at the start, per batch: the inputs.
         device: where values are used.
-        device_budget: bytes that may wait there, where that is not host memory; None: all.
-        budget: bytes of stored values that may wait in host memory; None: all.
+        device_budget: bytes of stored values that may wait there, where that is not host memory; None: all.
+        budget: bytes of the others that may wait in host memory; None: all. Small values, for which neither counts,
+            wait there whatever the budgets.
         scratch_dir: folder of the file for the others; None: the system's temporary folder.
 
     Attributes:
@@ -103,7 +106,7 @@ class ActivationCache:
         self._device_budget = 0 if device.type == "cpu" else device_budget
         self._budget = budget
         self._scratch = None if budget is None else ScratchFile(scratch_dir)
-        self._on_device = self._on_host = 0
+        self._on_device = self._on_host = self._of_budget = 0
         self._reading: dict[_Held, Future[Tensor]] = {}
         self._sent: dict[_Held, Sent] = {}
         self._values: list[dict[fx.Node, object]] = []
@@ -184,17 +187,19 @@ class ActivationCache:
     def _held(self, storage: Tensor, spill: bool) -> _Held:
         """A storage where there is room for it: on the device, else in host memory, else in the file."""
         nbytes = storage.numel()
-        if self._device_budget is None or self._on_device + nbytes <= self._device_budget:
+        may_move = spill and nbytes >= LEAST_SPILLED
+        if self._device_budget is None or (may_move and self._on_device + nbytes <= self._device_budget):
             self._on_device += nbytes
             return _Held(self._lane.receive(self._lane.send(storage)), nbytes)
-        is_over = spill and self._budget is not None and self._on_host + nbytes > self._budget
-        if self._scratch is not None and is_over and nbytes >= LEAST_SPILLED:
+        is_over = self._budget is not None and self._of_budget + nbytes > self._budget
+        if self._scratch is not None and is_over and may_move:
             self.moved["disk_write"] += nbytes
             self._count_fetched(storage)
             return _Held(self._scratch.write(self._lane.fetch(storage, wait=True)), nbytes)
         self._on_host += nbytes
+        self._of_budget += nbytes if may_move else 0
         self._count_fetched(storage)
-        return _Held(self._lane.fetch(storage), nbytes)
+        return _Held(self._lane.fetch(storage), nbytes, counts=may_move)
 
     def _count_fetched(self, storage: Tensor) -> None:
         self.moved["to_host"] += storage.numel() if storage.device.type != "cpu" else 0
@@ -235,6 +240,7 @@ class ActivationCache:
                 self._scratch.free(place)
             elif place.device.type == "cpu":
                 self._on_host -= leaf.held.nbytes
+                self._of_budget -= leaf.held.nbytes if leaf.held.counts else 0
             else:
                 self._on_device -= leaf.held.nbytes
 

@@ -165,12 +165,12 @@ def run_compress(config: DictConfig, output_dir: Path) -> Report:
         logger=[instantiate(logger) for logger in config.logger.values()] or False,
     )
     _check_launcher(trainer)
-    plan = None
+    planned = None
     if config.plan is not None:
-        plan = plan_for_run(config, trainer, onload_device(trainer), output_dir)
-        config = with_plan(config, plan)
+        planned = plan_for_run(config, trainer, onload_device(trainer), output_dir)
+        config = with_plan(config, planned)
         if _is_first_rank():
-            print(f"plan: {described(plan)}; foreseen: {minutes(plan.total_s)}")
+            print(f"plan: {described(planned.best)}; foreseen: {minutes(planned.best.total_s)}")
     from_disk = reads_from_disk(config.model)
     model, tokenizer = load_model(config.model, from_disk)
     dataloader = calibration_dataloader(load_data_config(config.data), tokenizer)
@@ -192,8 +192,8 @@ def run_compress(config: DictConfig, output_dir: Path) -> Report:
         memory=memory_options(config.memory),
         **options,
     )
-    if plan is not None and not report.is_partial:
-        report = replace(report, plan=plan)
+    if planned is not None and not report.is_partial:
+        report = replace(report, plan=planned.best)
         report.save(output_dir)
     if before is None or report.is_partial:
         return report

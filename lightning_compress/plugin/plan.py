@@ -230,7 +230,7 @@ def device_kind(device: str) -> str:
         CompressionError: no such device, or there is none.
     """
     if device not in ("auto", "cpu", "cuda"):
-        raise CompressionError(f"device kind {device} is not known; use auto, cpu or cuda.")
+        raise CompressionError(f"run_on={device} is not known; use auto, cpu or cuda.")
     if device == "cuda" and not torch.cuda.is_available():
         raise CompressionError("There is no CUDA device here; name the one to plan for as gpu=..., e.g. gpu=rtx4090.")
     return device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"

@@ -49,6 +49,7 @@ def run_plan(config: DictConfig) -> Planned:
         device=None if card is None else tensors_on(card),
         host=available_bytes() + resident_bytes() if config.host == "auto" else host,
         disk=_free(folder) if config.disk == "auto" else disk,
+        budgets=tuple(name for name, size in sizes.items() if size not in ("auto", None)),
     )
     return plan_calibration(load_config_only(config.model), situation, choices, machine)
 
@@ -85,7 +86,7 @@ def _report_of(path: Path, kind: str) -> tuple[Plan, list[dict[str, Any]]]:
     return plan_of(plan), subgraphs
 
 
-def plan_for_run(config: DictConfig, trainer: pl.Trainer, device: torch.device, output_dir: Path) -> Plan:
+def plan_for_run(config: DictConfig, trainer: pl.Trainer, device: torch.device, output_dir: Path) -> Planned:
     """The plan that a compression is to follow: a file's, or a new one.
 
     Raises:
@@ -96,7 +97,7 @@ def plan_for_run(config: DictConfig, trainer: pl.Trainer, device: torch.device, 
     if config.plan != "auto":
         planned = load_planned(Path(config.plan))
         _check_same(config, planned, sum(parameter.numel() for parameter in model.parameters()), device)
-        return planned.best
+        return planned
     if trainer.world_size > 1:
         raise CompressionError(
             f"plan=auto is for one rank, and there are {trainer.world_size}, which might plan differently. Make the "
@@ -121,12 +122,14 @@ def plan_for_run(config: DictConfig, trainer: pl.Trainer, device: torch.device, 
     if not Path(config.model.path).is_dir():
         choices = replace(choices, load=("memory",))  # of a name on the Hub
     machine = machine_for(None, device.type, output_dir)
-    return plan_calibration(model, situation, choices, machine).best
+    return plan_calibration(model, situation, choices, machine)
 
 
-def with_plan(config: DictConfig, plan: Plan) -> DictConfig:
-    """The configuration that runs a plan."""
-    choice, waiting = plan.choice, plan.waiting
+def with_plan(config: DictConfig, planned: Planned) -> DictConfig:
+    """The configuration that runs a plan, within the budgets that were given for it unless it has its own."""
+    choice, waiting = planned.best.choice, planned.best.waiting
+    given = {f"{place}_budget": getattr(planned.situation.resources, place) for place in planned.situation.budgets}
+    budgets = {name: size for name, size in given.items() if name in config.memory and config.memory[name] is None}
     targets = None if choice.sequential_targets is None else list(choice.sequential_targets)
     return cast(
         DictConfig,
@@ -137,6 +140,7 @@ def with_plan(config: DictConfig, plan: Plan) -> DictConfig:
                 "data": {"batch_size": choice.batch_size},
                 "calibration": {"schedule": choice.schedule, "sequential_targets": targets},
                 "memory": {
+                    **budgets,
                     "prefetch_depth": choice.prefetch_depth,
                     "device_activation_budget": waiting.device,
                     "activation_budget": waiting.host,

@@ -1,12 +1,14 @@
 """A self-contained page of a report: no scripts, no external files, the figure inline as SVG."""
 
 import html
-import importlib.util
-import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lightning_compress.foresight.compare import Compared
+from lightning_compress.foresight.planned import plan_of
 from lightning_compress.memory.budget import MemoryUse
+from lightning_compress.report.figures import error_figure, lanes_figure, memory_figure
+from lightning_compress.report.plan import amount, described
 
 _STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:70rem;margin:2rem auto;padding:0 1rem;color:#222}
@@ -24,6 +26,7 @@ def render_html(report: Mapping[str, Any]) -> str:
     sections = [
         f"<h1>{_text(report['model'])}: {len(modules)} modules quantized</h1>",
         _facts(report),
+        *(_plan_sections(report) if report["plan"] else ()),
         "<h2>Error of each module</h2>",
         "<p>The error of the outputs on the calibration data, relative to the outputs: tr(dW C dW<sup>T</sup>) / "
         "tr(W C W<sup>T</sup>), C being the mean of x x<sup>T</sup> over the inputs.</p>",
@@ -36,9 +39,9 @@ def render_html(report: Mapping[str, Any]) -> str:
         ),
         "<h2>Subgraphs</h2>",
         _table(
-            ("subgraph", "onload s", "run s", "solve s", "cached activations MB", "peak memory MB"),
+            ("subgraph", "onload s", "run s", "solve s", "write s", "cached activations MB", "peak memory MB"),
             [_subgraph_row(part) for part in report["subgraphs"]],
-            numeric=(1, 2, 3, 4, 5),
+            numeric=(1, 2, 3, 4, 5, 6),
         ),
     ]
     if report["excluded"]:
@@ -52,30 +55,32 @@ def render_html(report: Mapping[str, Any]) -> str:
     return f"<!doctype html><html lang=en>{head}{''.join(sections)}</html>\n"
 
 
-def error_figure(errors: Sequence[tuple[str, float]]) -> str:
-    """A bar per module on a logarithmic axis, as inline SVG; says what to install where matplotlib is missing."""
-    if importlib.util.find_spec("matplotlib") is None:
-        return "<p>The figure needs matplotlib: <code>pip install 'lightning-compress[report]'</code></p>"
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
-
-    kinds = list(dict.fromkeys(name.rpartition(".")[2] for name, _ in errors))
-    figure = Figure(figsize=(11, 3.6), layout="constrained")
-    axes = figure.add_subplot()
-    for number, kind in enumerate(kinds):
-        chosen = [(position, error) for position, (name, error) in enumerate(errors) if name.rpartition(".")[2] == kind]
-        axes.bar([p for p, _ in chosen], [e for _, e in chosen], width=0.85, label=kind, color=f"C{number % 10}")
-    if any(error > 0 for _, error in errors):
-        axes.set_yscale("log")
-    axes.set_xlabel("module, in the model's order")
-    axes.set_ylabel("relative output error")
-    axes.set_xlim(-0.7, len(errors) - 0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    if len(kinds) <= 12:
-        axes.legend(ncols=min(len(kinds), 7), fontsize=8, frameon=False, loc="lower left", bbox_to_anchor=(0, 1))
-    buffer = io.StringIO()
-    FigureCanvasSVG(figure).print_svg(buffer)
-    return buffer.getvalue().partition("<!DOCTYPE")[2].partition(">")[2]
+def _plan_sections(report: Mapping[str, Any]) -> list[str]:
+    """What was planned beside what came of it."""
+    plan, ran = plan_of(report["plan"]), report["subgraphs"]
+    rows = [Compared(*(row[key] for key in ("name", "unit", "foreseen", "measured"))) for row in report["comparison"]]
+    planned = report["plan"]["subgraphs"]
+    of_device = [part["peak_bytes"] for part in ran]
+    place_measured = "host" if report["device"] == "cpu" else "device"
+    figures = [
+        memory_figure(place, planned, of_device if place == place_measured and rows else [])
+        for place in ("device", "host")
+        if any(place in part["peaks"] for part in planned)
+    ]
+    table = _table(
+        ("", "foreseen", "measured", "error of the plan"),
+        [(row.name, amount(row, row.foreseen), amount(row, row.measured), f"{row.error:+.0%}") for row in rows],
+        numeric=(1, 2, 3),
+    )
+    return [
+        "<h2>The plan, and what came of it</h2>",
+        f"<p>{_text(described(plan))}</p>",
+        table if rows else "<p>The run was continued or stopped, so its seconds are not those of the plan.</p>",
+        "<h2>Memory, as foreseen</h2>",
+        *figures,
+        "<h2>Lanes, as foreseen, and phases, as measured</h2>",
+        lanes_figure(planned, ran if rows else []),
+    ]
 
 
 def _facts(report: Mapping[str, Any]) -> str:
@@ -128,7 +133,7 @@ def _module_row(module: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _subgraph_row(part: Mapping[str, Any]) -> tuple[str, ...]:
-    seconds = (f"{part[key]:.2f}" for key in ("onload_s", "run_s", "solve_s"))
+    seconds = (f"{part[key]:.2f}" for key in ("onload_s", "run_s", "solve_s", "write_s"))
     return part["name"], *seconds, f"{part['activation_bytes'] / 1e6:.1f}", f"{part['peak_bytes'] / 1e6:.0f}"
 
 

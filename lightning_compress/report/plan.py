@@ -9,7 +9,7 @@ from lightning_compress.foresight.compare import Compared
 from lightning_compress.foresight.machine import UNITS, Machine
 from lightning_compress.foresight.plan import Plan
 from lightning_compress.foresight.planned import CONTEXT, FRAGMENTED, Planned
-from lightning_compress.memory.budget import gib
+from lightning_compress.memory.budget import RESERVE, gib
 
 
 def plan_lines(planned: Planned) -> list[str]:
@@ -28,6 +28,13 @@ def plan_lines(planned: Planned) -> list[str]:
         f"peaks: {', '.join(most)}",
         f"bottleneck: {plan.bottleneck}; lanes are busy for (s): {lanes}",
     ]
+    held = max(part.peaks["host"].get("held", 0) for part in plan.subgraphs)
+    resources = situation.resources
+    if resources.host is not None and held + (1 + RESERVE) * (plan.peaks["host"] - held) > resources.host:
+        lines.append(
+            f"host memory is tight: a process takes up to {RESERVE:.0%} more than its tensors, for which there is no "
+            "room"
+        )
     for place, seconds in planned.saved_s.items():
         if seconds > 0.005 * plan.total_s:
             lines.append(f"1 GiB more of {place} would save {seconds:.1f} s")
@@ -110,7 +117,7 @@ def amount(row: Compared, value: float) -> str:
 def minutes(seconds: float) -> str:
     """
     >>> minutes(59.3), minutes(4000)
-    ('59.3 s', '1 h 06 min')
+    ('59.3 s', '1 h 07 min')
     """
     if seconds < 120:
         return f"{seconds:.1f} s"

@@ -9,11 +9,14 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Timer
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from lightning_compress import CompressionCallback, load_compressed
+from lightning_compress.data.config import load_data_config
+from lightning_compress.data.sources import load_documents
 from lightning_compress.plugin.loop import CompressionLoop
 
 VOCABULARY, LENGTH, BATCH_SIZE = 64, 12, 4
@@ -144,3 +147,27 @@ def _clean_state() -> Iterator[None]:
         torch.distributed.destroy_process_group()
     os.environ.clear()
     os.environ.update(environment)  # and ranks and ports in here
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama with a tokenizer, as save_pretrained leaves them."""
+    folder = tmp_path_factory.mktemp("cli") / "tiny"
+    tokenizer = Tokenizer(models.WordLevel(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    texts = load_documents(load_data_config({"source": "docs"}))[:200]
+    tokenizer.train_from_iterator(
+        texts, trainers.WordLevelTrainer(vocab_size=200, special_tokens=["<unk>", "<eos>"], show_progress=False)
+    )
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>").save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=200,
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        tie_word_embeddings=False,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder

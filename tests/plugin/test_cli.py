@@ -10,41 +10,15 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 
 from lightning_compress.data.config import load_data_config
-from lightning_compress.data.sources import load_documents
 from lightning_compress.errors import CompressionError
 from lightning_compress.export.verify import READ_BACK
 from lightning_compress.plugin.cli import run_compress, run_evaluate
 from lightning_compress.recipe.load import config_dir, load_recipe
 
 SMALL = ["data.num_samples=4", "data.max_length=32", "data.batch_size=2", "trainer=cpu"]
-
-
-@pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama with a tokenizer, as save_pretrained leaves them."""
-    folder = tmp_path_factory.mktemp("cli") / "tiny"
-    tokenizer = Tokenizer(models.WordLevel(unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    texts = load_documents(load_data_config({"source": "docs"}))[:200]
-    tokenizer.train_from_iterator(
-        texts, trainers.WordLevelTrainer(vocab_size=200, special_tokens=["<unk>", "<eos>"], show_progress=False)
-    )
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>").save_pretrained(folder)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=200,
-        hidden_size=128,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        tie_word_embeddings=False,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
 
 
 def run_command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:

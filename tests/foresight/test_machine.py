@@ -1,0 +1,105 @@
+"""Rates, where they come from, and what is learnt from runs."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_compress.errors import CompressionError
+from lightning_compress.foresight.compare import compared, factors
+from lightning_compress.foresight.machine import (
+    UNITS,
+    Machine,
+    Rate,
+    cache_file,
+    known_gpus,
+    load_machine,
+    named_gpu,
+    save_machine,
+)
+from lightning_compress.foresight.plan import Choice, Foreseen, Plan
+from lightning_compress.foresight.probe import probe
+from lightning_compress.memory.budget import Waiting
+
+
+def plan(**seconds: float) -> Plan:
+    times = {"onload_s": 0.0, "run_s": 2.0, "solve_s": 1.0, "write_s": 0.5, **seconds}
+    parts = tuple(
+        Foreseen(
+            name, lanes={"compute": times["run_s"]}, moved_bytes={"disk_read": 7}, peaks={"host": {"a": 5}}, **times
+        )
+        for name in ("a", "b")
+    )
+    return Plan(Choice(1, "staged", 1, "disk"), Waiting(), 0.0, 1.0, parts, 0.0, {"host": 5}, {})
+
+
+def ran(**seconds: float) -> list[dict[str, object]]:
+    times = {"onload_s": 0.0, "run_s": 3.0, "solve_s": 0.5, "write_s": 0.5, **seconds}
+    return [{"name": name, **times, "moved_bytes": {"disk_read": 8}, "peak_bytes": 10} for name in ("a", "b")]
+
+
+def test_every_rate_of_this_machine_is_measured_and_kept(tmp_path: Path) -> None:
+    found = probe(torch.device("cpu"), tmp_path, rounds=1)
+    assert {kind.partition(" ")[0] for kind in found.rates} | {"to_device", "to_host", "duplex"} == set(UNITS)
+    assert all(rate.value > 0 and rate.origin == "measured" for rate in found.rates.values())
+    assert list(tmp_path.iterdir()) == []
+    file = cache_file("cpu", tmp_path)
+    save_machine(found, file)
+    again = load_machine(file)
+    assert {kind: rate.value for kind, rate in again.rates.items()} == {k: r.value for k, r in found.rates.items()}
+    assert {rate.origin for rate in again.rates.values()} == {"cached"}
+    file.write_text("{}")
+    with pytest.raises(CompressionError, match="no record of a probe"):
+        load_machine(file)
+
+
+def test_seconds_are_amounts_by_rates() -> None:
+    machine = Machine("x", "cpu", {"product float32": Rate(10.0, "assumed"), "call": Rate(2.0, "assumed")})
+    assert machine.seconds({"product float32": 30.0, "call": 4, "elementwise": 0}) == 5.0
+    assert machine.seconds({"product float64": 10.0}) == 1.0, "the slowest of its family"
+
+
+@pytest.mark.parametrize("name", known_gpus())
+def test_named_gpus_say_that_they_are_assumed(name: str) -> None:
+    found = named_gpu(name, None)
+    assert {kind.partition(" ")[0] for kind in found.rates} == set(UNITS)
+    assert {rate.origin for rate in found.rates.values()} == {"assumed"}
+    assert found.device_bytes is not None
+    assert found.device_bytes >= 15 * 2**30
+    host = Machine("here", "cpu", {kind: Rate(7.0, "cached") for kind in (*found.rates,)})
+    of_here = named_gpu(name.upper(), host)
+    assert of_here.rates["disk_read"] == Rate(7.0, "cached")
+    assert of_here.rates["product bfloat16"] == found.rates["product bfloat16"]
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(CompressionError, match=r"gpu=rtx9999 is not known; known are t4, .*b200"):
+        named_gpu("rtx9999", None)
+
+
+def test_refitting_makes_the_plan_what_was_measured() -> None:
+    """Seen to fail: with factors the other way round."""
+    found = factors([("report", plan(), ran())])
+    assert found == {
+        **dict.fromkeys(("product", "attention", "elementwise", "call"), 1.5),
+        **dict.fromkeys(("solve", "packing"), 0.5),
+        "writing": 1.0,
+    }
+    machine = Machine("x", "cpu", {"product float32": Rate(30.0, "cached"), "disk_read": Rate(4.0, "cached")})
+    again = machine.refitted(found)
+    assert again.rates == {"product float32": Rate(20.0, "refitted"), "disk_read": Rate(4.0, "cached")}
+    waiting = replace(plan(), subgraphs=tuple(replace(part, lanes={"disk": 2.0}) for part in plan().subgraphs))
+    assert "product" not in factors([("report", waiting, ran())]), "it was not computing that took so long"
+    with pytest.raises(CompressionError, match="no run of a plan"):
+        factors([("report", plan(), [])])
+
+
+def test_a_plan_beside_its_run() -> None:
+    rows = {row.name: row for row in compared(plan(), ran(), 2.0, "cpu")}
+    assert (rows["run"].foreseen, rows["run"].measured, rows["run"].error) == (4.0, 6.0, pytest.approx(-1 / 3))
+    assert (rows["prepare"].foreseen, rows["prepare"].measured) == (1.0, 2.0)
+    assert (rows["all subgraphs"].foreseen, rows["all subgraphs"].measured) == (7.0, 8.0)
+    assert (rows["peak of the host"].foreseen, rows["peak of the host"].measured) == (5, 10)
+    assert (rows["disk_read"].foreseen, rows["disk_read"].measured) == (14, 16)
+    assert "to_host" not in rows
