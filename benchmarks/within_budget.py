@@ -33,8 +33,9 @@ from lightning_compress.data.sources import load_documents
 from lightning_compress.memory.source import parameters_on_meta
 
 folder, num_layers = Path(sys.argv[1]), int(sys.argv[2])
-config = LlamaConfig(vocab_size=32000, hidden_size=2048, intermediate_size=5632, num_hidden_layers=num_layers,
-                     num_attention_heads=16, num_key_value_heads=16, max_position_embeddings=2048,
+width, intermediate, heads = map(int, sys.argv[3:] or (2048, 5632, 16))
+config = LlamaConfig(vocab_size=32000, hidden_size=width, intermediate_size=intermediate, num_hidden_layers=num_layers,
+                     num_attention_heads=heads, num_key_value_heads=heads, max_position_embeddings=2048,
                      tie_word_embeddings=False, dtype="bfloat16", architectures=["LlamaForCausalLM"])
 with parameters_on_meta():
     model = LlamaForCausalLM(config)

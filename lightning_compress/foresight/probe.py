@@ -1,12 +1,12 @@
 """Measure this machine once: products, attention, element-wise operators, calls, solving, packing, the disk, the link.
 
-Each rate is the median of a few rounds of what a run does itself: its solver, its packing, its writer, its reader, its
-scratch file. Alternative not taken: deriving them from one product and one copy; on CPUs they are not in proportion.
+Each rate is of the fastest of a few rounds (whatever else goes on can only slow them) of what a run does itself: its
+solver, its packing, its writer, its reader, its scratch file. Alternative not taken: deriving them from one product and
+one copy; on CPUs they are not in proportion.
 """
 
 import os
 import socket
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -53,7 +53,7 @@ def probe(device: torch.device, folder: Path, rounds: int = 5) -> Machine:
             run()
             _wait(device)
             seconds.append(time.perf_counter() - start)
-        return Rate(amount / statistics.median(seconds), "measured")
+        return Rate(amount / min(seconds), "measured")
 
     tokens, width = (8192, 4096) if is_cuda else (2048, 1024)
     rates: dict[str, Rate] = {}

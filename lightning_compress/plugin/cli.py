@@ -33,6 +33,7 @@ from lightning_compress.plugin import compat
 from lightning_compress.plugin.callback import onload_device
 from lightning_compress.plugin.compressor import Compressor
 from lightning_compress.plugin.estimate import estimate as foresee
+from lightning_compress.plugin.generation import generation_lines
 from lightning_compress.plugin.models import (
     load_config_only,
     load_model,
@@ -40,7 +41,7 @@ from lightning_compress.plugin.models import (
     reads_from_disk,
     weights_place,
 )
-from lightning_compress.plugin.planning import plan_for_run, run_plan, run_probe, with_plan
+from lightning_compress.plugin.planning import plan_for_run, run_generation_plan, run_plan, run_probe, with_plan
 from lightning_compress.recipe.load import config_dir
 from lightning_compress.report.estimate import estimate_lines, estimate_table, save_estimate
 from lightning_compress.report.plan import described, machine_table, minutes, plan_lines, runners_up_table
@@ -115,9 +116,15 @@ def estimate(config: DictConfig) -> None:
 
 
 def plan(config: DictConfig) -> None:
-    """Print how to run a compression, and what that takes."""
-    found = _reporting_errors(lambda: run_plan(config))
+    """Print how to run a compression, or to generate text, and what that takes."""
     console = Console()
+    if config.get("job") is not None:
+        generation = _reporting_errors(lambda: run_generation_plan(config))
+        for line in generation_lines(generation):
+            console.print(line, highlight=False, soft_wrap=True)
+        console.print(machine_table(generation.machine))
+        return
+    found = _reporting_errors(lambda: run_plan(config))
     for line in plan_lines(found):
         console.print(line, highlight=False, soft_wrap=True)
     console.print(runners_up_table(found))

@@ -77,7 +77,7 @@ def estimate(model: PreTrainedModel, config: DictConfig, memory: MemoryConfig, f
     Raises:
         CompressionError: an unknown option; a job that cannot be prepared, or not within the budgets.
     """
-    job, layout = _instantiated(config.job), cast(Layout, _instantiated(config.layout))
+    job, layout = instantiated(config.job), cast(Layout, instantiated(config.layout))
     if not isinstance(job, CalibrationJob):
         if memory.device_budget is not None or memory.host_budget is not None:
             raise CompressionError("memory.device_budget and memory.host_budget are for job=calibration.")
@@ -227,7 +227,7 @@ def _described(job: Any, model: PreTrainedModel) -> str:
     return f"{type(job).__name__.removesuffix('Job').lower()} in {str(model.dtype).removeprefix('torch.')}, {options}"
 
 
-def _instantiated(config: DictConfig) -> Any:
+def instantiated(config: DictConfig) -> Any:
     """The job or layout that a node describes.
 
     Raises:

@@ -40,10 +40,12 @@ class PlannedGeneration:
     """A policy, and what it is for.
 
     Attributes:
+        machine: whose rates were used.
         best: the fastest policy that fits.
         usual: row by row; None: that does not fit.
     """
 
+    machine: Machine
     model: Transformer
     hardware: Hardware
     task: Task
@@ -81,7 +83,7 @@ def plan_generation(
         usual = row_by_row(model, hardware, task)
     except BudgetError:  # its cache must be on the GPU
         usual = None
-    return PlannedGeneration(model, hardware, task, best, usual)
+    return PlannedGeneration(machine, model, hardware, task, best, usual)
 
 
 def transformer_of(config: PretrainedConfig, itemsize: int) -> Transformer:

@@ -12,10 +12,14 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_compress.errors import CompressionError
 from lightning_compress.foresight.compare import factors
+from lightning_compress.foresight.generation_cost import Task
+from lightning_compress.foresight.jobs import InferenceJob
 from lightning_compress.foresight.machine import Machine, cache_file, load_machine, save_machine
 from lightning_compress.foresight.plan import Plan
 from lightning_compress.foresight.planned import Planned, Situation, load_planned, plan_of, tensors_on
 from lightning_compress.memory.tracker import available_bytes, resident_bytes
+from lightning_compress.plugin.estimate import instantiated
+from lightning_compress.plugin.generation import PlannedGeneration, plan_generation
 from lightning_compress.plugin.models import load_config_only, memory_options, reads_from_disk
 from lightning_compress.plugin.plan import Choices, device_kind, machine_for, plan_calibration, probed, size_of
 from lightning_compress.recipe.load import load_recipe
@@ -52,6 +56,43 @@ def run_plan(config: DictConfig) -> Planned:
         budgets=tuple(name for name, size in sizes.items() if size not in ("auto", None)),
     )
     return plan_calibration(load_config_only(config.model), situation, choices, machine)
+
+
+def run_generation_plan(config: DictConfig) -> PlannedGeneration:
+    """The plan of text generation that `config` (of `configs/plan.yaml`, with job=inference) asks for.
+
+    Raises:
+        CompressionError: what cannot be planned, or does not fit.
+    """
+    job = instantiated(config.job)
+    if not isinstance(job, InferenceJob):
+        raise CompressionError(
+            "plan is for a calibration (without job), or for job=inference; `lightning-compress estimate` says what "
+            "other jobs take."
+        )
+    if job.weight_bits is not None or config.ranks != 1:
+        raise CompressionError("job=inference is planned for one rank, and for weights as the model has them.")
+    folder = Path(config.output_dir)
+    machine = machine_for(config.gpu, config.run_on, folder)
+    if machine.device == "cpu":
+        raise CompressionError(
+            "job=inference is planned for a GPU, and there is none here: name one, e.g. gpu=rtx4090."
+        )
+    card = machine.device_bytes if config.device == "auto" else size_of("device", config.device)
+    host = available_bytes() if config.host == "auto" else size_of("host", config.host)
+    disk = _free(folder) if config.disk == "auto" else size_of("disk", config.disk)
+    if card is None or host is None or disk is None:
+        raise CompressionError("job=inference needs to know device, host and disk; give sizes, or auto.")
+    model = load_config_only(config.model)
+    return plan_generation(
+        model.config,
+        machine,
+        Task(prompt_length=job.context, new_tokens=job.new_tokens),
+        device_bytes=tensors_on(card),
+        host_bytes=host,
+        disk_bytes=disk,
+        dtype=model.dtype,
+    )
 
 
 def run_probe(config: DictConfig) -> Machine:

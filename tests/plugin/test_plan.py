@@ -152,6 +152,19 @@ def test_wrong_input(command: Run, checkpoint: Path, options: list[str], message
     assert re.search(message, said), said
 
 
+def test_generation_is_planned_too(command: Run, tmp_path: Path) -> None:
+    LlamaConfig(hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, dtype="bfloat16").save_pretrained(
+        tmp_path
+    )
+    given = ("plan", f"model.path={tmp_path}", "gpu=t4", "host=64GiB", "disk=1TiB")
+    said = command(*given, "job=inference", "job.context=512", "job.new_tokens=32")
+    assert "tokens/s" in said
+    assert "assumed" in said
+    assert "for a calibration (without job), or for job=inference" in refused(command, *given, "job=finetuning")
+    assert "for one rank" in refused(command, *given, "job=inference", "job.weight_bits=4")
+    assert "there is none here" in refused(command, *given[:2], "job=inference", "run_on=cpu")
+
+
 def test_a_file_that_is_no_plan(command: Run, checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text("{}")
     given = ("compress", f"model.path={checkpoint}", "trainer=cpu", f"output_dir={tmp_path / 'out'}")
