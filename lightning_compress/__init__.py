@@ -8,6 +8,7 @@ from lightning_compress.memory.placement import MemoryConfig
 from lightning_compress.memory.source import parameters_on_meta
 from lightning_compress.plugin.callback import CompressionCallback
 from lightning_compress.plugin.compressor import Compressor
+from lightning_compress.plugin.memory_report import MemoryReport, MemoryReportCallback
 from lightning_compress.plugin.strategy import SequentialOnloadStrategy, register
 from lightning_compress.recipe.config import Modifier, Recipe
 from lightning_compress.recipe.load import load_recipe
@@ -21,6 +22,8 @@ __all__ = [
     "Compressor",
     "Gptq",
     "MemoryConfig",
+    "MemoryReport",
+    "MemoryReportCallback",
     "Modifier",
     "Recipe",
     "Report",

@@ -166,10 +166,10 @@ def shapes_of(fake_mode: FakeTensorMode) -> Shapes:
     return fake_mode.shape_env
 
 
-def fake_like(fake_mode: FakeTensorMode, tensor: Tensor) -> FakeTensor:
-    """A fake tensor of the same (fixed) sizes on the trace device, whatever device the tensor is on (also `meta`)."""
+def fake_like(fake_mode: FakeTensorMode, tensor: Tensor, device: torch.device = TRACE_DEVICE) -> FakeTensor:
+    """A fake tensor of the same (fixed) sizes on the given device, whatever device the tensor is on (also `meta`)."""
     layout = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    return FakeTensor(fake_mode, layout, TRACE_DEVICE)
+    return FakeTensor(fake_mode, layout, device)
 
 
 def fake_batch(fake_mode: FakeTensorMode, tensors: Sequence[Tensor], dynamic: Sequence[Sequence[bool]]) -> list[Tensor]:
@@ -319,7 +319,7 @@ def attributes_restored(root: nn.Module) -> Iterator[None]:
                 container.update(content)
 
 
-def replace_by_fakes(root: nn.Module, fake_mode: FakeTensorMode) -> dict[int, str]:
+def replace_by_fakes(root: nn.Module, fake_mode: FakeTensorMode, device: torch.device = TRACE_DEVICE) -> dict[int, str]:
     """Put fake tensors in place of parameters and buffers (undone by `attributes_restored`): id of tensor -> name.
 
     Tensor subclasses (DTensor, packed weights of other libraries) stay; the fake mode converts them when they are used.
@@ -334,7 +334,7 @@ def replace_by_fakes(root: nn.Module, fake_mode: FakeTensorMode) -> dict[int, st
                 if type(tensor) in (Tensor, nn.Parameter):
                     fake = fakes.get(id(tensor))
                     if fake is None:
-                        fake = fake_like(fake_mode, tensor)
+                        fake = fake_like(fake_mode, tensor, device)
                         if type(tensor) is nn.Parameter:
                             fake = nn.Parameter(fake, requires_grad=False)
                         fakes[id(tensor)] = fake

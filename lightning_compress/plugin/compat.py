@@ -63,6 +63,13 @@ def call_callbacks(trainer: pl.Trainer, hook: str, *args: Any) -> None:
     call._call_callback_hooks(trainer, hook, *args)
 
 
+def batch_on_device(trainer: pl.Trainer, batch: Any) -> Any:
+    """A batch of the training dataloader as the training loop hands it to `training_step`."""
+    module = trainer.lightning_module
+    batch = module._on_before_batch_transfer(trainer.precision_plugin.convert_input(batch), dataloader_idx=0)
+    return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+
+
 def collective(trainer: pl.Trainer) -> Collective:
     """The trainer's ranks. A strategy of several has made their process group, with its timeout."""
     if trainer.world_size == 1:

@@ -1,0 +1,304 @@
+"""A LightningModule's training step on fake tensors, as the Trainer would run it: what it will have alive.
+
+Method: two steps of the optimizer run on tensors without values, in the order of Lightning's automatic optimization
+(`lightning/pytorch/loops/optimization/automatic.py`): the optimizer's `step` calls a closure, which runs
+`training_step`, sets gradients to None, and runs the backward; so the forward of the second step still has the
+gradients of the first. Every storage is followed. Running Lightning's own loop instead would call everybody's hooks on
+tensors without values, and leave traces in progress, logs and checkpoints.
+"""
+
+import copy
+import inspect
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, final
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities.seed import isolate_rng
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_compress.errors import CompressionError
+from lightning_compress.foresight.jobs import Phase
+from lightning_compress.graph.compat import (
+    FakeTensor,
+    attributes_restored,
+    fake_like,
+    new_fake_mode,
+    replace_by_fakes,
+    traceable_transformers,
+)
+from lightning_compress.memory.tracker import LiveMemory
+from lightning_compress.plugin.compat import batch_on_device
+
+STEPS = 2
+"""The second one has the optimizer's state, and gradients, from the start."""
+
+
+def rehearse(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Phase]:
+    """What the phases of training will have alive at most, in bytes, by their names: forward, backward, step.
+
+    The module, its optimizers, the dataloader and the random number generators are as before afterwards; what a dataset
+    keeps itself (its own random state, a place in a stream) moves on by one batch.
+
+    Raises:
+        CompressionError: it cannot be foreseen, and why.
+    """
+    _check(trainer, module)
+    reason: Exception | None = None
+    with isolate_rng():  # restores nothing after an exception
+        try:
+            return _rehearsed(trainer, module, first_batch(trainer))
+        except CompressionError as error:
+            reason = error
+        except Exception as error:  # the user's own code, on tensors without values
+            reason = CompressionError(
+                f"training does not run on tensors without values: {type(error).__name__}: "
+                + str(error).partition("\n")[0]
+            )
+            reason.__cause__ = error
+    raise reason
+
+
+def _check(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    strategy = trainer.strategy
+    if not isinstance(strategy, SingleDeviceStrategy) and type(strategy) is not DDPStrategy:
+        raise CompressionError(f"{type(strategy).__name__} is neither of a single device nor DDP.")
+    if getattr(strategy.model, "gradient_as_bucket_view", False):
+        raise CompressionError(
+            "with gradient_as_bucket_view gradients live in DDP's buckets, whether there are any or not."
+        )
+    if not module.automatic_optimization:
+        raise CompressionError("with manual optimization, and with several optimizers, the steps are the module's own.")
+    if len(trainer.optimizers) != 1:
+        raise CompressionError(f"there are {len(trainer.optimizers)} optimizers.")
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        raise CompressionError("training_step takes dataloader_iter, whose batches it reads itself.")
+
+
+def first_batch(trainer: pl.Trainer) -> Any:
+    """Of the training dataloader, on the device; the run itself will see it again.
+
+    Read without workers, and with the samplers' generators put back.
+
+    Raises:
+        CompressionError: there are several loaders, or one that cannot be begun twice.
+    """
+    loader: Any = trainer.train_dataloader
+    if isinstance(loader, (Mapping, list, tuple)):
+        raise CompressionError("there are several training dataloaders.")
+    if iter(loader) is loader if not isinstance(loader, DataLoader) else _is_consumed(loader):
+        raise CompressionError("the training dataloader cannot be begun twice.")
+    with _generators_restored(loader):
+        if isinstance(loader, DataLoader):
+            loader = copy.copy(loader)
+            loader.num_workers, loader.timeout = 0, 0
+        batch = next(iter(loader), None)
+    if batch is None:
+        raise CompressionError("the training dataloader has no batch.")
+    return batch_on_device(trainer, batch)
+
+
+def _is_consumed(loader: DataLoader[Any]) -> bool:
+    """Whether its dataset or sampler is an iterator, which has one beginning only."""
+    return any(hasattr(part, "__next__") for part in (loader.dataset, loader.sampler, loader.batch_sampler))
+
+
+@contextmanager
+def _generators_restored(loader: object) -> Iterator[None]:
+    """Within: random number generators that a loader and its samplers keep may be used."""
+    samplers = [getattr(loader, name, None) for name in ("sampler", "batch_sampler")]
+    owners = [loader, *samplers, *(getattr(sampler, "sampler", None) for sampler in samplers)]
+    found = [value for owner in owners for value in getattr(owner, "__dict__", {}).values()]
+    saved = [(value, value.get_state()) for value in found if isinstance(value, torch.Generator)]
+    try:
+        yield
+    finally:
+        for generator, state in saved:
+            generator.set_state(state)
+
+
+def _rehearsed(trainer: pl.Trainer, module: pl.LightningModule, batch: Any) -> dict[str, Phase]:
+    mode = new_fake_mode(symbolic=False)
+    before = {id(parameter): name for name, parameter in module.named_parameters(remove_duplicate=False)}
+    trainable = [parameter.requires_grad for parameter in module.parameters()]
+    with attributes_restored(module), _containers_restored(module):
+        replace_by_fakes(module, mode, module.device)
+        for parameter, is_trainable in zip(module.parameters(), trainable, strict=True):
+            if not isinstance(parameter, FakeTensor):
+                raise CompressionError(f"its parameters are of {type(parameter).__name__}, a class of their own.")
+            parameter.requires_grad_(is_trainable)
+        for name in ("log", "log_dict", "print"):
+            module.__dict__[name] = lambda *args, **kwargs: None
+        after = dict(module.named_parameters(remove_duplicate=False))
+        optimizer = _on_fakes(trainer.optimizers[0], {key: after[name] for key, name in before.items()})
+        with traceable_transformers(module, packed_sequences=False), mode:
+            fakes = apply_to_collection(batch, Tensor, lambda tensor: fake_like(mode, tensor, tensor.device))
+            rehearsal = _Rehearsal(trainer, module, optimizer)
+            return rehearsal.run(fakes)
+
+
+def _on_fakes(optimizer: torch.optim.Optimizer, fakes: Mapping[int, nn.Parameter]) -> torch.optim.Optimizer:
+    """An optimizer of the same class and groups over fake parameters, without state.
+
+    `fakes` are those by the ids of the parameters they stand for.
+    """
+    twin: torch.optim.Optimizer = object.__new__(type(optimizer))
+    # schedulers put a `step` on the instance that is bound to the original
+    twin.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
+    twin.state = defaultdict(dict)
+    groups = [group["params"] for group in optimizer.param_groups]
+    if any(id(parameter) not in fakes for group in groups for parameter in group):
+        raise CompressionError("the optimizer has parameters that the module does not have.")
+    twin.param_groups = [
+        {**group, "params": [fakes[id(parameter)] for parameter in group["params"]]} for group in optimizer.param_groups
+    ]
+    return twin
+
+
+@contextmanager
+def _containers_restored(module: nn.Module) -> Iterator[None]:
+    """Within: lists, dicts and sets that modules keep may be filled (outputs kept for the epoch's end)."""
+    saved: dict[int, tuple[Any, Any]] = {}
+
+    def save(value: object) -> None:
+        if not isinstance(value, (list, dict, set, deque)) or id(value) in saved:
+            return
+        saved[id(value)] = (value, copy.copy(value))
+        for item in value.values() if isinstance(value, dict) else value:
+            save(item)
+
+    for each in module.modules():
+        for name, value in vars(each).items():
+            if not name.startswith("_"):  # torch's own are restored as attributes
+                save(value)
+    try:
+        yield
+    finally:
+        for container, content in saved.values():
+            container.clear()
+            (container.extend if isinstance(container, (list, deque)) else container.update)(content)
+
+
+@final
+class _Rehearsal:
+    """The loop over two steps, and what was found."""
+
+    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: torch.optim.Optimizer) -> None:
+        self.trainer, self.module, self.optimizer = trainer, module, optimizer
+        self.memory = LiveMemory()
+        self.worst: dict[str, Phase] = {}
+        self.weights = 0
+        self.outside = _buckets(trainer, module)  # of what is followed: and the batch
+
+    def run(self, batch: Any) -> dict[str, Phase]:
+        """Of the worst moment of each phase."""
+        hooks = [
+            parameter.register_post_accumulate_grad_hook(lambda _: self._close("backward"))
+            for parameter in self.module.parameters()
+            if parameter.requires_grad
+        ]
+        self.outside += num_bytes(batch)
+        with self.memory:
+            self.weights = track(self.memory, [*self.module.parameters(), *self.module.buffers()])
+            self.memory.ignore(*leaves(batch))
+            self.memory.reset_peak()
+            for _ in range(STEPS):
+                self._step(batch)
+        for hook in hooks:
+            hook.remove()
+        return self.worst
+
+    def _step(self, batch: Any) -> None:
+        batches = min(self.trainer.accumulate_grad_batches, 2)  # the later ones are like the second
+        for number in range(batches - 1):
+            self._closure(batch, number)
+        kept: list[object] = []  # as in Lightning, until the step is done
+
+        def closure() -> Tensor | None:
+            loss, *rest = self._closure(batch, batches - 1)
+            kept.extend((loss, *rest))
+            self.module.configure_gradient_clipping(
+                self.optimizer, self.trainer.gradient_clip_val, self.trainer.gradient_clip_algorithm
+            )
+            return loss
+
+        self.optimizer.step(closure)  # type: ignore[arg-type]
+        self._close("step")
+
+    @torch.enable_grad()
+    def _closure(self, batch: Any, number: int) -> tuple[Tensor | None, object, object]:
+        """The loss, and what else outlives the backward."""
+        self._close(None)
+        scaled, extra = self._forward(batch, number)
+        kept = None if scaled is None else scaled.detach().clone()
+        if number == 0:
+            gradients = _gradients(self.module)
+            self.module.optimizer_zero_grad(self.trainer.current_epoch, number, self.optimizer)
+            self._close("forward", gradients)
+        else:
+            self._close("forward")
+        if scaled is not None:
+            self.module.backward(scaled)
+            self._close("backward")
+        return kept, scaled, extra
+
+    def _forward(self, batch: Any, number: int) -> tuple[Tensor | None, object]:
+        step = self.module.training_step
+        arguments = (batch, number) if _takes_index(step) else (batch,)
+        with self.trainer.precision_plugin.train_step_context():
+            output: Any = step(*arguments)
+        loss = output["loss"] if isinstance(output, Mapping) else output
+        extra = {name: value for name, value in output.items() if name != "loss"} if output is not loss else None
+        return None if loss is None else loss / self.trainer.accumulate_grad_batches, extra
+
+    def _close(self, name: str | None, gradients: int | None = None) -> None:
+        """Note the peak since the last call as one of a phase."""
+        if name is not None:
+            gradients = _gradients(self.module) if gradients is None else gradients
+            states = track(self.memory, list(self.optimizer.state.values()))
+            rest = self.memory.peak_bytes - self.weights - gradients - states
+            working, stepping = (0, rest) if name == "step" else (rest, 0)
+            found = Phase(name, self.weights, gradients, states, working=working + self.outside, stepping=stepping)
+            self.worst[name] = max(self.worst.get(name, found), found, key=lambda phase: phase.peak)
+        self.memory.reset_peak()
+
+
+def _takes_index(step: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(step).parameters.values()
+    return len(parameters) > 1 or any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
+
+
+def _buckets(trainer: pl.Trainer, module: nn.Module) -> int:
+    """Bytes in which DistributedDataParallel gathers gradients."""
+    if not isinstance(trainer.strategy, DDPStrategy):
+        return 0
+    return sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
+
+
+def _gradients(module: nn.Module) -> int:
+    return num_bytes([parameter.grad for parameter in module.parameters()])
+
+
+def track(memory: LiveMemory, tensors: Any) -> int:
+    """Count tensors in a structure from now on; their bytes."""
+    for tensor in leaves(tensors):
+        memory.track(tensor)
+    return num_bytes(tensors)
+
+
+def num_bytes(tensors: Any) -> int:
+    """Of the storages of tensors in a structure; one that two share counts once."""
+    storages = [tensor.untyped_storage() for tensor in leaves(tensors)]
+    return sum({id(storage): storage.nbytes() for storage in storages}.values())
+
+
+def leaves(tensors: Any) -> list[Tensor]:
+    """The tensors of a structure."""
+    found: list[Tensor] = []
+    apply_to_collection(tensors, Tensor, found.append)
+    return found
