@@ -8,7 +8,9 @@ token and layer, what is alive at the widest moment of a layer.
 from dataclasses import dataclass
 from typing import Any, final
 
+from lightning_compress.foresight.adapters import ALL_LINEAR, packed_bytes
 from lightning_compress.foresight.jobs import FineTuningJob, InferenceJob, Phase
+from lightning_compress.foresight.optimizers import state_bytes
 
 LOSS = {2: (10, 12), 4: (8, 12)}
 """Bytes per token and word of the vocabulary of the causal language model's loss, by the bytes of a logit: forward
@@ -88,7 +90,9 @@ def inference_phases(sizes: Decoder, job: InferenceJob) -> list[Phase]:
 
 
 def finetuning_phases(sizes: Decoder, job: FineTuningJob) -> list[Phase]:
-    """As `jobs.finetune`, with AdamW or SGD of any implementation."""
+    """As `jobs.finetune`; none for adapters under autocast, or beside some linear layers only."""
+    if job.method != "full":
+        return _adapter_phases(sizes, job)
     weights, size = sizes.num_parameters * sizes.itemsize, sizes.itemsize
     tokens = job.batch_size * job.length
     computed = 2 if job.precision == "bf16-mixed" else size
@@ -99,9 +103,14 @@ def finetuning_phases(sizes: Decoder, job: FineTuningJob) -> list[Phase]:
     if computed < size:
         kept += computed * sizes.num_parameters  # copies that autocast makes
     before, after = (tokens * sizes.vocabulary * each for each in LOSS[computed])
-    states = {"adamw": 2, "sgd_momentum": 1, "sgd": 0}[job.optimizer] * weights
+    if job.optimizer == "adamw_8bit":
+        states = state_bytes(sizes.num_parameters)
+    else:
+        states = {"adamw": 2, "sgd_momentum": 1, "sgd": 0}[job.optimizer] * weights
     largest = sizes.vocabulary * sizes.hidden * size
-    copies = {"foreach": weights, "single": 2 * largest, "fused": 0}[job.implementation] if states > weights else 0
+    copies = (
+        {"foreach": weights, "single": 2 * largest, "fused": 0}[job.implementation] if job.optimizer == "adamw" else 0
+    )
     earlier = weights if job.accumulate > 1 else 0  # gradients
     again = layer if job.gradient_checkpointing else 0
     return [
@@ -110,6 +119,61 @@ def finetuning_phases(sizes: Decoder, job: FineTuningJob) -> list[Phase]:
         Phase("backward", weights, gradients=weights, optimizer=states, working=again),
         Phase("step", weights, gradients=weights, optimizer=states, stepping=copies),
     ]
+
+
+def _adapter_phases(sizes: Decoder, job: FineTuningJob) -> list[Phase]:
+    """With adapters, in float32, beside every linear layer but the output embedding."""
+    if job.precision != "true" or job.lora_targets not in (None, ALL_LINEAR):
+        return []
+    size, tokens, rank = sizes.itemsize, job.batch_size * job.length, job.lora_rank
+    shapes = _linear_shapes(sizes)
+    weights = sizes.num_parameters * size
+    if job.method == "qlora":
+        packed = sum(packed_bytes(rows * columns) for rows, columns in shapes)
+        weights -= sizes.layers * (size * sum(rows * columns for rows, columns in shapes) - packed)
+    numels = [rank * side for shape in shapes for side in shape]  # of B and A
+    trained = 4 * sizes.layers * sum(numels)
+    if job.optimizer == "adamw_8bit":
+        states = sizes.layers * sum(map(state_bytes, numels))
+    else:
+        states = {"adamw": 2, "sgd_momentum": 1, "sgd": 0}[job.optimizer] * trained
+    layer = tokens * _kept_beside_adapters(sizes, rank)
+    kept = sizes.layers * (tokens * sizes.hidden * size if job.gradient_checkpointing else layer)
+    again = layer if job.gradient_checkpointing else 0
+    before, after = (tokens * sizes.vocabulary * each for each in LOSS[size])
+    largest = 4 * max(numels)
+    copies = (
+        {"foreach": trained, "single": 2 * largest, "fused": 0}[job.implementation] if job.optimizer == "adamw" else 0
+    )
+    earlier = trained if job.accumulate > 1 else 0  # gradients
+    return [
+        Phase("forward", weights + trained, earlier, states, working=kept + before),
+        Phase("backward", weights + trained, earlier, states, working=kept + max(after, again)),
+        Phase("backward", weights + trained, gradients=trained, optimizer=states, working=again),
+        Phase("step", weights + trained, gradients=trained, optimizer=states, stepping=copies),
+    ]
+
+
+def _linear_shapes(sizes: Decoder) -> list[tuple[int, int]]:
+    """Of a layer, `(O, I)`: queries, keys, values, output; gate, up, down."""
+    hidden, inner = sizes.hidden, sizes.intermediate
+    attention = [(sizes.queries, hidden), (sizes.keys, hidden), (sizes.keys, hidden), (hidden, sizes.queries)]
+    return [*attention, (inner, hidden), (inner, hidden), (hidden, inner)]
+
+
+def _kept_beside_adapters(sizes: Decoder, rank: int) -> int:
+    """Bytes that autograd keeps of a layer per token, where its own parameters are frozen.
+
+    Of each norm the input in float32 and the inverse of its size; queries, keys, values and the output of attention,
+    and the logarithms of its sums; gate, its activation and up. Linear layers keep nothing; adapters keep their input,
+    each a copy of its own if that has to be made float32, and what they make of it.
+    """
+    size, casts = sizes.itemsize, 4 if sizes.itemsize < 4 else 0
+    norms = 2 * (4 * sizes.hidden + 4)
+    attention = (2 * sizes.queries + 2 * sizes.keys) * size + 4 * sizes.heads
+    inputs = (5 * sizes.hidden + sizes.queries + sizes.intermediate) * casts
+    shared = 0 if casts else (2 * sizes.hidden + sizes.intermediate) * size  # results of norms; down's input
+    return norms + attention + 3 * sizes.intermediate * size + inputs + shared + 7 * 4 * rank
 
 
 def _kept_per_token(sizes: Decoder, computed: int) -> int:

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_compress.errors import CompressionError
+from lightning_compress.foresight.adapters import adapt
+from lightning_compress.foresight.optimizers import AdamW8bitMemory
 from lightning_compress.graph.compat import (
     attributes_restored,
     new_fake_mode,
@@ -30,7 +32,8 @@ from lightning_compress.memory.tracker import LiveMemory
 
 _TOGETHER = 128
 """So many of the tokens between the first and the last one that are generated run at a time."""
-Optimizer = Literal["sgd", "sgd_momentum", "adamw"]
+Optimizer = Literal["sgd", "sgd_momentum", "adamw", "adamw_8bit"]
+Method = Literal["full", "lora", "qlora"]
 Implementation = Literal["single", "foreach", "fused"]
 Precision = Literal["true", "bf16-mixed"]
 
@@ -90,16 +93,21 @@ class InferenceJob:
 @final
 @dataclass(frozen=True)
 class FineTuningJob:
-    """All parameters are trained with the causal language model's loss.
+    """Parameters are trained with the causal language model's loss.
 
     Attributes:
         batch_size: samples per forward.
         length: tokens of each.
         accumulate: forwards and backwards per step of the optimizer.
-        optimizer: `adamw` has two states per parameter, `sgd_momentum` one, `sgd` none.
-        implementation: of the optimizer; torch takes `foreach` on CUDA unless told otherwise.
+        optimizer: `adamw` has two states per parameter, `sgd_momentum` one, `sgd` none; `adamw_8bit` is that of
+            bitsandbytes, two of a byte.
+        implementation: of torch's optimizers; torch takes `foreach` on CUDA unless told otherwise.
         precision: `true` computes in the parameters' own type, `bf16-mixed` in bfloat16 by autocast.
         gradient_checkpointing: layers keep their inputs only, and run again in the backward.
+        method: what is trained: `full` all parameters, `lora` adapters beside linear layers, `qlora` the same beside
+            linear layers of 4 bits (see `adapters`).
+        lora_rank: of adapters.
+        lora_targets: linear layers that have one, as PEFT's `target_modules`; None: all but the output embedding.
     """
 
     batch_size: int = 1
@@ -109,10 +117,14 @@ class FineTuningJob:
     implementation: Implementation = "foreach"
     precision: Precision = "true"
     gradient_checkpointing: bool = False
+    method: Method = "full"
+    lora_rank: int = 16
+    lora_targets: str | Sequence[str] | None = None
 
     def __post_init__(self) -> None:
-        _check_positive(self, "batch_size", "length", "accumulate")
-        for name, known in (("optimizer", Optimizer), ("implementation", Implementation), ("precision", Precision)):
+        _check_positive(self, "batch_size", "length", "accumulate", "lora_rank")
+        literals = {"optimizer": Optimizer, "implementation": Implementation, "precision": Precision, "method": Method}
+        for name, known in literals.items():
             if getattr(self, name) not in get_args(known):
                 raise CompressionError(f"job.{name}={getattr(self, name)} is none of {', '.join(get_args(known))}.")
 
@@ -208,8 +220,11 @@ def finetune(model: nn.Module, job: FineTuningJob, memory: LiveMemory) -> list[P
 
     Args:
         model: a causal language model of transformers; on real or on fake tensors.
-        job: what to run.
+        job: what to run. The adapters of LoRA are put into the model, which has no values in packed layers then.
         memory: follows it.
+
+    Raises:
+        CompressionError: `job.lora_targets` means no layer of the model.
     """
     model.train()
     device = next(model.parameters()).device
@@ -217,11 +232,11 @@ def finetune(model: nn.Module, job: FineTuningJob, memory: LiveMemory) -> list[P
         # the name of transformers 5.23, and that of the versions before
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable()  # type: ignore[operator]
+    parameters = _trained(model, job)
     found: list[Phase] = []
     states = 0
     with memory:
         weights = _follow(model, memory)
-        parameters = list(model.requires_grad_().parameters())
         optimizer = _optimizer(parameters, job)
 
         def measured(name: str) -> None:
@@ -247,6 +262,7 @@ def finetune(model: nn.Module, job: FineTuningJob, memory: LiveMemory) -> list[P
                 loss.backward()
                 measured("backward")
                 del loss, ids
+            memory.reset_peak()  # the step begins without the graph of the loss
             optimizer.step()
             measured("step")
             optimizer.zero_grad()
@@ -271,7 +287,18 @@ def _exceeds(one: Phase, other: Phase) -> bool:
     return all(getattr(one, name) >= getattr(other, name) for name in names)
 
 
+def _trained(model: nn.Module, job: FineTuningJob) -> list[nn.Parameter]:
+    """What the method trains, once the model is as the method has it."""
+    if job.method == "full":
+        model.requires_grad_()
+    else:
+        adapt(model, job.lora_rank, job.lora_targets, packs=job.method == "qlora")
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
 def _optimizer(parameters: Sequence[nn.Parameter], job: FineTuningJob) -> torch.optim.Optimizer:
+    if job.optimizer == "adamw_8bit":
+        return AdamW8bitMemory(parameters)
     how: dict[str, Any] = {"foreach": job.implementation == "foreach", "fused": job.implementation == "fused"}
     if job.optimizer == "adamw":
         return torch.optim.AdamW(parameters, lr=1e-5, **how)

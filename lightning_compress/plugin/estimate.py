@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from lightning_compress.calibration.target import find_target
 from lightning_compress.errors import CompressionError
+from lightning_compress.foresight.adapters import num_trainable, targets_of
 from lightning_compress.foresight.allocator import replay
 from lightning_compress.foresight.closed_form import (
     Decoder,
@@ -97,6 +98,8 @@ def _of_one_rank_or_shared(
     if sizes is not None:
         forms = inference_phases(sizes, job) if isinstance(job, InferenceJob) else finetuning_phases(sizes, job)
     notes = [_FAKES]
+    if sizes is not None and not forms:
+        notes.append("There is no closed form for adapters beside some linear layers only, or under autocast.")
     if sizes is None:
         kind = "plain decoder of gated layers with RMS norms"
         notes.append(f"There is no closed form for {type(model).__name__}: it is no {kind}.")
@@ -108,6 +111,7 @@ def _of_one_rank_or_shared(
             f"Linear layers but the last have {num_bits} bits in groups of {GROUP}, and kernels that read them "
             "packed; transformers unpacks them and then takes what the model takes unpacked."
         )
+    notes.extend(_about_training(model, job, layout))
     if layout != Layout():
         notes.append(f"{layout}: shares in closed form of what one rank would take.")
     is_whole = layout == Layout() and num_bits is None
@@ -120,6 +124,29 @@ def _of_one_rank_or_shared(
         others=_others(num_parameters, sizes, job),
         notes=tuple(notes),
     )
+
+
+def _about_training(model: PreTrainedModel, job: InferenceJob | FineTuningJob, layout: Layout) -> list[str]:
+    """What is trained, and what is assumed of the libraries that do it."""
+    if isinstance(job, InferenceJob):
+        return []
+    notes = []
+    if job.method != "full":
+        count, layers = num_trainable(model, job.lora_rank, job.lora_targets), targets_of(model, job.lora_targets)
+        notes.append(
+            f"{job.method}: {count:,} parameters are trained, in adapters of rank {job.lora_rank} beside "
+            f"{len(layers)} linear layers; in float32, without dropout, as PEFT has them unless told otherwise."
+        )
+    if job.method == "qlora":
+        notes.append(
+            "Linear layers but the output embedding have 4 bits with double quantization, as bitsandbytes has them, "
+            "and are unpacked one at a time; everything else stays in the model's own type."
+        )
+        if layout.zero >= 3:
+            notes.append("ZeRO-3 is counted as gathering layers unpacked, which is more than packed ones take.")
+    if job.optimizer == "adamw_8bit":
+        notes.append("8-bit AdamW as bitsandbytes has it, not paged; its step is taken to need no temporaries.")
+    return notes
 
 
 def _on_fakes(model: PreTrainedModel, job: InferenceJob | FineTuningJob, followed: LiveMemory) -> list[Phase]:
@@ -157,6 +184,8 @@ def _rows(phases: Sequence[Phase], forms: Sequence[Phase], layout: Layout, model
 
 
 def _others(num_parameters: int, sizes: Decoder | None, job: object) -> Mapping[str, int]:
+    if isinstance(job, FineTuningJob) and job.method != "full":
+        return {}  # they are for all parameters
     kind = "inference" if isinstance(job, InferenceJob) else "fine-tuning"
     found = {f"rule of thumb, {name}": size for name, size in rules_of_thumb(num_parameters).items() if kind in name}
     if isinstance(job, FineTuningJob) and sizes is not None:
@@ -223,7 +252,9 @@ def _worst(found: Sequence[Peak], place: Place) -> list[Row]:
 
 
 def _described(job: Any, model: PreTrainedModel) -> str:
-    options = ", ".join(f"{field.name}={getattr(job, field.name)}" for field in fields(job))
+    adapts = isinstance(job, FineTuningJob) and job.method != "full"
+    names = [field.name for field in fields(job) if adapts or not field.name.startswith("lora_")]
+    options = ", ".join(f"{name}={getattr(job, name)}" for name in names)
     return f"{type(job).__name__.removesuffix('Job').lower()} in {str(model.dtype).removeprefix('torch.')}, {options}"
 
 

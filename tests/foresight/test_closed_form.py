@@ -74,6 +74,41 @@ def test_fine_tuning(dtype: torch.dtype, options: str) -> None:
     assert worst(finetuning_phases(sizes, job)) == pytest.approx(worst(found), rel=0.03)
 
 
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "lora": {"method": "lora"},
+    "qlora": {"method": "qlora", "lora_rank": 64},
+    "checkpointing": {"method": "qlora", "gradient_checkpointing": True},
+    "8bit": {"method": "lora", "lora_rank": 128, "optimizer": "adamw_8bit", "lora_targets": "all-linear"},
+    "all_8bit": {"optimizer": "adamw_8bit"},
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", ADAPTERS)
+def test_adapters(dtype: torch.dtype, options: str) -> None:
+    """Every part of every phase. Seen to fail: without the copies that adapters make of their input; with a weight that
+    linear layers keep their input for; with packed weights at half a byte; with the optimizer's states of all weights.
+    """
+    model, sizes = llama(dtype)
+    job = FineTuningJob(2, 1024, **ADAPTERS[options])
+    with on_fakes(model):
+        found = finetune(model, job, LiveMemory())
+    forms = finetuning_phases(sizes, job)
+    for name in ("forward", "backward", "step"):
+        real, form = (max((p for p in of if p.name == name), key=lambda p: p.peak) for of in (found, forms))
+        assert form.peak == pytest.approx(real.peak, rel=0.03), name
+        assert form.weights == pytest.approx(real.weights, rel=0.003)
+        assert form.optimizer == pytest.approx(real.optimizer, rel=0.005)
+    assert forms[-1].gradients == found[-1].gradients
+
+
+def test_adapters_without_one() -> None:
+    sizes = Decoder(768, 3072, 12, 50272, 768, 768, 12, 125_000_000, 2)
+    assert finetuning_phases(sizes, FineTuningJob(method="lora"))
+    assert not finetuning_phases(sizes, FineTuningJob(method="lora", precision="bf16-mixed"))
+    assert not finetuning_phases(sizes, FineTuningJob(method="lora", lora_targets=["q_proj"]))
+
+
 def test_other_architectures_have_none() -> None:
     assert decoder(LlamaConfig(), 1, 4) is not None
     assert decoder(LlamaConfig(), 1, 8) is None

@@ -72,6 +72,29 @@ def test_fine_tuning_on_ranks(estimate: Any) -> None:
     assert totals(offloaded)["step", "device"] < totals(shared)["step", "device"]
 
 
+def test_adapters(estimate: Any) -> None:
+    """Seen to fail: with rules of thumb, which are for training all parameters."""
+    options = ("job=finetuning", "job.length=128", "job.lora_rank=4")
+    full, _ = estimate(*options)
+    lora, said = estimate(*options, "job.method=lora", "job.optimizer=adamw_8bit")
+    qlora, _ = estimate(*options, "job.method=qlora", "job.lora_targets=[q_proj,v_proj]")
+    trained = 3 * 4 * (256 + 256 + 2 * (256 + 128) + 256 + 256 + 3 * (256 + 512))
+    assert f"lora: {trained:,} parameters are trained, in adapters of rank 4 beside 21 linear layers" in said
+    assert "8-bit AdamW as bitsandbytes has it" in said
+    assert "LLMem" not in said
+    assert lora["others"] == {}
+    assert all(row["closed_form"] for row in lora["rows"])
+    assert not any(row["closed_form"] for row in qlora["rows"])
+    assert "lora_rank=4, lora_targets=['q_proj', 'v_proj']" in qlora["job"]
+    assert "lora" not in full["job"]
+    weights = [of["rows"][0]["parts"]["weights"] for of in (qlora, full, lora)]
+    assert weights == sorted(weights)
+    steps = [of["rows"][-1]["parts"] for of in (lora, full)]
+    assert steps[0]["gradients"] == 4 * trained < steps[1]["gradients"]
+    shared, _ = estimate(*options, "job.method=lora", "layout.data=4", "layout.zero=2")
+    assert shared["rows"][-1]["parts"]["gradients"] == trained
+
+
 def test_on_a_cpu(estimate: Any) -> None:
     found, said = estimate("job=inference", "job.context=64", "device=cpu")
     assert {row["place"] for row in found["rows"]} == {"host"}
@@ -117,6 +140,12 @@ def test_calibration(estimate: Any) -> None:
         (["device=tpu"], "device=tpu is not known; plan for cpu or cuda"),
         (["memory.device_budget=24 apples"], "'24 apples' is no size"),
         (["memory.device_budget=1KiB"], "memory.device_budget=0.00 GiB cannot hold this run, the smallest that can is"),
+        (["job=finetuning", "job.method=dora"], "job.method=dora is none of full, lora, qlora"),
+        (["job=finetuning", "job.method=lora", "job.lora_rank=0"], "job.lora_rank=0 is no number of at least 1"),
+        (
+            ["job=finetuning", "job.method=qlora", "job.lora_targets=[q_proj,query]"],
+            "job.lora_targets: 'query' means no linear layer of LlamaForCausalLM, whose names end in: q_proj, k_proj",
+        ),
         (["layout.data=2"], "layout is for inference and fine-tuning; a calibration has job.ranks"),
         (["job=inference", "layout.zero=5"], "ZeRO's stages are 0 to 3"),
         (["model.path=/nowhere"], "model.path=/nowhere: there is no such folder"),
