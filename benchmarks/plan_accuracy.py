@@ -1,8 +1,8 @@
 """Plans beside the runs that follow them; and the chosen plan beside all others, run for real.
 
-    python benchmarks/plan_accuracy.py [--budgets none 1.6GiB 1.2GiB 1GiB] [--work-dir DIR] [--json FILE]
+    python benchmarks/plan_accuracy.py [--budgets none 1.3GiB 1.1GiB 0.95GiB] [--work-dir DIR] [--json FILE]
 
-A random Llama in bfloat16 on disk (512 wide, intermediate 1408, 4 layers of 8 heads, vocabulary 32000), 192 samples of
+A random Llama in bfloat16 on disk (512 wide, intermediate 1408, 4 layers of 8 heads, vocabulary 32000), 128 samples of
 512 tokens of Python's documentation. The machine is measured (`lightning-compress probe`) and, with --refit, corrected
 by one run. Then for every budget of host memory each way to run (2 schedules, 2 batch sizes, 2 prefetch depths) is
 planned alone with `lightning-compress plan` and run with `compress plan=FILE`, all in turn; the planner's own choice
@@ -24,7 +24,7 @@ from within_budget import MODEL
 
 COMMAND = "from lightning_compress.plugin.cli import main; main()"
 SIZES = ("4", "512", "1408", "8")
-DATA = ("data=docs", "data.num_samples=192", "data.max_length=512")
+DATA = ("data=docs", "data.num_samples=128", "data.max_length=512")
 CHOICES = [
     {"schedule": schedule, "batch_size": batch_size, "prefetch_depth": depth}
     for schedule, batch_size, depth in itertools.product(("staged", "block"), (4, 16), (0, 1))
@@ -74,7 +74,7 @@ def row(report: dict[str, Any]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work-dir", type=Path, default=Path.home() / ".cache" / "lightning_compress" / "plan")
-    parser.add_argument("--budgets", nargs="+", default=["none", "1.6GiB", "1.2GiB", "1GiB"])
+    parser.add_argument("--budgets", nargs="+", default=["none", "1.3GiB", "1.1GiB", "0.95GiB"])
     parser.add_argument("--refit", action="store_true")
     parser.add_argument("--json", type=Path, default=Path("outputs/plan_accuracy.json"))
     arguments = parser.parse_args()

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_compress.errors import CompressionError
@@ -135,9 +136,12 @@ def plan_for_run(config: DictConfig, trainer: pl.Trainer, device: torch.device, 
     """
     memory = memory_options(config.memory)
     model = load_config_only(config.model)
+    typed = _typed()
     if config.plan != "auto":
         planned = load_planned(Path(config.plan))
-        _check_same(config, planned, sum(parameter.numel() for parameter in model.parameters()), device)
+        size = sum(parameter.numel() for parameter in model.parameters())
+        _check_same(config, planned, size, device, trainer.world_size)
+        _check_typed(config, planned, typed)
         return planned
     if trainer.world_size > 1:
         raise CompressionError(
@@ -157,7 +161,7 @@ def plan_for_run(config: DictConfig, trainer: pl.Trainer, device: torch.device, 
         host=memory.num_bytes("host_budget") or available_bytes() + resident_bytes(),
         disk=_free(output_dir),
     )
-    choices = Choices()
+    choices = _choices_left(config, typed)
     if config.model.load != "auto" or config.model.get("weights") is not None:
         choices = replace(choices, load=("disk" if reads_from_disk(config.model) else "memory",))
     if not Path(config.model.path).is_dir():
@@ -191,13 +195,65 @@ def with_plan(config: DictConfig, planned: Planned) -> DictConfig:
     )
 
 
-def _check_same(config: DictConfig, planned: Planned, num_parameters: int, device: torch.device) -> None:
+def _typed() -> set[str]:
+    """The keys that the user gave on the command line."""
+    given = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
+    return {override.partition("=")[0].lstrip("+") for override in given}
+
+
+def _choices_left(config: DictConfig, typed: set[str]) -> Choices:
+    """What a new plan may choose from: not what the user has chosen.
+
+    Raises:
+        CompressionError: a budget of activations, which is what the plan is about.
+    """
+    budgets = sorted(typed & {"memory.activation_budget", "memory.device_activation_budget"})
+    if budgets:
+        raise CompressionError(
+            f"plan=auto chooses {', '.join(budgets)}; leave it out, or the plan. memory.host_budget and "
+            "memory.device_budget are what it has to keep."
+        )
+    keys = {
+        "data.batch_size": "batch_size",
+        "calibration.schedule": "schedule",
+        "memory.prefetch_depth": "prefetch_depth",
+        "calibration.sequential_targets": "sequential_targets",
+    }
+    chosen = {name: (_plain_value(config, key),) for key, name in keys.items() if key in typed}
+    return replace(Choices(), **chosen)
+
+
+def _check_typed(config: DictConfig, planned: Planned, typed: set[str]) -> None:
+    """What the user typed is what the plan says."""
+    after = with_plan(config, planned)
+    keys = [
+        *("model.load", "data.batch_size", "calibration.schedule", "calibration.sequential_targets"),
+        *("memory.prefetch_depth", "memory.activation_budget", "memory.device_activation_budget"),
+    ]
+    pairs = [(key, _plain_value(config, key), _plain_value(after, key)) for key in keys if key in typed]
+    different = [f"{key}={here}, and the plan {there}" for key, here, there in pairs if here != there]
+    if different:
+        raise CompressionError(
+            f"plan={config.plan} and the command differ: the command says {'; '.join(different)}. Leave it out, or "
+            "make a plan with it (choices.batch_size=[4] and the like)."
+        )
+
+
+def _plain_value(config: DictConfig, key: str) -> Any:
+    value = OmegaConf.select(config, key)
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+
+
+def _check_same(
+    config: DictConfig, planned: Planned, num_parameters: int, device: torch.device, num_ranks: int
+) -> None:
     situation = planned.situation
     pairs = {
         "parameters of the model": (planned.num_parameters, num_parameters),
         "data.num_samples": (situation.num_samples, config.data.num_samples),
         "data.max_length": (situation.max_length, config.data.max_length),
         "recipe": (situation.recipe.to_dict(), load_recipe(_plain(config.recipe)).to_dict()),
+        "ranks": (situation.ranks, num_ranks),
         "kind of device": (planned.machine.device, device.type),
     }
     different = [

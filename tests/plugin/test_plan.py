@@ -90,6 +90,10 @@ def test_a_plan_is_made_kept_and_run(command: Run, checkpoint: Path, tmp_path: P
     of_other = (f"model.path={checkpoint}", "data.num_samples=8", "data.max_length=32", "trainer=cpu")
     message = refused(command, "compress", *of_other, f"plan={file}", f"output_dir={out}")
     assert "is for something else: data.num_samples 6 in the plan, 8 here" in message
+    given = (*where, "trainer=cpu", f"plan={file}", f"output_dir={out}")
+    assert "the command says data.batch_size=3, and the plan" in refused(
+        command, "compress", *given, "data.batch_size=3"
+    )
 
 
 def known() -> list[str]:
@@ -100,7 +104,10 @@ def known() -> list[str]:
 def test_compress_makes_its_own_plan(command: Run, checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     given = (f"model.path={checkpoint}", *DATA, "trainer=cpu", "plan=auto", f"output_dir={out}", "model.load=disk")
-    assert "plan: schedule " in command("compress", *given)
+    said = command("compress", *given, "data.batch_size=3", "calibration.schedule=block")
+    assert "plan: schedule block, batch size 3, " in said, "what the user chose is not the plan's to choose"
+    message = refused(command, "compress", *given, "memory.activation_budget=0")
+    assert "plan=auto chooses memory.activation_budget; leave it out" in message
     report = json.loads((out / "report.json").read_text())
     assert report["plan"]["choice"]["load"] == "disk"
     rows = {row["name"]: row for row in report["comparison"]}
