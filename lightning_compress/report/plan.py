@@ -73,8 +73,9 @@ def described(plan: Plan) -> str:
 def runners_up_table(planned: Planned) -> Table:
     """The plan and those that come next."""
     table = Table(title="the plan, and those behind it", box=box.SIMPLE, title_justify="left")
-    for column in ("schedule", "batch", "depth", "weights from", "seconds", "device GiB", "host GiB", "disk GiB"):
-        table.add_column(column, justify="right" if column not in ("schedule", "weights from") else "left")
+    table.add_column("schedule", no_wrap=True)
+    for column in ("batch", "depth", "weights from", "seconds", "device GiB", "host GiB", "disk GiB"):
+        table.add_column(column, justify="left" if column == "weights from" else "right")
     for plan in (planned.best, *planned.runners_up):
         choice = plan.choice
         sizes = [f"{plan.peaks[place] / 2**30:.2f}" if place in plan.peaks else "-" for place in _PLACES]
