@@ -135,7 +135,9 @@ def _bound(
             left = limit - peak.num_bytes + (waits if all_wait_here else 0)
             if waits <= left:
                 continue
-            if all_wait_here:
+            if left < 0:
+                programme.at_most({}, left)  # whatever waits elsewhere
+            elif all_wait_here:
                 programme.at_most({budgets.device: -1}, left - waits, place)
             else:
                 programme.at_most({budgets.device if place == "device" else budgets.host: 1}, left, place)

@@ -14,6 +14,7 @@ from typing import Any, final
 import torch
 from transformers import PreTrainedModel
 
+from lightning_compress.calibration.prepare import needs_data
 from lightning_compress.calibration.target import Target, find_target
 from lightning_compress.errors import BudgetError, CompressionError
 from lightning_compress.foresight.jobs import CalibrationJob
@@ -130,7 +131,11 @@ def _candidates(
     """All that can be chosen with these sequential targets; the model is recorded once for them."""
     traced: Traced | None = None
     prepare_s = 0.0
-    for schedule, batch_size in product(choices.schedule, choices.batch_size):
+    if needs_data(resolved):
+        ways = list(product(choices.schedule, choices.batch_size))
+    else:  # nothing runs
+        ways = [(str(Schedule.DATAFREE), choices.batch_size[0])]
+    for schedule, batch_size in ways:
         if batch_size > situation.num_samples:
             continue
         job = CalibrationJob(

@@ -16,9 +16,10 @@ def plan_lines(planned: Planned) -> list[str]:
     """The plan in words: what to do, how long it takes, what would help."""
     plan, situation = planned.best, planned.situation
     given = {"device": situation.device, "host": situation.host, "disk": situation.disk}
+    sizes = {place: size * (situation.ranks if place == "host" else 1) for place, size in plan.peaks.items()}
     most = [
         f"{place} {gib(size)}" + (f" of {gib(limit)}" if (limit := given.get(place)) is not None else "")
-        for place, size in plan.peaks.items()
+        for place, size in sizes.items()
     ]
     lanes = ", ".join(f"{lane} {seconds:.1f}" for lane, seconds in sorted(plan.lanes.items(), key=lambda x: -x[1]))
     lines = [

@@ -35,7 +35,7 @@ def on_disk(model: nn.Module, folder: Path) -> tuple[nn.Module, Placement]:
     model.save_pretrained(folder)  # type: ignore[operator]
     with parameters_on_meta():
         empty: nn.Module = type(model)._from_config(model.config, dtype=model.dtype).eval()  # type: ignore[attr-defined]
-    return empty, Placement(CPU, CPU, weight_source(empty, folder), activation_budget=0)
+    return empty, Placement(CPU, weight_source(empty, folder), activation_budget=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -47,7 +47,7 @@ def test_outputs_are_the_models_own(make: Callable[[], Batches], dtype: torch.dt
     with torch.no_grad():
         expected = [model(**batch).logits for batch in batches]
     empty, placement = on_disk(model, tmp_path)
-    for found in (by_layer(model, batches, Placement(CPU, CPU)), by_layer(empty, batches, placement)):
+    for found in (by_layer(model, batches, Placement(CPU)), by_layer(empty, batches, placement)):
         assert all(torch.equal(mine["logits"], theirs) for mine, theirs in zip(found, expected, strict=True))
     assert is_on_meta(empty)
 
@@ -73,7 +73,7 @@ def test_a_module_that_is_not_of_transformers(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = [model(batch) for batch in batches]
     with evaluating(empty):
-        placement = Placement(CPU, CPU, weight_source(empty, tmp_path))
+        placement = Placement(CPU, weight_source(empty, tmp_path))
         found = list(outputs(prepare_evaluation(find_target(empty), collect(batches), placement)))
     for mine, theirs in zip(found, expected, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine.values(), theirs, strict=True))  # type: ignore[arg-type]
@@ -99,7 +99,7 @@ def test_memory_does_not_grow_with_depth(monkeypatch: pytest.MonkeyPatch) -> Non
         at_home = list(model.state_dict().values())
         with evaluating(model):
             data = collect(token_batches(num_batches))
-            evaluation = prepare_evaluation(find_target(model), data, Placement(CPU, CPU))
+            evaluation = prepare_evaluation(find_target(model), data, Placement(CPU))
             with LiveMemory() as memory:
                 memory.ignore(*at_home)
                 for _ in outputs(evaluation):
@@ -120,4 +120,4 @@ def test_perplexity_is_that_of_the_model_in_memory(tmp_path: Path) -> None:
 def test_a_model_without_logits_has_no_perplexity() -> None:
     model = tiny_llama(1).model
     with pytest.raises(UnsupportedModelError, match="returns no logits but last_hidden_state"):
-        perplexity(model, token_batches(), Placement(CPU, CPU))
+        perplexity(model, token_batches(), Placement(CPU))

@@ -44,7 +44,7 @@ def test_perplexity_is_that_of_the_quantized_model(
     given = {"modifiers": [{"algorithm": "gptq", "scheme": scheme}]}
     compress(model, batches, given, tmp_path / "out")
     empty = like(model)
-    placement = Placement(CPU, CPU, checkpoint_source(empty, tmp_path / "out"))
+    placement = Placement(CPU, checkpoint_source(empty, tmp_path / "out"))
     assert perplexity(empty, batches, placement) == perplexity(model, batches)
     assert is_on_meta(empty)
 
@@ -57,7 +57,7 @@ def test_nothing_fake_is_left_by_the_trace(tmp_path: Path) -> None:
     compress(model, batches, {"modifiers": [{"algorithm": "rtn", "scheme": scheme}]}, tmp_path / "out")
     expected = perplexity(model, batches)
     empty = like(model)
-    placement = Placement(CPU, CPU, checkpoint_source(empty, tmp_path / "out"))
+    placement = Placement(CPU, checkpoint_source(empty, tmp_path / "out"))
     cached = getattr(ranges, "_calculate_range", None)  # not in every version
     if cached is not None:
         cached.cache_clear()
@@ -69,7 +69,7 @@ def test_modules_that_transformers_renames_and_stacks(tmp_path: Path) -> None:
     model, batches = tiny_mixtral(2, 4), token_batches()
     compress(model, batches, recipe(4, ignore=["lm_head", "re:.*gate$"]), tmp_path / "out", verify=False)
     empty = like(model)
-    placement = Placement(CPU, CPU, checkpoint_source(empty, tmp_path / "out"))
+    placement = Placement(CPU, checkpoint_source(empty, tmp_path / "out"))
     assert perplexity(empty, batches, placement) == perplexity(model, batches)
 
 
@@ -77,7 +77,7 @@ def test_an_uncompressed_folder_is_read_as_it_is(tmp_path: Path) -> None:
     model, batches = tiny_llama(2), token_batches()
     model.save_pretrained(tmp_path)
     empty = like(model)
-    placement = Placement(CPU, CPU, checkpoint_source(empty, tmp_path))
+    placement = Placement(CPU, checkpoint_source(empty, tmp_path))
     assert perplexity(empty, batches, placement) == perplexity(model, batches)
 
 

@@ -144,6 +144,15 @@ def test_the_smallest_budgets_are_the_smallest() -> None:
     assert not plans(given, machine(), Resources(None, None, 199)), "less than the checkpoint"
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_no_activations_take_bounds_too(device: str) -> None:
+    """Seen to fail: with room on the device standing in for what the host lacks."""
+    given = candidate()
+    end = (Needs("the checkpoint", 0, (Moment("write", workspace=500),)),)
+    assert best(replace(given, end=end), machine(device), Resources(None, 1500, None)) is not None
+    assert best(replace(given, end=end), machine(device), Resources(None, 1499, None)) is None
+
+
 def test_ranks_share_the_disk() -> None:
     one, two = (foreseen(candidate(), machine("cpu"), Waiting(0, 0), ranks) for ranks in (1, 2))
     assert two.subgraphs[1].run_s == 2 * one.subgraphs[1].run_s
