@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Protocol
 
 from lightning_compress.errors import OutputDirectoryError
+from lightning_compress.memory.files import nearest_existing
 
 MARKER = "lightning_compress.json"
 INCOMPLETE = "INCOMPLETE"
@@ -31,7 +32,7 @@ def check_output_dir(output_dir: Path) -> None:
             f"output_dir {output_dir} exists and was not written by lightning_compress (no {MARKER} in it). "
             "Give another folder, or remove this one."
         )
-    existing = next(parent for parent in (output_dir, *output_dir.absolute().parents) if parent.exists())
+    existing = nearest_existing(output_dir)
     if not _is_writable(existing):
         raise OutputDirectoryError(f"output_dir {output_dir} cannot be written to: no permission for {existing}.")
 

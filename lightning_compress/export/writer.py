@@ -56,7 +56,7 @@ from lightning_compress.export.packing import (
 )
 from lightning_compress.export.verify import read_back
 from lightning_compress.graph.stages import Subgraph
-from lightning_compress.memory.files import INDEX
+from lightning_compress.memory.files import INDEX, free_bytes
 from lightning_compress.memory.store import WeightStore
 from lightning_compress.recipe.resolve import ResolvedRecipe
 
@@ -225,8 +225,7 @@ class CheckpointWriter:
         state = self._root.state_dict(keep_vars=True)
         missing = chain.from_iterable(chain(*self._parts[len(self._lines) :]))
         needed = sum(packed_bytes(key, state[key], self._resolved) for key in missing)
-        existing = next(path for path in (self.folder, *self.folder.absolute().parents) if path.exists())
-        free = shutil.disk_usage(existing).free
+        free = free_bytes(self.folder)
         if self.folder.is_dir() and not self._is_begun:  # a finished checkpoint is replaced
             free += sum(file.stat().st_size for file in self.folder.iterdir() if file.is_file())
         if needed > free:
@@ -276,11 +275,10 @@ class CheckpointWriter:
         try:
             yield
         except (OSError, SafetensorError) as error:
-            existing = next(path for path in (self.folder, *self.folder.absolute().parents) if path.exists())
-            free = shutil.disk_usage(existing).free
+            free = free_bytes(self.folder) / 1e6
             raise OutputDirectoryError(
-                f"{self.folder}: {what} could not be written, {free / 1e6:.1f} MB are free there: {error}. Make room "
-                "and start the same run again: it continues where this one failed."
+                f"{self.folder}: {what} could not be written, {free:.1f} MB are free there: {error}. Make room and "
+                "start the same run again: it continues where this one failed."
             ) from error
 
     def _state(self, keys: Sequence[str]) -> dict[str, Tensor]:

@@ -67,17 +67,17 @@ def compared(plan: Plan, subgraphs: Sequence[Mapping[str, Any]], prepare_s: floa
 _SIDES = ("foreseen", "measured")
 
 
-def factors(reports: Iterable[tuple[str, Plan, Sequence[Mapping[str, Any]]]]) -> dict[str, float]:
+def factors(reports: Iterable[tuple[Plan, Sequence[Mapping[str, Any]]]]) -> dict[str, float]:
     """How many times longer than foreseen each family of rates took, over all runs together.
 
     Args:
-        reports: of each run its name, plan, and records as plain data.
+        reports: of each run its plan, and records as plain data.
 
     Raises:
         CompressionError: no run took any time in any phase.
     """
     foreseen, measured = dict.fromkeys(_FAMILIES, 0.0), dict.fromkeys(_FAMILIES, 0.0)
-    for _, plan, subgraphs in reports:
+    for plan, subgraphs in reports:
         by_name = {part["name"]: part for part in subgraphs}
         for part in plan.subgraphs:
             if part.name not in by_name:

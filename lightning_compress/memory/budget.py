@@ -32,6 +32,17 @@ _NAMES = {
     "statistics": "statistics",
     "workspace": "the solve's, packing's or writing's workspace",
 }
+TITLES = {
+    "held": "process before",
+    "weights": "weights",
+    "prefetch": "next weights",
+    "waiting": "waiting activations",
+    "in_flight": "on their way",
+    "batch": "batch",
+    "statistics": "statistics",
+    "workspace": "workspace",
+}
+"""What a moment consists of, as columns and legends name it."""
 _REMEDIES = {
     "weights": "sequential_targets of smaller modules",
     "waiting": "a smaller activation_budget",

@@ -10,6 +10,7 @@ a cold disk alike (a mapped file faults in page by page).
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -40,6 +41,16 @@ _DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
+
+
+def nearest_existing(folder: Path) -> Path:
+    """The folder, or the nearest above it that there is: where its disk is."""
+    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
+
+
+def free_bytes(folder: Path) -> int:
+    """Room on the disk of a folder, which need not be there yet."""
+    return shutil.disk_usage(nearest_existing(folder)).free
 
 
 @dataclass(frozen=True)

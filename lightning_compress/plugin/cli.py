@@ -107,12 +107,7 @@ def estimate(config: DictConfig) -> None:
     console.print(estimate_table(found))
     for line in estimate_lines(found):
         console.print(line, highlight=False, soft_wrap=True)
-    if config.json is not None:
-        try:
-            save_estimate(found, Path(config.json))
-        except OSError as error:
-            sys.exit(f"lightning-compress: json={config.json} cannot be written: {error}")
-        print(f"as JSON: {config.json}")
+    _save(config.json, save_estimate, found, "as JSON: ")
 
 
 def plan(config: DictConfig) -> None:
@@ -129,12 +124,7 @@ def plan(config: DictConfig) -> None:
         console.print(line, highlight=False, soft_wrap=True)
     console.print(runners_up_table(found))
     console.print(machine_table(found.machine))
-    if config.json is not None:
-        try:
-            save_planned(found, Path(config.json))
-        except OSError as error:
-            sys.exit(f"lightning-compress: json={config.json} cannot be written: {error}")
-        print(f"run it: lightning-compress compress ... plan={config.json}")
+    _save(config.json, save_planned, found, "run it: lightning-compress compress ... plan=")
 
 
 def probe(config: DictConfig) -> None:
@@ -249,6 +239,17 @@ def _perplexity(
         return perplexity(model, batches)
     source = None if weights is None else checkpoint_source(model, weights)
     return perplexity(model, batches, placement(memory_options(memory), device, source))
+
+
+def _save(file: str | None, save: Callable[[Result, Path], None], found: Result, said: str) -> None:
+    """Write what was found to the file that the user wants it in, if any."""
+    if file is None:
+        return
+    try:
+        save(found, Path(file))
+    except OSError as error:
+        sys.exit(f"lightning-compress: json={file} cannot be written: {error}")
+    print(f"{said}{file}")
 
 
 def _output_dir(config: DictConfig) -> Path:

@@ -34,7 +34,7 @@ from lightning_compress.foresight.jobs import (
 )
 from lightning_compress.foresight.layouts import Layout, per_rank
 from lightning_compress.graph.targets import sequential_modules
-from lightning_compress.memory.budget import Budgets, Peak, Place, fit, peaks
+from lightning_compress.memory.budget import TITLES, Budgets, Peak, Place, fit, peaks
 from lightning_compress.memory.placement import MemoryConfig
 from lightning_compress.memory.tracker import LiveMemory, resident_bytes
 from lightning_compress.plugin.measure import measured
@@ -49,16 +49,6 @@ _PHASE_PARTS = {
     "cache": "keys and values",
     "working": "activations, temporaries",
     "stepping": "optimizer's temporaries",
-}
-_MOMENT_PARTS = {
-    "held": "process before",
-    "weights": "weights",
-    "prefetch": "next weights",
-    "waiting": "waiting activations",
-    "in_flight": "on their way",
-    "batch": "batch",
-    "statistics": "statistics",
-    "workspace": "workspace",
 }
 _FAKES = (
     "Counted on fake tensors of the CPU, whose operators may keep more or less than a device's. Not included: the "
@@ -245,7 +235,7 @@ def _worst(found: Sequence[Peak], place: Place) -> list[Row]:
     rows = []
     for what in dict.fromkeys(peak.moment.what for peak in found):
         peak = max((peak for peak in found if peak.moment.what == what), key=lambda peak: peak.num_bytes)
-        parts = {_MOMENT_PARTS[part]: size for part, size in peak.parts.items()}
+        parts = {TITLES[part]: size for part, size in peak.parts.items()}
         modules = [name.rpartition(".")[2] for name in peak.moment.of.split(", ") if name]
         rows.append(Row(what, place, parts, at=": ".join(filter(None, (peak.row.name, ", ".join(modules))))))
     return rows

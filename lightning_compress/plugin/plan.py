@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import torch
 from transformers import PreTrainedModel
@@ -26,6 +26,7 @@ from lightning_compress.foresight.probe import probe
 from lightning_compress.graph.stages import Schedule
 from lightning_compress.graph.trace import Traced
 from lightning_compress.memory.budget import gib
+from lightning_compress.memory.files import nearest_existing
 from lightning_compress.memory.tracker import parse_bytes, resident_bytes
 from lightning_compress.plugin.measure import Measured, measured
 from lightning_compress.recipe.resolve import ResolvedRecipe, resolve
@@ -55,7 +56,7 @@ class Choices:
             given = getattr(self, field.name)
             if isinstance(given, str) or not isinstance(given, Sequence) or not given:
                 raise CompressionError(f"choices.{field.name}={given} is no list of what may be chosen.")
-        known = [str(schedule) for schedule in Schedule if schedule is not Schedule.DATAFREE]
+        known = [str(schedule) for schedule in Schedule]
         wrong = [f"choices.schedule={each}" for each in self.schedule if each not in known]
         wrong += [f"choices.load={each}" for each in self.load if each not in ("memory", "disk")]
         for name, least in (("batch_size", 1), ("prefetch_depth", 0)):
@@ -248,7 +249,7 @@ def probed(kind: str, folder: Path) -> Machine:
         CompressionError: the folder cannot be written to.
     """
     device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
-    existing: Any = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    existing = nearest_existing(folder)
     try:
         found = probe(device, existing)
         save_machine(found, cache_file(kind))

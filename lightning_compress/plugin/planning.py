@@ -1,7 +1,6 @@
 """The commands `plan` and `probe`, and a `compress` that runs a plan."""
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -18,6 +17,7 @@ from lightning_compress.foresight.jobs import InferenceJob
 from lightning_compress.foresight.machine import Machine, cache_file, load_machine, save_machine
 from lightning_compress.foresight.plan import Plan
 from lightning_compress.foresight.planned import Planned, Situation, load_planned, plan_of, tensors_on
+from lightning_compress.memory.files import free_bytes
 from lightning_compress.memory.tracker import available_bytes, resident_bytes
 from lightning_compress.plugin.estimate import instantiated
 from lightning_compress.plugin.generation import PlannedGeneration, plan_generation
@@ -53,7 +53,7 @@ def run_plan(config: DictConfig) -> Planned:
         verify=config.verify,
         device=None if card is None else tensors_on(card),
         host=available_bytes() + resident_bytes() if config.host == "auto" else host,
-        disk=_free(folder) if config.disk == "auto" else disk,
+        disk=free_bytes(folder) if config.disk == "auto" else disk,
         budgets=tuple(name for name, size in sizes.items() if size not in ("auto", None)),
     )
     return plan_calibration(load_config_only(config.model), situation, choices, machine)
@@ -81,7 +81,7 @@ def run_generation_plan(config: DictConfig) -> PlannedGeneration:
         )
     card = machine.device_bytes if config.device == "auto" else size_of("device", config.device)
     host = available_bytes() if config.host == "auto" else size_of("host", config.host)
-    disk = _free(folder) if config.disk == "auto" else size_of("disk", config.disk)
+    disk = free_bytes(folder) if config.disk == "auto" else size_of("disk", config.disk)
     if card is None or host is None or disk is None:
         raise CompressionError("job=inference needs to know device, host and disk; give sizes, or auto.")
     model = load_config_only(config.model)
@@ -108,7 +108,7 @@ def run_probe(config: DictConfig) -> Machine:
     file = cache_file(kind)
     if not file.is_file():
         raise CompressionError("Nothing was measured yet that could be refitted; run `lightning-compress probe` first.")
-    reports = [(str(path), *_report_of(Path(path), kind)) for path in config.refit]
+    reports = [_report_of(Path(path), kind) for path in config.refit]
     machine = load_machine(file).refitted(factors(reports))
     save_machine(machine, file)
     return machine
@@ -159,7 +159,7 @@ def plan_for_run(config: DictConfig, trainer: pl.Trainer, device: torch.device, 
         verify=config.calibration.verify,
         device=on_device if device.type == "cuda" else None,
         host=memory.num_bytes("host_budget") or available_bytes() + resident_bytes(),
-        disk=_free(output_dir),
+        disk=free_bytes(output_dir),
     )
     choices = _choices_left(config, typed)
     if config.model.load != "auto" or config.model.get("weights") is not None:
@@ -276,8 +276,3 @@ def _choices(config: DictConfig) -> Choices:
 
 def _plain(config: DictConfig) -> Any:
     return OmegaConf.to_container(config, resolve=True)
-
-
-def _free(folder: Path) -> int:
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    return shutil.disk_usage(existing).free

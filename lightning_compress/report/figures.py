@@ -6,22 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
+from lightning_compress.memory.budget import TITLES
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Options = ParamSpec("Options")
 _MISSING = "<p>The figure needs matplotlib: <code>pip install 'lightning-compress[report]'</code></p>"
 _LANES = ("disk", "to_device", "compute", "solve", "to_host", "writing")
-_TITLES = {
-    "held": "process before",
-    "weights": "weights",
-    "prefetch": "next weights",
-    "waiting": "waiting activations",
-    "in_flight": "on their way",
-    "batch": "batch",
-    "statistics": "statistics",
-    "workspace": "workspace",
-}
 
 
 def figure(
@@ -73,7 +65,7 @@ def memory_figure(axes: "Axes", place: str, subgraphs: Sequence[Mapping[str, Any
     bottom = [0.0] * len(subgraphs)
     for part in parts:
         heights = [row["peaks"].get(place, {}).get(part, 0) / 2**30 for row in subgraphs]
-        axes.bar(range(len(subgraphs)), heights, bottom=bottom, width=0.85, label=_TITLES.get(part, part))
+        axes.bar(range(len(subgraphs)), heights, bottom=bottom, width=0.85, label=TITLES[part])
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     if measured:
         axes.plot(

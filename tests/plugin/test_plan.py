@@ -114,6 +114,20 @@ def test_compress_makes_its_own_plan(command: Run, checkpoint: Path, tmp_path: P
     assert rows["disk_read"]["foreseen"] == rows["disk_read"]["measured"] > 0
 
 
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+def test_recipes_that_run_nothing_are_planned_as_such(command: Run, checkpoint: Path, tmp_path: Path) -> None:
+    given = (
+        "compress",
+        f"model.path={checkpoint}",
+        *DATA,
+        "trainer=cpu",
+        "plan=auto",
+        f"output_dir={tmp_path / 'out'}",
+    )
+    assert "plan: schedule datafree," in command(*given, "recipe=w4a16_rtn", "calibration.schedule=datafree")
+    assert "Schedule 'datafree' runs nothing, but" in refused(command, *given, "calibration.schedule=datafree")
+
+
 def test_another_machine(command: Run, tmp_path: Path) -> None:
     """With a configuration alone, and with less memory than a layer's batch of 8 takes."""
     LlamaConfig(hidden_size=2048, intermediate_size=4096, num_hidden_layers=3, dtype="bfloat16").save_pretrained(
