@@ -22,7 +22,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_compress.foresight.allocator import replay
 from lightning_compress.foresight.closed_form import decoder, finetuning_phases, inference_phases, llmem
-from lightning_compress.foresight.jobs import FineTuningJob, InferenceJob, Phase, finetune, infer, on_fakes
+from lightning_compress.foresight.jobs import FineTuningJob, InferenceJob, Phase, infer, on_fakes
+from lightning_compress.foresight.training import finetune
 from lightning_compress.memory.source import parameters_on_meta
 from lightning_compress.memory.tracker import LiveMemory
 

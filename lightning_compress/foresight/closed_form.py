@@ -90,7 +90,7 @@ def inference_phases(sizes: Decoder, job: InferenceJob) -> list[Phase]:
 
 
 def finetuning_phases(sizes: Decoder, job: FineTuningJob) -> list[Phase]:
-    """As `jobs.finetune`; none for adapters under autocast, or beside some linear layers only."""
+    """As `training.finetune`; none for adapters under autocast, or beside some linear layers only."""
     if job.method != "full":
         return _adapter_phases(sizes, job)
     weights, size = sizes.num_parameters * sizes.itemsize, sizes.itemsize

@@ -1,4 +1,4 @@
-"""Inference and fine-tuning on fake tensors: what a job has alive at its worst moments, to the byte.
+"""Jobs on fake tensors: what inference (here) and fine-tuning (`training`) have alive at their worst moments.
 
 Method: the job itself runs, two rounds of it, on tensors without values, while every storage is followed. On one kind
 of device the same code gives the same peaks on real tensors (`tests/foresight` compares them). What it cannot see is
@@ -10,7 +10,7 @@ Fake tensors are of the CPU, so the CPU's operators say what they return; those 
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from inspect import signature
 from typing import Any, Literal, final, get_args
 
@@ -18,12 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_compress.errors import CompressionError
-from lightning_compress.foresight.adapters import adapt
-from lightning_compress.foresight.optimizers import AdamW8bitMemory
 from lightning_compress.graph.compat import (
     attributes_restored,
     new_fake_mode,
-    pytree,
     replace_by_fakes,
     traceable_transformers,
 )
@@ -65,6 +62,22 @@ class Phase:
     def peak(self) -> int:
         """All of it."""
         return self.weights + self.gradients + self.optimizer + self.cache + self.working + self.stepping
+
+
+PARTS = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "optimizer": "optimizer",
+    "cache": "keys and values",
+    "working": "activations, temporaries",
+    "stepping": "optimizer's temporaries",
+}
+"""What a phase consists of, in words."""
+
+
+def parts_of(phase: Phase) -> dict[str, int]:
+    """Bytes of a phase by part, in words."""
+    return {title: getattr(phase, part) for part, title in PARTS.items()}
 
 
 @final
@@ -191,7 +204,7 @@ def infer(model: nn.Module, job: InferenceJob, memory: LiveMemory) -> list[Phase
     device = next(model.parameters()).device
     keep: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in signature(model.forward).parameters else {}
     with torch.no_grad(), memory:
-        weights = _follow(model, memory)
+        weights = follow(model, memory)
 
         def cached(length: int, cache: Any = None) -> Any:
             ids = torch.zeros(job.batch_size, length, dtype=torch.long, device=device)
@@ -201,111 +214,18 @@ def infer(model: nn.Module, job: InferenceJob, memory: LiveMemory) -> list[Phase
         cache = cached(job.context)
         if cache is None:
             raise CompressionError(f"{type(model).__name__} gives no past_key_values: inference is not foreseen.")
-        phases = [_phase("prefill", memory, weights, cache=_num_bytes(_cached(cache)))]
+        phases = [_phase("prefill", memory, weights, cache=num_bytes(_cached(cache)))]
         for done in range(0, job.new_tokens - 3, min(job.context, _TOGETHER)):  # some at a time, and one alone
             cache = cached(min(job.context, _TOGETHER, job.new_tokens - 3 - done), cache)
         if job.new_tokens > 2:
             cache = cached(1, cache)
         memory.reset_peak()
         cache = cached(1, cache)
-        phases.append(_phase("decode", memory, weights, cache=_num_bytes(_cached(cache))))
+        phases.append(_phase("decode", memory, weights, cache=num_bytes(_cached(cache))))
     return phases
 
 
-def finetune(model: nn.Module, job: FineTuningJob, memory: LiveMemory) -> list[Phase]:
-    """Train for two steps, the second of which has the optimizer's state from the start.
-
-    The backward has moments with many activations and few gradients, and the other way round, of which ranks that share
-    gradients have another worst one.
-
-    Args:
-        model: a causal language model of transformers; on real or on fake tensors.
-        job: what to run. The adapters of LoRA are put into the model, which has no values in packed layers then.
-        memory: follows it.
-
-    Raises:
-        CompressionError: `job.lora_targets` means no layer of the model.
-    """
-    model.train()
-    device = next(model.parameters()).device
-    if job.gradient_checkpointing:
-        # the name of transformers 5.23, and that of the versions before
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable()  # type: ignore[operator]
-    parameters = _trained(model, job)
-    found: list[Phase] = []
-    states = 0
-    with memory:
-        weights = _follow(model, memory)
-        optimizer = _optimizer(parameters, job)
-
-        def measured(name: str) -> None:
-            nonlocal states
-            gradients = _num_bytes(parameter.grad for parameter in parameters)
-            if name == "step":
-                states = _num_bytes(pytree.tree_leaves([dict(state) for state in optimizer.state.values()]))
-            phase = Phase(name, weights, gradients, states)
-            rest = memory.peak_bytes - phase.peak
-            found.append(replace(phase, stepping=rest) if name == "step" else replace(phase, working=rest))
-            memory.reset_peak()
-
-        hooks = [
-            parameter.register_post_accumulate_grad_hook(lambda _: measured("backward")) for parameter in parameters
-        ]
-        memory.reset_peak()
-        for _ in range(2):
-            for _ in range(min(job.accumulate, 2)):  # the later ones are like the second
-                ids = torch.zeros(job.batch_size, job.length, dtype=torch.long, device=device)
-                with torch.autocast(device.type, torch.bfloat16, enabled=job.precision == "bf16-mixed"):
-                    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-                measured("forward")
-                loss.backward()
-                measured("backward")
-                del loss, ids
-            memory.reset_peak()  # the step begins without the graph of the loss
-            optimizer.step()
-            measured("step")
-            optimizer.zero_grad()
-            memory.reset_peak()
-        for hook in hooks:
-            hook.remove()
-    return _undominated(found)
-
-
-def _undominated(phases: Sequence[Phase]) -> list[Phase]:
-    """Those that no other of the same part exceeds in everything."""
-    kept: list[Phase] = []
-    for phase in sorted(set(phases), key=lambda each: each.peak, reverse=True):
-        others = [other for other in kept if other.name == phase.name]
-        if not any(_exceeds(other, phase) for other in others):
-            kept.append(phase)
-    return sorted(kept, key=lambda each: ("forward", "backward", "step").index(each.name))
-
-
-def _exceeds(one: Phase, other: Phase) -> bool:
-    names = ("gradients", "optimizer", "working", "stepping")
-    return all(getattr(one, name) >= getattr(other, name) for name in names)
-
-
-def _trained(model: nn.Module, job: FineTuningJob) -> list[nn.Parameter]:
-    """What the method trains, once the model is as the method has it."""
-    if job.method == "full":
-        model.requires_grad_()
-    else:
-        adapt(model, job.lora_rank, job.lora_targets, packs=job.method == "qlora")
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-
-def _optimizer(parameters: Sequence[nn.Parameter], job: FineTuningJob) -> torch.optim.Optimizer:
-    if job.optimizer == "adamw_8bit":
-        return AdamW8bitMemory(parameters)
-    how: dict[str, Any] = {"foreach": job.implementation == "foreach", "fused": job.implementation == "fused"}
-    if job.optimizer == "adamw":
-        return torch.optim.AdamW(parameters, lr=1e-5, **how)
-    return torch.optim.SGD(parameters, lr=1e-5, momentum=0.9 if job.optimizer == "sgd_momentum" else 0.0, **how)
-
-
-def _follow(model: nn.Module, memory: LiveMemory) -> int:
+def follow(model: nn.Module, memory: LiveMemory) -> int:
     """Count parameters and buffers from now on; their bytes."""
     for tensor in (*model.parameters(), *model.buffers()):
         memory.track(tensor)
@@ -321,7 +241,7 @@ def _cached(cache: Any) -> list[object]:
     return [value for layer in cache.layers for value in vars(layer).values()]
 
 
-def _num_bytes(tensors: Iterable[object]) -> int:
+def num_bytes(tensors: Iterable[object]) -> int:
     """Of the storages of tensors; one that two share counts once."""
     storages = [tensor.untyped_storage() for tensor in tensors if isinstance(tensor, Tensor)]
     return sum({id(storage): storage.nbytes() for storage in storages}.values())

@@ -6,6 +6,7 @@ on the way (1F1B), and the last one the loss: so activations are not divided by 
 can be.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import final
 
@@ -73,3 +74,13 @@ def per_rank(phase: Phase, layout: Layout, largest_layer: int) -> tuple[Phase, i
         stepping=stepping,
     )
     return share, on_host
+
+
+def worst_shares(phases: Iterable[Phase], layout: Layout, largest_layer: int) -> dict[str, tuple[Phase, int]]:
+    """By part of the job, of its moments the one with most on a rank's device, as `per_rank` has it."""
+    found: dict[str, tuple[Phase, int]] = {}
+    for phase in phases:
+        share = per_rank(phase, layout, largest_layer)
+        if phase.name not in found or share[0].peak > found[phase.name][0].peak:
+            found[phase.name] = share
+    return found

@@ -27,6 +27,15 @@ def state_bytes(num_parameters: int) -> int:
     return 2 * num_parameters + 2 * 4 * -(-num_parameters // BLOCK)
 
 
+def step_bytes(parameters: int, gradients: int, states: int) -> int:
+    """That a step reads and writes if it goes over everything once: gradients are read, all else is written too.
+
+    >>> step_bytes(parameters=4, gradients=4, states=8)
+    28
+    """
+    return 2 * parameters + gradients + 2 * states
+
+
 @final
 class AdamW8bitMemory(torch.optim.Optimizer):
     """Has the states of bitsandbytes' `AdamW8bit` after its first step; parameters stay as they are."""

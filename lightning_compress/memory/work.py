@@ -34,22 +34,24 @@ class WorkMeter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if not func.is_view and any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(out)):
-            self._count(func, args, kwargs, out)
+        written = _tensors(out) or _changed(func, args, kwargs)
+        if written and not func.is_view:
+            self._count(func, args, kwargs, written)
         return out
 
-    def _count(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
-        read = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        written = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
+    def _count(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], written: Sequence[Tensor]) -> None:
+        read = _tensors((args, kwargs))
         self.work["call"] += 1
         packet = func.overloadpacket
         if "scaled_dot_product" in str(packet):
-            query, key = args[0], args[1]
+            # backward: the output's gradient comes first, and there are five products (scores once more), not two
+            is_backward = "backward" in str(packet)
+            query, key = args[1:3] if is_backward else args[:2]
             is_causal = bool(kwargs.get("is_causal", next((arg for arg in args[3:] if isinstance(arg, bool)), False)))
-            flops = 4 * prod(query.shape) * key.shape[-2] / (2 if is_causal else 1)
+            flops = (10 if is_backward else 4) * prod(query.shape) * key.shape[-2] / (2 if is_causal else 1)
             self.work[f"attention {_dtype(query)}"] += flops
         elif packet in flop_registry:
-            self.work[f"product {_dtype(written[0])}"] += flop_registry[packet](*args, **kwargs, out_val=out)
+            self.work[f"product {_dtype(written[0])}"] += flop_registry[packet](*args, **kwargs, out_val=written[0])
         else:
             self.work["elementwise"] += sum(tensor.nbytes for tensor in (*read, *written))
 
@@ -60,6 +62,16 @@ def times(work: Work, factor: float) -> dict[str, float]:
     {'call': 6}
     """
     return {kind: amount * factor for kind, amount in work.items()}
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _changed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """What an operator that returns nothing, as those of optimizers on lists of tensors, writes to."""
+    arguments = [(number, each) for number, each in enumerate(func._schema.arguments) if each.is_write]
+    return _tensors([args[number] if number < len(args) else kwargs.get(each.name) for number, each in arguments])
 
 
 def _dtype(tensor: Tensor) -> str:

@@ -1,6 +1,7 @@
 """`lightning-compress estimate`: what a job will take of memory, from a model's configuration alone."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any, cast
 
@@ -28,11 +29,12 @@ from lightning_compress.foresight.jobs import (
     FineTuningJob,
     InferenceJob,
     Phase,
-    finetune,
     infer,
     on_fakes,
+    parts_of,
 )
-from lightning_compress.foresight.layouts import Layout, per_rank
+from lightning_compress.foresight.layouts import Layout, worst_shares
+from lightning_compress.foresight.training import finetune
 from lightning_compress.graph.targets import sequential_modules
 from lightning_compress.memory.budget import TITLES, Budgets, Peak, Place, fit, peaks
 from lightning_compress.memory.placement import MemoryConfig
@@ -42,14 +44,6 @@ from lightning_compress.recipe.load import load_recipe
 from lightning_compress.recipe.resolve import resolve
 
 GROUP = 128
-_PHASE_PARTS = {
-    "weights": "weights",
-    "gradients": "gradients",
-    "optimizer": "optimizer",
-    "cache": "keys and values",
-    "working": "activations, temporaries",
-    "stepping": "optimizer's temporaries",
-}
 _FAKES = (
     "Counted on fake tensors of the CPU, whose operators may keep more or less than a device's. Not included: the "
     "device's context and workspaces of libraries (0.3 to 1 GiB on CUDA)."
@@ -140,36 +134,46 @@ def _about_training(model: PreTrainedModel, job: InferenceJob | FineTuningJob, l
 
 
 def _on_fakes(model: PreTrainedModel, job: InferenceJob | FineTuningJob, followed: LiveMemory) -> list[Phase]:
+    with foreseeing(model):
+        return infer(model, job, followed) if isinstance(job, InferenceJob) else finetune(model, job, followed)
+
+
+@contextmanager
+def foreseeing(model: PreTrainedModel) -> Iterator[None]:
+    """Within: the model is on fake tensors.
+
+    Raises:
+        CompressionError: its own code fails there, called as a causal language model.
+    """
     try:
         with on_fakes(model):
-            return infer(model, job, followed) if isinstance(job, InferenceJob) else finetune(model, job, followed)
+            yield
     except CompressionError:
         raise
-    except Exception as error:  # the model's own code, called as a causal language model
+    except Exception as error:
         raise CompressionError(
             f"What {type(model).__name__} takes cannot be foreseen, because it does not run as a causal language model "
             f"on fake tensors: {type(error).__name__}: {error}"
         ) from error
 
 
-def _rows(phases: Sequence[Phase], forms: Sequence[Phase], layout: Layout, model: nn.Module, place: Place) -> list[Row]:
-    """The worst moment of each part of the job on a rank's device, and what of it waits in host memory."""
+def largest_layer(model: nn.Module) -> int:
+    """Bytes of the weights of the largest layer or embedding, which ZeRO-3 gathers."""
     owners = tuple(name for name, module in model.named_modules() if name and list(module.parameters(recurse=False)))
     units = {*sequential_modules(model, None, owners), *owners}
-    largest = max(sum(tensor.nbytes for tensor in model.get_submodule(name).parameters()) for name in units)
+    return max(sum(tensor.nbytes for tensor in model.get_submodule(name).parameters()) for name in units)
 
-    def worst(moments: Sequence[Phase], name: str) -> tuple[Phase, int] | None:
-        shares = [per_rank(phase, layout, largest) for phase in moments if phase.name == name]
-        return max(shares, key=lambda share: share[0].peak, default=None)
 
+def _rows(phases: Sequence[Phase], forms: Sequence[Phase], layout: Layout, model: nn.Module, place: Place) -> list[Row]:
+    """The worst moment of each part of the job on a rank's device, and what of it waits in host memory."""
+    largest = largest_layer(model)
+    by_form = worst_shares(forms, layout, largest)
     rows: list[Row] = []
-    for name in dict.fromkeys(phase.name for phase in phases):
-        found, form = worst(phases, name), worst(forms, name)
-        assert found is not None
-        parts = {title: getattr(found[0], part) for part, title in _PHASE_PARTS.items()}
-        rows.append(Row(name, place, parts, None if form is None else form[0].peak))
-        if found[1]:
-            rows.append(Row(name, "host", {"offloaded": found[1]}))
+    for name, (share, on_host) in worst_shares(phases, layout, largest).items():
+        form = by_form.get(name)
+        rows.append(Row(name, place, parts_of(share), None if form is None else form[0].peak))
+        if on_host:
+            rows.append(Row(name, "host", {"offloaded": on_host}))
     return rows
 
 

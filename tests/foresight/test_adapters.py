@@ -9,9 +9,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_compress.errors import CompressionError
 from lightning_compress.foresight.adapters import Packed, adapt, linears, num_trainable, packed_bytes, targets_of
-from lightning_compress.foresight.jobs import FineTuningJob, Phase, finetune, on_fakes
+from lightning_compress.foresight.jobs import FineTuningJob, Phase, on_fakes
 from lightning_compress.foresight.layouts import Layout, per_rank
 from lightning_compress.foresight.optimizers import AdamW8bitMemory, state_bytes
+from lightning_compress.foresight.training import finetune
 from lightning_compress.memory.tracker import LiveMemory
 
 SIZES: dict[str, Any] = {

@@ -15,7 +15,8 @@ from transformers import (
 )
 
 from lightning_compress.foresight.closed_form import Decoder, decoder, finetuning_phases, inference_phases, llmem
-from lightning_compress.foresight.jobs import FineTuningJob, InferenceJob, Phase, finetune, infer, on_fakes
+from lightning_compress.foresight.jobs import FineTuningJob, InferenceJob, Phase, infer, on_fakes
+from lightning_compress.foresight.training import finetune
 from lightning_compress.memory.source import parameters_on_meta
 from lightning_compress.memory.tracker import LiveMemory
 

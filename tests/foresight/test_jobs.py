@@ -10,7 +10,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_compress.errors import CompressionError
-from lightning_compress.foresight.jobs import FineTuningJob, InferenceJob, Phase, finetune, infer, on_fakes
+from lightning_compress.foresight.jobs import FineTuningJob, InferenceJob, Phase, infer, on_fakes
+from lightning_compress.foresight.training import finetune
 from lightning_compress.memory.tracker import LiveMemory
 
 SIZES: dict[str, Any] = {
