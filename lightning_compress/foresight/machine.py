@@ -15,7 +15,7 @@ from typing import Any, Literal, final
 from lightning_compress.errors import CompressionError
 from lightning_compress.memory.work import Work
 
-Origin = Literal["measured", "cached", "assumed", "refitted"]
+Origin = Literal["measured", "cached", "assumed", "refitted", "given"]
 UNITS = {
     "product": "FLOP/s",
     "attention": "FLOP/s",
@@ -34,6 +34,10 @@ UNITS = {
 """By the first word of a rate's name; the second is a dtype. `writing` is of shards, until they are read back and on
 disk; `disk_read` of weights from a cold disk; `scratch_read` and `disk_write` of activations; `duplex` of both
 directions of the link at once."""
+
+UNITS_OF_PLANS = {"between_ranks": "B/s", "cpu_optimizer": "B/s"}
+"""Likewise, of what no probe measures and plans of fine-tuning add: `between_ranks` is what a rank sends while it
+receives as much, `cpu_optimizer` what the CPU's optimizer steps of all ranks go over."""
 
 
 @final

@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from hydra.utils import instantiate
+from hydra.utils import get_class, instantiate
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue
@@ -25,6 +25,7 @@ from lightning_compress.data.perplexity import perplexity
 from lightning_compress.errors import CompressionError
 from lightning_compress.export.packed import checkpoint_source
 from lightning_compress.foresight.estimate import Estimate
+from lightning_compress.foresight.jobs import FineTuningJob
 from lightning_compress.foresight.planned import save_planned
 from lightning_compress.memory.files import has_safetensors
 from lightning_compress.memory.placement import placement
@@ -33,6 +34,7 @@ from lightning_compress.plugin import compat
 from lightning_compress.plugin.callback import onload_device
 from lightning_compress.plugin.compressor import Compressor
 from lightning_compress.plugin.estimate import estimate as foresee
+from lightning_compress.plugin.finetuning import run_finetuning_plan
 from lightning_compress.plugin.generation import generation_lines
 from lightning_compress.plugin.models import (
     load_config_only,
@@ -44,6 +46,7 @@ from lightning_compress.plugin.models import (
 from lightning_compress.plugin.planning import plan_for_run, run_generation_plan, run_plan, run_probe, with_plan
 from lightning_compress.recipe.load import config_dir
 from lightning_compress.report.estimate import estimate_lines, estimate_table, save_estimate
+from lightning_compress.report.finetuning import finetuning_lines, finetuning_table, save_finetuning
 from lightning_compress.report.plan import described, machine_table, minutes, plan_lines, runners_up_table
 from lightning_compress.report.report import Report
 
@@ -111,8 +114,11 @@ def estimate(config: DictConfig) -> None:
 
 
 def plan(config: DictConfig) -> None:
-    """Print how to run a compression, or to generate text, and what that takes."""
+    """Print how to run a compression, to generate text or to fine-tune, and what that takes."""
     console = Console()
+    if config.get("job") is not None and get_class(config.job["_target_"]) is FineTuningJob:
+        _plan_finetuning(config, console)
+        return
     if config.get("job") is not None:
         generation = _reporting_errors(lambda: run_generation_plan(config))
         for line in generation_lines(generation):
@@ -125,6 +131,20 @@ def plan(config: DictConfig) -> None:
     console.print(runners_up_table(found))
     console.print(machine_table(found.machine))
     _save(config.json, save_planned, found, "run it: lightning-compress compress ... plan=")
+
+
+def _plan_finetuning(config: DictConfig, console: Console) -> None:
+    found = _reporting_errors(lambda: run_finetuning_plan(config))
+    for line in finetuning_lines(found):
+        console.print(line, highlight=False, soft_wrap=True)
+    console.print(finetuning_table(found))
+    console.print(machine_table(found.machine))
+    if config.json is not None:
+        try:
+            save_finetuning(found, Path(config.json))
+        except OSError as error:
+            sys.exit(f"lightning-compress: json={config.json} cannot be written: {error}")
+        print(f"as JSON: {config.json}")
 
 
 def probe(config: DictConfig) -> None:

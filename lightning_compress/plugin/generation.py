@@ -93,8 +93,8 @@ def transformer_of(config: PretrainedConfig, itemsize: int) -> Transformer:
         UnsupportedModelError: a configuration without these sizes, or of layers that are not alike.
     """
     name, text = type(config).__name__, config.get_text_config(decoder=True)
-    sizes: dict[str, int | None] = {size: _number(text, size) for size in _SIZES}
-    intermediate = next((size for each in _INTERMEDIATE if (size := _number(text, each)) is not None), None)
+    sizes: dict[str, int | None] = {size: size_in(text, size) for size in _SIZES}
+    intermediate = next((size for each in _INTERMEDIATE if (size := size_in(text, each)) is not None), None)
     sizes[" or ".join(_INTERMEDIATE)] = intermediate
     missing = [size for size, number in sizes.items() if number is None]
     if missing or getattr(config, "is_encoder_decoder", False):
@@ -110,7 +110,7 @@ def transformer_of(config: PretrainedConfig, itemsize: int) -> Transformer:
             "products of plain attention and feed-forward blocks. Plan for OPT, Llama, Qwen, Mistral and the like."
         )
     hidden, layers, heads, vocabulary, channels = (number for number in sizes.values() if number is not None)
-    gated = _number(text, "ffn_dim") is None and (
+    gated = size_in(text, "ffn_dim") is None and (
         getattr(text, "rms_norm_eps", None) is not None or getattr(text, "hidden_act", None) in _GATES
     )
     return Transformer(
@@ -118,8 +118,8 @@ def transformer_of(config: PretrainedConfig, itemsize: int) -> Transformer:
         hidden=hidden,
         intermediate=channels,
         heads=heads,
-        kv_heads=_number(text, "num_key_value_heads") or heads,
-        head_dim=_number(text, "head_dim") or hidden // heads,
+        kv_heads=size_in(text, "num_key_value_heads") or heads,
+        head_dim=size_in(text, "head_dim") or hidden // heads,
         num_matrices=3 if gated else 2,
         weight_itemsize=itemsize,
         cache_itemsize=itemsize,
@@ -208,7 +208,7 @@ def placement(policy: Policy) -> str:
 _WHERE = (("g", "device"), ("c", "host"), ("d", "disk"))
 
 
-def _number(config: Any, name: str) -> int | None:
-    """A size; None: it has none, or one per layer."""
+def size_in(config: Any, name: str) -> int | None:
+    """A size that a configuration has; None: it has none, or one per layer."""
     found = getattr(config, name, None)
     return found if isinstance(found, int) and found > 0 else None

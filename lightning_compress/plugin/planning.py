@@ -32,8 +32,8 @@ def run_plan(config: DictConfig) -> Planned:
     Raises:
         CompressionError: what cannot be planned, or does not fit.
     """
-    if not isinstance(config.ranks, int) or config.ranks < 1:
-        raise CompressionError(f"ranks={config.ranks} is no number of at least 1.")
+    check_ranks(config)
+    only_for_fine_tuning(config)
     choices = _choices(config.choices)
     sizes = {name: config[name] for name in ("device", "host", "disk")}
     card, host, disk = (None if size == "auto" else size_of(name, size) for name, size in sizes.items())
@@ -59,6 +59,26 @@ def run_plan(config: DictConfig) -> Planned:
     return plan_calibration(load_config_only(config.model), situation, choices, machine)
 
 
+def check_ranks(config: DictConfig) -> None:
+    """
+    Raises:
+        CompressionError: `ranks` is no number of them.
+    """
+    if not isinstance(config.ranks, int) or config.ranks < 1:
+        raise CompressionError(f"ranks={config.ranks} is no number of at least 1.")
+
+
+def only_for_fine_tuning(config: DictConfig) -> None:
+    """
+    Raises:
+        CompressionError: what plays a part in plans of fine-tuning only is given.
+    """
+    given = {"interconnect": config.interconnect, **{f"layout.{name}": value for name, value in config.layout.items()}}
+    wrong = [f"{name}={value}" for name, value in given.items() if value is not None]
+    if wrong:
+        raise CompressionError(f"{', '.join(wrong)}: only plans of job=finetuning have these.")
+
+
 def run_generation_plan(config: DictConfig) -> PlannedGeneration:
     """The plan of text generation that `config` (of `configs/plan.yaml`, with job=inference) asks for.
 
@@ -68,9 +88,10 @@ def run_generation_plan(config: DictConfig) -> PlannedGeneration:
     job = instantiated(config.job)
     if not isinstance(job, InferenceJob):
         raise CompressionError(
-            "plan is for a calibration (without job), or for job=inference; `lightning-compress estimate` says what "
-            "other jobs take."
+            "plan is for a calibration (without job), for job=inference and for job=finetuning; `lightning-compress "
+            "estimate` says what other jobs take."
         )
+    only_for_fine_tuning(config)
     if job.weight_bits is not None or config.ranks != 1:
         raise CompressionError("job=inference is planned for one rank, and for weights as the model has them.")
     folder = Path(config.output_dir)
@@ -136,7 +157,7 @@ def plan_for_run(config: DictConfig, trainer: pl.Trainer, device: torch.device, 
     """
     memory = memory_options(config.memory)
     model = load_config_only(config.model)
-    typed = _typed()
+    typed = typed_keys()
     if config.plan != "auto":
         planned = load_planned(Path(config.plan))
         size = sum(parameter.numel() for parameter in model.parameters())
@@ -195,7 +216,7 @@ def with_plan(config: DictConfig, planned: Planned) -> DictConfig:
     )
 
 
-def _typed() -> set[str]:
+def typed_keys() -> set[str]:
     """The keys that the user gave on the command line."""
     given = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
     return {override.partition("=")[0].lstrip("+") for override in given}

@@ -6,7 +6,7 @@ from rich import box
 from rich.table import Table
 
 from lightning_compress.foresight.compare import Compared
-from lightning_compress.foresight.machine import UNITS, Machine
+from lightning_compress.foresight.machine import UNITS, UNITS_OF_PLANS, Machine
 from lightning_compress.foresight.plan import Plan
 from lightning_compress.foresight.planned import CONTEXT, FRAGMENTED, Planned
 from lightning_compress.memory.budget import RESERVE, gib
@@ -46,11 +46,15 @@ def plan_lines(planned: Planned) -> list[str]:
         "Not foreseen: ranks that wait for one another, samples shorter than the longest"
     )
     if planned.machine.device == "cuda":
-        lines.append(
-            f"a GPU's context is assumed to take {CONTEXT >> 20} MiB, and its allocator {FRAGMENTED:.0%} more than "
-            "tensors"
-        )
+        lines.append(context_line())
     return lines
+
+
+def context_line() -> str:
+    """What is taken off a card before tensors."""
+    return (
+        f"a GPU's context is assumed to take {CONTEXT >> 20} MiB, and its allocator {FRAGMENTED:.0%} more than tensors"
+    )
 
 
 def described(plan: Plan) -> str:
@@ -93,8 +97,9 @@ def machine_table(machine: Machine) -> Table:
     table = Table(title=f"rates of {machine.name} ({machine.device})", box=box.SIMPLE, title_justify="left")
     for column in ("rate", "value", "unit", "origin"):
         table.add_column(column, justify="right" if column == "value" else "left")
+    units = {**UNITS, **UNITS_OF_PLANS}
     for kind, rate in machine.rates.items():
-        table.add_row(kind, f"{rate.value:.3g}", UNITS[kind.partition(" ")[0]], rate.origin)
+        table.add_row(kind, f"{rate.value:.3g}", units[kind.partition(" ")[0]], rate.origin)
     return table
 
 

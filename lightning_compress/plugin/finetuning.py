@@ -1,0 +1,193 @@
+"""`lightning-compress plan job=finetuning`: how ranks fine-tune a model together, and how long a step will take.
+
+The model is built from its configuration, without weights; every micro-batch is run on fake tensors, once with and once
+without gradient checkpointing, and `foresight.finetuning_plan` chooses.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from math import gcd
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig
+from transformers import PreTrainedModel
+
+from lightning_compress.errors import CompressionError
+from lightning_compress.foresight.finetuning_cost import CPU_OPTIMIZER, FineTuningTask, MicroBatch
+from lightning_compress.foresight.finetuning_plan import (
+    GIB,
+    Budget,
+    PlannedFineTuning,
+    fastest,
+    fits,
+    layouts,
+    micro_batch_sizes,
+    rehearsed,
+    ways,
+)
+from lightning_compress.foresight.jobs import FineTuningJob
+from lightning_compress.foresight.layouts import Layout
+from lightning_compress.foresight.machine import Machine, Rate
+from lightning_compress.foresight.planned import tensors_on
+from lightning_compress.foresight.training import rehearse
+from lightning_compress.memory.tracker import LiveMemory, available_bytes
+from lightning_compress.memory.work import WorkMeter
+from lightning_compress.plugin.estimate import foreseeing, instantiated, largest_layer
+from lightning_compress.plugin.generation import size_in
+from lightning_compress.plugin.models import load_config_only
+from lightning_compress.plugin.plan import machine_for, size_of
+from lightning_compress.plugin.planning import check_ranks, typed_keys
+
+
+def run_finetuning_plan(config: DictConfig) -> PlannedFineTuning:
+    """The plan of fine-tuning that `config` (of `configs/plan.yaml`, with job=finetuning) asks for.
+
+    Raises:
+        CompressionError: what cannot be planned, or does not fit.
+    """
+    job = instantiated(config.job)
+    assert isinstance(job, FineTuningJob)
+    check_ranks(config)
+    typed = typed_keys()
+    idle = sorted(key for key in typed if key.startswith("choices."))
+    if idle:
+        raise CompressionError(
+            f"{', '.join(idle)}: choices are those of a calibration. Of job=finetuning, layout.data, layout.zero, "
+            "layout.offload, layout.tensor and job.gradient_checkpointing fix what is given."
+        )
+    fixed = {str(name): value for name, value in config.layout.items() if value is not None}
+    machine = machine_for(config.gpu, config.run_on, Path(config.output_dir))
+    card = machine.device_bytes if config.device == "auto" else size_of("device", config.device)
+    host = available_bytes() if config.host == "auto" else size_of("host", config.host)
+    return plan_finetuning(
+        load_config_only(config.model),
+        machine,
+        job,
+        config.ranks,
+        budgets={"device": None if card is None else tensors_on(card), "host": host},
+        interconnect=size_of("interconnect", config.interconnect),
+        fixed=fixed,
+        fixes_checkpointing="job.gradient_checkpointing" in typed,
+    )
+
+
+def plan_finetuning(
+    model: PreTrainedModel,
+    machine: Machine,
+    job: FineTuningJob,
+    ranks: int = 1,
+    *,
+    budgets: Budget,
+    interconnect: int | None = None,
+    fixed: Mapping[str, int | bool] | None = None,
+    fixes_checkpointing: bool = False,
+) -> PlannedFineTuning:
+    """The fastest way to fine-tune within what there is.
+
+    Args:
+        model: a causal language model with its parameters on the meta device.
+        machine: how fast it is; with a GPU.
+        job: a step has `batch_size * accumulate * ranks` sequences of it, however they are divided.
+        ranks: that share it, all on one host.
+        budgets: bytes of the device for tensors (of a card: `foresight.planned.tensors_on`), and of host memory for all
+            ranks.
+        interconnect: bytes per second between ranks; None: over the card's link to the host.
+        fixed: fields of the layout that are not to be chosen.
+        fixes_checkpointing: nor is gradient checkpointing, which is as the job has it.
+
+    Raises:
+        BudgetError: nothing fits; says the smallest budgets that would do.
+        CompressionError: a machine without a GPU; no such layout; a model that does not run as a causal language model.
+    """
+    start = time.perf_counter()
+    machine = _with_ranks(machine, interconnect)
+    task = _task(model, job, ranks)
+    among = layouts(ranks, _heads(model), job, fixed or {})
+    if not among:
+        raise CompressionError(_no_layout(ranks, _heads(model), job, fixed or {}))
+    checkpoints = [False, True] if getattr(model, "supports_gradient_checkpointing", False) else [False]
+    if fixes_checkpointing:
+        checkpoints = [job.gradient_checkpointing]
+
+    def run(size: int, checkpointing: bool, accumulate: int) -> MicroBatch:
+        micro = replace(job, batch_size=size, accumulate=accumulate, gradient_checkpointing=checkpointing)
+        with foreseeing(model):
+            return MicroBatch(size, checkpointing, rehearse(model, micro, LiveMemory(), WorkMeter()))
+
+    device = budgets["device"]
+    room = None if device is None else device + GIB
+    steps = ways(
+        task,
+        rehearsed(micro_batch_sizes(task.batch, among), checkpoints, among, task, room, run),
+        among,
+        machine,
+    )
+    best, runners_up, saved_s = fastest(steps, budgets)
+    return PlannedFineTuning(
+        model=type(model).__name__,
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        job=job,
+        task=task,
+        machine=machine,
+        budgets=budgets,
+        best=best,
+        runners_up=runners_up,
+        saved_s=saved_s,
+        num_ways=len(steps),
+        num_fitting=sum(fits(step, budgets) for step in steps),
+        planning_s=time.perf_counter() - start,
+    )
+
+
+def _with_ranks(machine: Machine, interconnect: int | None) -> Machine:
+    """With the rates that no probe measures.
+
+    Raises:
+        CompressionError: it has no GPU; a rate of nothing.
+    """
+    if machine.device != "cuda":
+        raise CompressionError(
+            f"Fine-tuning is planned for a GPU, and {machine.name} is planned for as a {machine.device}; name a card, "
+            "e.g. gpu=rtx4090."
+        )
+    if interconnect == 0:
+        raise CompressionError("interconnect=0 is no rate; null is the card's link to the host.")
+    added = {"cpu_optimizer": Rate(CPU_OPTIMIZER, "assumed")}
+    if interconnect is not None:
+        added["between_ranks"] = Rate(float(interconnect), "given")
+    return replace(machine, rates={**machine.rates, **added})
+
+
+def _task(model: PreTrainedModel, job: FineTuningJob, ranks: int) -> FineTuningTask:
+    text = model.config.get_text_config(decoder=True)
+    return FineTuningTask(
+        batch=job.batch_size * job.accumulate * ranks,
+        length=job.length,
+        ranks=ranks,
+        layers=size_in(text, "num_hidden_layers") or 0,
+        hidden=size_in(text, "hidden_size") or 0,
+        itemsize=torch.bfloat16.itemsize if job.precision == "bf16-mixed" else model.dtype.itemsize,
+        largest_layer=largest_layer(model),
+    )
+
+
+def _heads(model: PreTrainedModel) -> int | None:
+    """That tensor ranks divide: a number of them divides those of queries and those of keys if it divides this; None:
+    the configuration does not have what is to be known for it."""
+    text = model.config.get_text_config(decoder=True)
+    heads = size_in(text, "num_attention_heads")
+    if heads is None or size_in(text, "num_hidden_layers") is None or size_in(text, "hidden_size") is None:
+        return None
+    return gcd(heads, size_in(text, "num_key_value_heads") or heads)
+
+
+def _no_layout(ranks: int, heads: int | None, job: FineTuningJob, fixed: Mapping[str, int | bool]) -> str:
+    said = ", ".join(f"layout.{name}={value}" for name, value in fixed.items())
+    known = [field.name for field in fields(Layout) if field.name != "pipeline"]
+    possible = {name: sorted({getattr(each, name) for each in layouts(ranks, heads, job, {})}) for name in known}
+    listed = "; ".join(f"layout.{name}: {', '.join(map(str, values))}" for name, values in possible.items())
+    return (
+        f"ranks={ranks} cannot be laid out with {said} for this model and job. There are, not all together: {listed}."
+    )

@@ -1,0 +1,86 @@
+"""A plan of fine-tuning as a table and lines."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from rich import box
+from rich.table import Table
+
+from lightning_compress.foresight.finetuning_cost import CPU_OPTIMIZER
+from lightning_compress.foresight.finetuning_plan import PlannedFineTuning, described
+from lightning_compress.memory.budget import gib
+from lightning_compress.report.plan import context_line
+
+_MOST_PARTS = 3
+
+
+def finetuning_lines(planned: PlannedFineTuning) -> list[str]:
+    """The plan in words: what to do, how long a step takes, what would help."""
+    best, task, job = planned.best, planned.task, planned.job
+    lanes = ", ".join(f"{lane} {seconds:.3g}" for lane, seconds in sorted(best.lanes.items(), key=lambda x: -x[1]))
+    parts = ", ".join(f"{name} {seconds:.3g}" for name, seconds in best.parts.items() if seconds)
+    method = "all parameters" if job.method == "full" else job.method
+    lines = [
+        f"plan: {described(best)}",
+        f"foreseen: {best.tokens_per_s:.3g} tokens/s; a step of {task.batch} sequences of {task.length} tokens "
+        f"({method}, {job.optimizer}) takes {best.seconds:.3g} s: {parts}",
+        f"device: {_place(planned, 'device')} in the {best.phase}: {_largest(best.device_parts)}",
+    ]
+    if best.peaks["host"]:
+        lines.append(f"host, of all ranks: {_place(planned, 'host')}: {_largest(best.host_parts)}")
+    lines.append(f"bottleneck: {best.bottleneck}; lanes are busy for (s): {lanes}")
+    for place, seconds in planned.saved_s.items():
+        if seconds > 0.005 * best.seconds:
+            lines.append(f"1 GiB more of {place} would save {seconds:.3g} s of each step")
+    if planned.saved_s and max(planned.saved_s.values()) <= 0.005 * best.seconds:
+        lines.append("1 GiB more of any place would save nothing worth mentioning")
+    lines.append(
+        f"{planned.num_fitting} of {planned.num_ways} ways to fine-tune fit; planned in {planned.planning_s:.1f} s. "
+        "Not foreseen: ranks that wait for one another, samples shorter than the longest, start-up times of collectives"
+    )
+    if planned.task.ranks > 1 and "between_ranks" not in planned.machine.rates:
+        lines.append(
+            "ranks are taken to talk over each card's link to the host; interconnect=300GB and the like says else"
+        )
+    if any(step.layout.offload for step in (best, *planned.runners_up)):
+        lines.append(f"the CPU's optimizer is assumed to go over {CPU_OPTIMIZER / 1e9:.0f} GB/s, of all ranks together")
+    return [*lines, context_line()]
+
+
+def finetuning_table(planned: PlannedFineTuning) -> Table:
+    """The plan and those that come next."""
+    table = Table(title="the plan, and the fastest of other kinds", box=box.SIMPLE, title_justify="left")
+    columns = ("data", "tensor", "ZeRO", "micro-batch", "per step", "checkpointing", "s per step", "tokens/s")
+    for column in (*columns, "device GiB", "host GiB", "bottleneck"):
+        table.add_column(column, justify="left" if column in ("ZeRO", "checkpointing", "bottleneck") else "right")
+    for step in (planned.best, *planned.runners_up):
+        layout = step.layout
+        zero = f"{layout.zero}{', offload' if layout.offload else ''}" if layout.zero else "-"
+        sizes = [f"{step.peaks[place] / 2**30:.2f}" for place in step.peaks]
+        counts = (str(layout.data), str(layout.tensor), zero, str(step.micro_batch), str(step.accumulate))
+        speed = (f"{step.seconds:.3g}", f"{step.tokens_per_s:.4g}")
+        table.add_row(*counts, "yes" if step.checkpoints else "no", *speed, *sizes, step.bottleneck)
+    return table
+
+
+def save_finetuning(planned: PlannedFineTuning, file: Path) -> None:
+    """Write it as JSON; sizes are bytes.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    file.write_text(json.dumps(asdict(planned), indent=2) + "\n")
+
+
+def _place(planned: PlannedFineTuning, place: str) -> str:
+    limits = {str(name): limit for name, limit in planned.budgets.items()}
+    sizes = {str(name): size for name, size in planned.best.peaks.items()}
+    limit = limits[place]
+    return gib(sizes[place]) + ("" if limit is None else f" of {gib(limit)}")
+
+
+def _largest(parts: Mapping[str, int]) -> str:
+    most = sorted(parts.items(), key=lambda part: -part[1])[:_MOST_PARTS]
+    return ", ".join(f"{name} {gib(size)}" for name, size in most if size)
