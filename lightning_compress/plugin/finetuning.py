@@ -104,9 +104,7 @@ def plan_finetuning(
     start = time.perf_counter()
     machine = _with_ranks(machine, interconnect)
     task = _task(model, job, ranks)
-    among = layouts(ranks, _heads(model), job, fixed or {})
-    if not among:
-        raise CompressionError(_no_layout(ranks, _heads(model), job, fixed or {}))
+    among = _layouts(model, ranks, job, fixed or {})
     checkpoints = [False, True] if getattr(model, "supports_gradient_checkpointing", False) else [False]
     if fixes_checkpointing:
         checkpoints = [job.gradient_checkpointing]
@@ -116,14 +114,9 @@ def plan_finetuning(
         with foreseeing(model):
             return MicroBatch(size, checkpointing, rehearse(model, micro, LiveMemory(), WorkMeter()))
 
-    device = budgets["device"]
-    room = None if device is None else device + GIB
-    steps = ways(
-        task,
-        rehearsed(micro_batch_sizes(task.batch, among), checkpoints, among, task, room, run),
-        among,
-        machine,
-    )
+    room = None if budgets["device"] is None else budgets["device"] + GIB
+    found = rehearsed(micro_batch_sizes(task.batch, among), checkpoints, among, task, room, run)
+    steps = ways(task, found, among, machine)
     best, runners_up, saved_s = fastest(steps, budgets)
     return PlannedFineTuning(
         model=type(model).__name__,
@@ -183,11 +176,19 @@ def _heads(model: PreTrainedModel) -> int | None:
     return gcd(heads, size_in(text, "num_key_value_heads") or heads)
 
 
-def _no_layout(ranks: int, heads: int | None, job: FineTuningJob, fixed: Mapping[str, int | bool]) -> str:
+def _layouts(model: PreTrainedModel, ranks: int, job: FineTuningJob, fixed: Mapping[str, int | bool]) -> list[Layout]:
+    """
+    Raises:
+        CompressionError: there are none.
+    """
+    heads = _heads(model)
+    found = layouts(ranks, heads, job, fixed)
+    if found:
+        return found
     said = ", ".join(f"layout.{name}={value}" for name, value in fixed.items())
     known = [field.name for field in fields(Layout) if field.name != "pipeline"]
     possible = {name: sorted({getattr(each, name) for each in layouts(ranks, heads, job, {})}) for name in known}
     listed = "; ".join(f"layout.{name}: {', '.join(map(str, values))}" for name, values in possible.items())
-    return (
-        f"ranks={ranks} cannot be laid out with {said} for this model and job. There are, not all together: {listed}."
+    raise CompressionError(
+        f"ranks={ranks} cannot be laid out with {said} for this model and job. What there is, by field: {listed}."
     )

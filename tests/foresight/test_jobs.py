@@ -1,6 +1,7 @@
 """A job on fake tensors has the peaks that it has on real ones, to the byte, phase by phase."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -11,8 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_compress.errors import CompressionError
 from lightning_compress.foresight.jobs import FineTuningJob, InferenceJob, Phase, infer, on_fakes
-from lightning_compress.foresight.training import finetune
+from lightning_compress.foresight.training import finetune, rehearse
 from lightning_compress.memory.tracker import LiveMemory
+from lightning_compress.memory.work import WorkMeter
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -136,3 +138,53 @@ def test_without_a_cache() -> None:
 
     with pytest.raises(CompressionError, match="Bag gives no past_key_values"):
         infer(Bag(1, 1), InferenceJob(context=2), LiveMemory())
+
+
+@pytest.mark.parametrize("job", ["foreach", "single", "mixed"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_rehearsal_tells_of_steps_with_and_without_accumulation(family: str, job: str) -> None:
+    """And counting work changes nothing. Seen to fail: with the later forward's moments among those of a step alone."""
+
+    def run(accumulate: int, meter: WorkMeter | None) -> Any:
+        model = build(family)
+        with on_fakes(model):
+            return rehearse(model, replace(JOBS[job], accumulate=accumulate), LiveMemory(), meter)
+
+    both = run(2, WorkMeter())
+    assert list(both.phases(1)) == list(run(1, None).phases(1))
+    assert list(both.phases(2)) == list(both.phases(7)) == list(run(5, None).phases(5))
+    assert both.phases(1) != both.phases(2)
+
+
+def test_work_of_a_step() -> None:
+    """Two products for each of the forward's, and with checkpointing the layers' once more but for each one's last,
+    which no backward needs; five of attention for two. A gradient that is added to another is read twice, written once.
+
+    Seen to fail: with work of both steps together; without what the backward computes again.
+    """
+
+    def work(job: FineTuningJob) -> Any:
+        model = build("llama")
+        with on_fakes(model):
+            return rehearse(model, job, LiveMemory(), WorkMeter()).work
+
+    plain, again = work(FineTuningJob(3, 12, accumulate=2)), work(FineTuningJob(3, 12, gradient_checkpointing=True))
+    parameters = [parameter for name, parameter in build("llama").named_parameters() if "embed" not in name]
+    products = 2 * 3 * 12 * sum(parameter.numel() for parameter in parameters if parameter.dim() == 2)
+    not_again = 2 * 3 * 12 * (97 * 32 + 2 * 48 * 32)
+    attention = 2 * 4 * 3 * 4 * 12 * 12 * 8 / 2
+    for name, factor in (("forward", 1), ("backward", 2), ("accumulate", 2)):
+        assert plain[name]["product float32"] == factor * products
+    assert again["backward"]["product float32"] == 3 * products - not_again
+    assert (plain["forward"]["attention float32"], plain["backward"]["attention float32"]) == (
+        attention,
+        2.5 * attention,
+    )
+    assert again["backward"]["attention float32"] == 3.5 * attention
+    size = sum(parameter.nbytes for parameter in build("llama").parameters())
+    added = plain["accumulate"]["elementwise"] - plain["backward"]["elementwise"]
+    assert added == pytest.approx(3 * size, rel=0.01)
+    fused = work(FineTuningJob(3, 12, implementation="fused"))["step"]["elementwise"]
+    assert 7 * size <= fused < plain["step"]["elementwise"], "all is read, all but gradients is written"
+    packed = work(FineTuningJob(3, 12, optimizer="adamw_8bit"))["step"]["elementwise"]
+    assert 3 * size < packed < fused

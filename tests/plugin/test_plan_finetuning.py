@@ -1,0 +1,202 @@
+"""`lightning-compress plan job=finetuning`: memory is that of `estimate`, budgets are kept, wrong input is refused."""
+
+import json
+import re
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import BertConfig, GPT2Config, LlamaConfig
+
+from lightning_compress.foresight.planned import card_for
+from lightning_compress.plugin import cli
+
+Run = Callable[..., str]
+SIZES: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 1000,
+    "dtype": "bfloat16",
+    "architectures": ["LlamaForCausalLM"],
+}
+JOB = ("job=finetuning", "job.length=64")
+MACHINE = ("gpu=rtx4090", "host=64GiB")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Of a model of which there is a configuration only."""
+    LlamaConfig(**SIZES).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a command in this process, and returns what it said; nothing was probed here."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def run(*given: str) -> str:
+        monkeypatch.setattr("sys.argv", ["lightning-compress", *given])
+        monkeypatch.setenv("COLUMNS", "200")
+        capsys.readouterr()
+        cli.main()
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture
+def planned(command: Run, folder: Path, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """The plan, from its file."""
+
+    def run(*options: str) -> dict[str, Any]:
+        file = tmp_path / "plan.json"
+        command("plan", f"model.path={folder}", *MACHINE, *JOB, f"json={file}", *options)
+        found: dict[str, Any] = json.loads(file.read_text())
+        return found
+
+    return run
+
+
+def refused(command: Run, *given: str) -> str:
+    with pytest.raises(SystemExit) as error:
+        command(*given)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("ranks=4", "job.batch_size=2"),
+        ("ranks=4", "job.accumulate=2", "interconnect=300GB", "job.implementation=fused"),
+        ("ranks=2", "job.batch_size=8", "device=612MiB", "layout.tensor=1"),
+        ("ranks=2", "job.batch_size=2", "job.method=lora", "job.precision=bf16-mixed"),
+        ("ranks=2", "job.accumulate=2", "job.method=qlora", "job.optimizer=adamw_8bit"),
+        ("ranks=1", "job.batch_size=2", "job.optimizer=sgd_momentum", "layout.offload=true"),
+    ],
+    ids=lambda options: " ".join(options),
+)
+def test_memory_is_that_of_estimate(
+    planned: Callable[..., dict[str, Any]], command: Run, folder: Path, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    """To the byte, for the plan and those behind it.
+
+    Seen to fail: with the moments of a step that does not accumulate for one that does; with a rank's host memory for
+    that of all.
+    """
+    found = planned(*options)
+    of_job = [option for option in options if option.startswith("job.") and "batch" not in option]
+    steps = [found["best"], *found["runners_up"][:3]]
+    assert any(step["accumulate"] > 1 for step in steps) == ("device=612MiB" in options)
+    for step in steps:
+        given = [f"layout.{name}={value}" for name, value in step["layout"].items()]
+        given += [f"job.batch_size={step['micro_batch']}", f"job.gradient_checkpointing={step['checkpoints']}"]
+        given += [*(option for option in of_job if "accumulate" not in option), f"job.accumulate={step['accumulate']}"]
+        file = tmp_path / "estimate.json"
+        command("estimate", f"model.path={folder}", *JOB, *given, f"json={file}")
+        rows = json.loads(file.read_text())["rows"]
+        peaks = {
+            place: max((row["total"] for row in rows if row["place"] == place), default=0) for place in step["peaks"]
+        }
+        assert step["peaks"] == {"device": peaks["device"], "host": found["task"]["ranks"] * peaks["host"]}
+        assert sum(step["device_parts"].values()) == step["peaks"]["device"]
+        assert sum(step["host_parts"].values()) == step["peaks"]["host"]
+
+
+def test_a_plan_in_words(command: Run, folder: Path, tmp_path: Path) -> None:
+    """Seen to fail: with tokens of one replica."""
+    file = tmp_path / "plan.json"
+    given = ("plan", f"model.path={folder}", *MACHINE, *JOB, "ranks=4", "job.batch_size=1", "job.accumulate=3")
+    said = command(*given, f"json={file}")
+    found = json.loads(file.read_text())
+    best, layout = found["best"], found["best"]["layout"]
+    assert layout["data"] * layout["tensor"] == 4
+    assert best["micro_batch"] * best["accumulate"] * layout["data"] == 12
+    assert best["seconds"] == pytest.approx(sum(best["parts"].values()))
+    assert best["tokens_per_s"] == pytest.approx(12 * 64 / best["seconds"])
+    assert "plan: " in said
+    assert f"foreseen: {best['tokens_per_s']:.3g} tokens/s; a step of 12 sequences of 64 tokens" in said
+    assert " of 21.68 GiB in the " in said
+    assert "bottleneck: " in said
+    assert f"of {found['num_ways']} ways to fine-tune fit" in said
+    assert "ranks are taken to talk over each card's link" in said
+    assert re.search(r"cpu_optimizer +1.09e\+11 +B/s +assumed", said)
+    said = command(*given, "interconnect=300GB", "layout.offload=false", "layout.tensor=1", "layout.zero=2")
+    assert "plan: 4 replicas, ZeRO-2, micro-batches of " in said
+    assert re.search(r"between_ranks +3e\+11 +B/s +given", said)
+    assert "link to the host" not in said
+    assert ", no gradient checkpointing" in said
+    assert ", gradient checkpointing" in command(*given, "job.gradient_checkpointing=true")
+
+
+def test_less_memory_is_slower_and_takes_other_ways(planned: Callable[..., dict[str, Any]]) -> None:
+    """Seen to fail: with the slowest plan that fits; with the card's memory for that of tensors."""
+    few = ("ranks=2", "job.batch_size=4", "layout.tensor=1")
+    plans = [planned(*few, f"device={card_for(size << 20)}") for size in (10, 16, 1000)]
+    assert all(later["best"]["seconds"] <= earlier["best"]["seconds"] for earlier, later in pairwise(plans))
+    tightest, roomiest = plans[0]["best"], plans[-1]["best"]
+    assert tightest["seconds"] > roomiest["seconds"]
+    assert tightest["checkpoints"]
+    assert tightest["layout"]["zero"] >= 2
+    assert not roomiest["checkpoints"]
+    assert max(plans[1]["saved_s"].values()) == pytest.approx(plans[1]["best"]["seconds"] - roomiest["seconds"])
+
+
+def test_what_does_not_fit(command: Run, folder: Path) -> None:
+    """The budgets that would do are said, and do. Seen to fail: with bytes of tensors for the card's."""
+    given = ("plan", f"model.path={folder}", "gpu=rtx4090", *JOB, "ranks=2")
+    said = refused(command, *given, "device=604MiB", "host=1KiB")
+    assert "No plan fits device=0.00 GiB, host=0.00 GiB" in said
+    first, _, both = said.partition("as it is: ")[2].partition("; or ")
+    device, host = (re.search(rf"{place}=(\d+)", both) for place in ("device", "host"))
+    assert device is not None
+    assert host is not None
+    assert "plan: " in command(*given, device[0], host[0])
+    alone = re.search(r"device=(\d+)", first)
+    assert alone is not None
+    assert "plan: " in command(*given, alone[0], "host=1KiB")
+    assert "No plan fits" in refused(command, *given, f"device={int(alone[1]) - 4}", "host=1KiB")
+
+
+def test_what_a_model_cannot_do_is_not_planned(command: Run, tmp_path: Path) -> None:
+    """GPT-2 has three heads here, which no two ranks share; it has no closed form either."""
+    GPT2Config(n_embd=48, n_layer=2, n_head=3, vocab_size=101, architectures=["GPT2LMHeadModel"]).save_pretrained(
+        tmp_path / "gpt2"
+    )
+    given = ("plan", f"model.path={tmp_path / 'gpt2'}", *MACHINE, *JOB, "ranks=2")
+    assert "plan: 2 replicas" in command(*given)
+    said = refused(command, *given, "layout.tensor=2")
+    assert "ranks=2 cannot be laid out with layout.tensor=2 for this model and job" in said
+    assert "layout.tensor: 1" in said
+    BertConfig(hidden_size=48, num_hidden_layers=1, num_attention_heads=3, vocab_size=101).save_pretrained(
+        tmp_path / "bert"
+    )
+    encoder = (f"model.path={tmp_path / 'bert'}", "model.auto_class=AutoModel")
+    said = refused(command, "plan", *encoder, *MACHINE, *JOB)
+    assert "What BertModel takes cannot be foreseen, because it does not run as a causal language model" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["ranks=0"], "ranks=0 is no number of at least 1"),
+        (["interconnect=3 apples"], "interconnect: '3 apples' is no size"),
+        (["interconnect=0"], "interconnect=0 is no rate"),
+        (["job.batch_size=0"], "job.batch_size=0 is no number of at least 1"),
+        (["layout.zero=5"], "cannot be laid out with layout.zero=5"),
+        (["choices.batch_size=[2]"], "choices.batch_size: choices are those of a calibration"),
+        (["job.lora_targets=[nowhere]", "job.method=lora"], "job.lora_targets: 'nowhere' means no linear layer"),
+        (["gpu=null", "run_on=cpu"], "Fine-tuning is planned for a GPU, and "),
+        (["json=/nowhere/plan.json"], "json=/nowhere/plan.json cannot be written"),
+        (["job=calibration"], "for a calibration (without job), for job=inference and for job=finetuning"),
+        (["job=inference", "layout.zero=1"], "layout.zero=1: only plans of job=finetuning have these"),
+    ],
+)
+def test_wrong_input(command: Run, folder: Path, options: list[str], message: str) -> None:
+    job = [] if options[0].startswith("job=") else JOB
+    assert message in refused(command, "plan", f"model.path={folder}", *MACHINE, *job, *options)
