@@ -45,7 +45,11 @@ def finetuning_lines(planned: PlannedFineTuning) -> list[str]:
             "ranks are taken to talk over each card's link to the host; interconnect=300GB and the like says else"
         )
     if any(step.layout.offload for step in (best, *planned.runners_up)):
-        lines.append(f"the CPU's optimizer is assumed to go over {CPU_OPTIMIZER / 1e9:.0f} GB/s, of all ranks together")
+        lines.append(
+            f"the CPU's optimizer is assumed to go over {CPU_OPTIMIZER / 1e9:.0f} GB/s, of all ranks together; steps "
+            "with offload that were published took twice as long as foreseen (docs/finetuning_plan.md), and "
+            "layout.offload=false plans without it"
+        )
     return [*lines, context_line()]
 
 

@@ -202,7 +202,7 @@ def steps() -> list[Step]:
 
 
 def test_the_search_finds_the_fastest_of_all(steps: list[Step]) -> None:
-    """Seen to fail: with powers of two alone as micro-batches; with the first layout that fits."""
+    """Seen to fail: with powers of two alone as micro-batches; with the slowest that fits."""
     every = list(everything())
     assert len(steps) == len(every)
     assert {described(step) for step in steps} == {described(step) for step in every}
