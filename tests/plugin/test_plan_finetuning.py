@@ -74,7 +74,7 @@ def refused(command: Run, *given: str) -> str:
     [
         ("ranks=4", "job.batch_size=2"),
         ("ranks=4", "job.accumulate=2", "interconnect=300GB", "job.implementation=fused"),
-        ("ranks=2", "job.batch_size=8", "device=612MiB", "layout.tensor=1"),
+        ("ranks=2", "job.batch_size=8", "device=622MiB", "layout.zero=0", "job.gradient_checkpointing=false"),
         ("ranks=2", "job.batch_size=2", "job.method=lora", "job.precision=bf16-mixed"),
         ("ranks=2", "job.accumulate=2", "job.method=qlora", "job.optimizer=adamw_8bit"),
         ("ranks=1", "job.batch_size=2", "job.optimizer=sgd_momentum", "layout.offload=true"),
@@ -92,7 +92,7 @@ def test_memory_is_that_of_estimate(
     found = planned(*options)
     of_job = [option for option in options if option.startswith("job.") and "batch" not in option]
     steps = [found["best"], *found["runners_up"][:3]]
-    assert any(step["accumulate"] > 1 for step in steps) == ("device=612MiB" in options)
+    assert steps[0]["accumulate"] > 1 or "layout.zero=0" not in options
     for step in steps:
         given = [f"layout.{name}={value}" for name, value in step["layout"].items()]
         given += [f"job.batch_size={step['micro_batch']}", f"job.gradient_checkpointing={step['checkpoints']}"]
