@@ -181,7 +181,7 @@ def test_generation_is_planned_too(command: Run, tmp_path: Path) -> None:
     said = command(*given, "job=inference", "job.context=512", "job.new_tokens=32")
     assert "tokens/s" in said
     assert "assumed" in said
-    assert "for a calibration (without job), or for job=inference" in refused(command, *given, "job=finetuning")
+    assert "for a calibration (without job), for job=inference and for" in refused(command, *given, "job=calibration")
     assert "for one rank" in refused(command, *given, "job=inference", "job.weight_bits=4")
     assert "there is none here" in refused(command, *given[:2], "job=inference", "run_on=cpu")
 
