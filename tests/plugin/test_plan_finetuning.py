@@ -135,7 +135,7 @@ def test_a_plan_in_words(command: Run, folder: Path, tmp_path: Path) -> None:
 
 
 def test_less_memory_is_slower_and_takes_other_ways(planned: Callable[..., dict[str, Any]]) -> None:
-    """Seen to fail: with the slowest plan that fits; with the card's memory for that of tensors."""
+    """Seen to fail: with the slowest plan that fits."""
     few = ("ranks=2", "job.batch_size=4", "layout.tensor=1")
     plans = [planned(*few, f"device={card_for(size << 20)}") for size in (10, 16, 1000)]
     assert all(later["best"]["seconds"] <= earlier["best"]["seconds"] for earlier, later in pairwise(plans))
