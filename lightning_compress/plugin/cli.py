@@ -46,8 +46,8 @@ from lightning_compress.plugin.models import (
 from lightning_compress.plugin.planning import plan_for_run, run_generation_plan, run_plan, run_probe, with_plan
 from lightning_compress.recipe.load import config_dir
 from lightning_compress.report.estimate import estimate_lines, estimate_table, save_estimate
-from lightning_compress.report.finetuning import finetuning_lines, finetuning_table, save_finetuning
-from lightning_compress.report.plan import described, machine_table, minutes, plan_lines, runners_up_table
+from lightning_compress.report.finetuning import finetuning_lines, finetuning_table
+from lightning_compress.report.plan import described, machine_table, minutes, plan_lines, runners_up_table, save_plain
 from lightning_compress.report.report import Report
 
 Result = TypeVar("Result")
@@ -124,6 +124,7 @@ def plan(config: DictConfig) -> None:
         for line in generation_lines(generation):
             console.print(line, highlight=False, soft_wrap=True)
         console.print(machine_table(generation.machine))
+        _save(config.json, save_plain, generation, "as JSON: ")
         return
     found = _reporting_errors(lambda: run_plan(config))
     for line in plan_lines(found):
@@ -139,12 +140,7 @@ def _plan_finetuning(config: DictConfig, console: Console) -> None:
         console.print(line, highlight=False, soft_wrap=True)
     console.print(finetuning_table(found))
     console.print(machine_table(found.machine))
-    if config.json is not None:
-        try:
-            save_finetuning(found, Path(config.json))
-        except OSError as error:
-            sys.exit(f"lightning-compress: json={config.json} cannot be written: {error}")
-        print(f"as JSON: {config.json}")
+    _save(config.json, save_plain, found, "as JSON: ")
 
 
 def probe(config: DictConfig) -> None:

@@ -1,9 +1,6 @@
 """A plan of fine-tuning as a table and lines."""
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict
-from pathlib import Path
 
 from rich import box
 from rich.table import Table
@@ -67,15 +64,6 @@ def finetuning_table(planned: PlannedFineTuning) -> Table:
         speed = (f"{step.seconds:.3g}", f"{step.tokens_per_s:.4g}")
         table.add_row(*counts, "yes" if step.checkpoints else "no", *speed, *sizes, step.bottleneck)
     return table
-
-
-def save_finetuning(planned: PlannedFineTuning, file: Path) -> None:
-    """Write it as JSON; sizes are bytes.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    file.write_text(json.dumps(asdict(planned), indent=2) + "\n")
 
 
 def _place(planned: PlannedFineTuning, place: str) -> str:

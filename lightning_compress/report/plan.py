@@ -1,6 +1,10 @@
 """A plan as tables and lines; what became of it."""
 
+import json
 from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.table import Table
@@ -87,6 +91,15 @@ def runners_up_table(planned: Planned) -> Table:
         row = (choice.schedule, str(choice.batch_size), str(choice.prefetch_depth), choice.load)
         table.add_row(*row, f"{plan.total_s:.1f}", *sizes)
     return table
+
+
+def save_plain(planned: Any, file: Path) -> None:
+    """Write a plan of another job as JSON; sizes are bytes.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    file.write_text(json.dumps(asdict(planned), indent=2) + "\n")
 
 
 _PLACES = ("device", "host", "disk")

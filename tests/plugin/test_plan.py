@@ -134,17 +134,17 @@ def test_another_machine(command: Run, tmp_path: Path) -> None:
         tmp_path
     )
     given = ("plan", f"model.path={tmp_path}", "gpu=rtx4090", "host=64GiB", "disk=1TiB", "data.max_length=2048")
-    few = "choices.batch_size=[1,8]"
-    roomy = command(*given, few, "data.num_samples=16")
+    few = ("choices.batch_size=[1,8]", "choices.schedule=[staged]", "choices.prefetch_depth=[0]", "data.num_samples=16")
+    roomy = command(*given, *few)
     assert "batch size 8" in roomy
     assert "assumed" in roomy
     assert "a GPU's context is assumed to take 600 MiB" in roomy
-    tight = command(*given, few, "data.num_samples=16", "device=1500MiB")
+    tight = command(*given, *few, "device=1500MiB")
     assert "batch size 1," in tight
-    message = refused(command, *given, few, "data.num_samples=16", "device=700MiB")
+    message = refused(command, *given, *few, "device=700MiB")
     assert "No plan fits device=0.09 GiB" in message
     card = message.partition("so a card of ")[2].partition(" GiB")[0]
-    assert "plan: " in command(*given, few, "data.num_samples=16", f"device={float(card) + 0.02}GiB")
+    assert "plan: " in command(*given, *few, f"device={float(card) + 0.02}GiB")
 
 
 @pytest.mark.parametrize(
@@ -178,8 +178,10 @@ def test_generation_is_planned_too(command: Run, tmp_path: Path) -> None:
         tmp_path
     )
     given = ("plan", f"model.path={tmp_path}", "gpu=t4", "host=64GiB", "disk=1TiB")
-    said = command(*given, "job=inference", "job.context=512", "job.new_tokens=32")
+    file = tmp_path / "generation.json"
+    said = command(*given, "job=inference", "job.context=512", "job.new_tokens=32", f"json={file}")
     assert "tokens/s" in said
+    assert json.loads(file.read_text())["task"]["prompt_length"] == 512
     assert "assumed" in said
     assert "for a calibration (without job), for job=inference and for" in refused(command, *given, "job=calibration")
     assert "for one rank" in refused(command, *given, "job=inference", "job.weight_bits=4")
