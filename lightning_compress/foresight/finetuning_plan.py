@@ -221,7 +221,7 @@ def _told(step: Step, places: Sequence[Place]) -> str:
     for place in places:
         size = step.peaks[place]
         # what a user gives for the device is a card, of which not all is for tensors
-        whole = card_for(size + 1) if place == "device" else size
+        whole = card_for(size) if place == "device" else size
         card = f" card, {gib(size)} of it for tensors" if place == "device" else " for all ranks"
         sizes.append(f"{place}={whole} ({gib(whole)}{card})")
     return f"{' and '.join(sizes)}, with {described(step)}"

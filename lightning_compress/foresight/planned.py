@@ -26,7 +26,7 @@ def tensors_on(card_bytes: int) -> int:
 
 def card_for(tensor_bytes: int) -> int:
     """The memory of a GPU on which tensors may take so much."""
-    return int(tensor_bytes * (1 + FRAGMENTED)) + CONTEXT
+    return int(tensor_bytes * (1 + FRAGMENTED)) + 2 + CONTEXT  # never less, however it is rounded
 
 
 @final

@@ -152,7 +152,7 @@ def test_what_does_not_fit(command: Run, folder: Path) -> None:
     given = ("plan", f"model.path={folder}", "gpu=rtx4090", *JOB, "ranks=2")
     said = refused(command, *given, "device=604MiB", "host=1KiB")
     assert "No plan fits device=0.00 GiB, host=0.00 GiB" in said
-    first, _, both = said.partition("as it is: ")[2].partition("; or ")
+    first, both = said.partition("as it is: ")[2].partition("; or ")[0], said.rpartition("; or ")[2]
     device, host = (re.search(rf"{place}=(\d+)", both) for place in ("device", "host"))
     assert device is not None
     assert host is not None
