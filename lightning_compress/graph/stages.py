@@ -163,14 +163,21 @@ def _count_writes(graph: fx.Graph) -> None:
         if isinstance(node.target, Leaf):
             value = leaf_input(node)
             node.meta[_WRITES] = writes.get(owners.get(value, value), 0)
-        if not isinstance(node.target, _OPERATOR):
-            continue
-        for number, declared in enumerate(node.target._schema.arguments):
-            value = node.args[number] if number < len(node.args) else node.kwargs.get(declared.name)
-            if declared.alias_info is None or not isinstance(value, fx.Node):
-                continue
+        for value, is_write in aliased(node):
             owners[node] = owner = owners.get(value, value)
-            writes[owner] = writes.get(owner, 0) + declared.alias_info.is_write
+            writes[owner] = writes.get(owner, 0) + is_write
+
+
+def aliased(node: fx.Node) -> list[tuple[fx.Node, bool]]:
+    """Values whose memory an operation's result may share, each with whether the operation writes to it."""
+    if not isinstance(node.target, _OPERATOR):
+        return []
+    found = []
+    for number, declared in enumerate(node.target._schema.arguments):
+        value = node.args[number] if number < len(node.args) else node.kwargs.get(declared.name)
+        if declared.alias_info is not None and isinstance(value, fx.Node):
+            found.append((value, declared.alias_info.is_write))
+    return found
 
 
 def quantizable_calls(node: fx.Node, quantizable: frozenset[str]) -> Calls:
