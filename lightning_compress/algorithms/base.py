@@ -12,7 +12,7 @@ their rows are stacked and the factor is computed once; `split` takes the result
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -27,6 +27,8 @@ from lightning_compress.errors import NonFiniteError, SolveError
 from lightning_compress.statistics import InputGram, Statistic
 
 Item = TypeVar("Item")
+Kinds = Collection[type[Statistic]]
+"""Statistics that there are, whether an algorithm asks for them or not."""
 SolveTiles = Callable[[Sequence[slice]], list["Solved"]]
 STACK = 2048
 """At most so many rows are solved at a time: enough to amortize the cost of a call per column."""
@@ -45,8 +47,9 @@ class Solved:
         scale: [O, G] in the storage dtype; [O, 1] per channel; per tensor [O, 1] (each row its module's scale) until
             `split` reduces it to the [1] that is stored.
         zero_point: int8, the shape of `scale`; None for symmetric schemes.
-        row_error: float64 [O], the error of each output row, (w - q) C (w - q)ᵀ with the Gram C (identity without one).
-        row_energy: float64 [O], w C wᵀ.
+        row_error: float64 [O], the error of each output row, (w - q) C (w - q)ᵀ with the Gram C (identity without one);
+            where a correction was made, the error against what the original model has there.
+        row_energy: float64 [O], w C wᵀ, or the mean square of that.
         damping: what was added to the Gram's diagonal, as a fraction of its mean; 0 where nothing was.
         notes: what the user should know, as sentences.
         per_tensor: the scheme has one scale per module.
@@ -103,6 +106,41 @@ class Factor:
 
 @final
 @dataclass(frozen=True)
+class Correction:
+    """What is quantized in a weight's place, and what its result is measured by.
+
+    Attributes:
+        missing: M, float32 [O, I].
+        squares: mean e² of every output, float64 [O].
+        strength, ridge: that were chosen.
+        lower: float32 [I, I], the Cholesky factor of C + ridge mean(diag C) I; None where the strength is 0.
+        held_out: the error on batches that were held out, as a fraction of what it is without correction, before
+            anything is rounded; None: there were none.
+    """
+
+    missing: Tensor
+    squares: Tensor
+    strength: float
+    ridge: float
+    lower: Tensor | None
+    held_out: float | None
+
+    def target(self, weight: Tensor, rows: slice) -> Tensor:
+        """What to quantize in the place of these rows W [R, I]: V = W + strength * M (C + ..)⁻¹, float32."""
+        if self.lower is None:
+            return weight.float()
+        change = torch.cholesky_solve(self.missing[rows].t(), self.lower).t()
+        return change.mul_(self.strength).add_(weight)
+
+    @property
+    def described(self) -> str:
+        """In words."""
+        judged = "" if self.held_out is None else f", which leaves {self.held_out:.3f} of the error of held-out batches"
+        return f"corrected with strength {self.strength:.2f}, ridge {self.ridge:g}{judged}."
+
+
+@final
+@dataclass(frozen=True)
 class Prepared:
     """What all row tiles of a weight share.
 
@@ -113,6 +151,7 @@ class Prepared:
         scale_search: search scales, instead of covering the whole range.
         tensor_scales: for per-tensor schemes, the scales of all rows, [O, 1].
         factor: for algorithms that propagate errors.
+        correction: what is quantized in the weight's place; None: the weight.
         notes: see `Solved`.
     """
 
@@ -122,6 +161,7 @@ class Prepared:
     scale_search: bool = False
     tensor_scales: Scales | None = None
     factor: Factor | None = None
+    correction: Correction | None = None
     notes: tuple[str, ...] = ()
 
     def scales_of(self, weight: Tensor, rows: slice) -> Scales:
@@ -141,6 +181,11 @@ class Algorithm(ABC):
     """
 
     signed_scales: bool = field(default=True, kw_only=True)
+
+    @property
+    def corrects_residual(self) -> bool:
+        """Whether `Drift`, if it is among the statistics, is to count the error of what outputs are added to."""
+        return False
 
     @abstractmethod
     def statistics(self, weights: QuantizationArgs) -> tuple[type[Statistic], ...]:
@@ -167,27 +212,22 @@ class Algorithm(ABC):
         relative to one another, and to other algorithms'."""
 
     @abstractmethod
-    def prepare_bytes(
-        self, num_rows: int, num_channels: int, args: QuantizationArgs, has_gram: bool
-    ) -> tuple[int, int]:
-        """At most alive while `prepare` runs on a weight [O, I], and of that what it returns, beside its arguments.
-
-        `has_gram`: an `InputGram` is among the statistics, whether the algorithm asks for one or not.
-        """
+    def prepare_bytes(self, num_rows: int, num_channels: int, args: QuantizationArgs, kinds: Kinds) -> tuple[int, int]:
+        """At most alive while `prepare` runs on a weight [O, I], and of that what it returns, beside its arguments."""
 
     @abstractmethod
-    def tile_bytes(self, num_rows: int, num_channels: int, args: QuantizationArgs, has_gram: bool) -> int:
+    def tile_bytes(self, num_rows: int, num_channels: int, args: QuantizationArgs, kinds: Kinds) -> int:
         """At most alive inside `solve_tiles` for R rows of I channels, with its result, beside its arguments."""
 
-    def workspace_bytes(self, num_rows: int, num_channels: int, args: QuantizationArgs, has_gram: bool) -> int:
+    def workspace_bytes(self, num_rows: int, num_channels: int, args: QuantizationArgs, kinds: Kinds) -> int:
         """At most alive inside `solve` of a weight [O, I], with its result, beside weight and statistics.
 
         A closed form of those above: while preparing; then beside what is prepared a stack of tiles with the results of
         all others, or all results twice, when they are joined.
         """
         height = min(num_rows, STACK)
-        peak, held = self.prepare_bytes(num_rows, num_channels, args, has_gram)
-        tile = self.tile_bytes(height, num_channels, args, has_gram)
+        peak, held = self.prepare_bytes(num_rows, num_channels, args, kinds)
+        tile = self.tile_bytes(height, num_channels, args, kinds)
         others = result_bytes(num_rows - height, num_channels, args)
         joined = 2 * result_bytes(num_rows, num_channels, args) if len(row_tiles(num_rows)) > 1 else 0
         return max(peak, held + max(tile + others, joined))

@@ -25,8 +25,7 @@ Alternatives not taken: the inverse Hessian of the paper (two more factorization
 the factorization fails (the user would not know): damping is raised, and said to be.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import final
@@ -40,22 +39,43 @@ from lightning_compress.algorithms import gptq_triton
 from lightning_compress.algorithms.base import (
     Algorithm,
     Factor,
+    Kinds,
     Prepared,
     Solved,
     check_weight,
     input_gram,
     row_products,
+    row_tiles,
     stacks,
 )
-from lightning_compress.algorithms.scales import Grid, Scales, make_grid, num_groups, scales_bytes, tensor_scales
-from lightning_compress.errors import NonFiniteError, SolveError
-from lightning_compress.statistics import InputGram, Statistic, matrix_bytes
+from lightning_compress.algorithms.correction import (
+    JUDGED,
+    correct,
+    correction_bytes,
+    refit_bytes,
+    refitted,
+    row_errors,
+)
+from lightning_compress.algorithms.factor import MAX_DAMPING, PANEL, factorize
+from lightning_compress.algorithms.scales import (
+    Grid,
+    Scales,
+    make_grid,
+    num_groups,
+    scales_bytes,
+    tensor_scales,
+    values_of,
+)
+from lightning_compress.errors import SolveError
+from lightning_compress.statistics import Drift, InputGram, Statistic, matrix_bytes
 
+CORRECTS = ("none", "inputs", "residual")
+_NOT_CORRECTED = (
+    "Not corrected: it is called several times, or inside a module that cannot be traced, or shares its input with "
+    "modules of another scheme."
+)
 _SUB_BLOCK = 16
-_PANEL = 128
 _ALIGNMENT = 32  # of the matrices' rows, in elements
-_LEAST_RAISED_DAMPING = 0.001
-_MAX_DAMPING = 1.0
 
 
 @final
@@ -68,42 +88,79 @@ class Gptq(Algorithm):
         damping: what is added to the Gram's diagonal, as a fraction of its mean.
         activation_order: quantize the channels with the largest inputs first.
         scale_search: choose scales that minimize the rounding error, weighted by what it costs, instead of min-max.
+        correct: what the weight makes good for before it is quantized: errors of its "inputs", of these and of the
+            "residual" that its output is added to, or "none"; see `correction`. Takes a run of the original model
+            beside the quantized one.
+        strength, ridge: of the correction, fractions; None: chosen for every group by batches that are held out.
+        refit: how often scales are fitted to the codes, and codes found anew.
     """
 
     block_size: int = 128
     damping: float = 0.01
     activation_order: bool = True
     scale_search: bool = True
+    correct: str = "none"
+    strength: float | None = None
+    ridge: float | None = None
+    refit: int = 0
 
     def __post_init__(self) -> None:
         if self.block_size < 1:
             raise ValueError(f"block_size must be at least 1, not {self.block_size}; 128 is a good choice.")
-        if not 0 <= self.damping <= _MAX_DAMPING:
-            raise ValueError(f"damping must be from 0 to {_MAX_DAMPING}, not {self.damping}; 0.01 is a good choice.")
+        if not 0 <= self.damping <= MAX_DAMPING:
+            raise ValueError(f"damping must be from 0 to {MAX_DAMPING}, not {self.damping}; 0.01 is a good choice.")
+        if self.correct not in CORRECTS:
+            raise ValueError(f"correct must be one of {', '.join(CORRECTS)}, not {self.correct}.")
+        if self.strength is not None and not 0 <= self.strength <= 1:
+            raise ValueError(f"strength must be from 0 to 1, or null to choose it, not {self.strength}.")
+        if self.ridge is not None and not self.ridge > 0:
+            raise ValueError(
+                f"ridge must be more than 0, or null to choose it, not {self.ridge}; 0.1 is a good choice."
+            )
+        if self.refit < 0:
+            raise ValueError(f"refit must be at least 0, not {self.refit}; 1 or 2 help at 2 bits.")
+
+    @property
+    def corrects_residual(self) -> bool:
+        return self.correct == "residual"
 
     def statistics(self, weights: QuantizationArgs) -> tuple[type[Statistic], ...]:
-        return (InputGram,)
+        return (InputGram,) if self.correct == "none" else (InputGram, Drift)
 
     def costs(self, num_rows: int, num_channels: int) -> tuple[float, float]:
         # in floating-point operations of a fast product, measured on a CPU core: the factor runs at that rate, the rows
         # at a third of it, and every channel costs calls, on each rank, that would do a million of them
-        return num_channels**3 / 3 + 1e6 * num_channels, 3 * num_rows * num_channels**2
+        serial, rows = num_channels**3 / 3 + 1e6 * num_channels, 3 * num_rows * num_channels**2
+        if self.correct != "none":  # factors and judged outputs for every ridge, and the last; a solution per row
+            serial += 4 * num_channels**3 / 3 + 12 * min(num_rows, JUDGED) * num_channels**2
+            rows += 4 * num_rows * num_channels**2
+        return serial, rows + self.refit * 6 * num_rows * num_channels**2
 
-    def prepare_bytes(
-        self, num_rows: int, num_channels: int, args: QuantizationArgs, has_gram: bool
-    ) -> tuple[int, int]:
+    def prepare_bytes(self, num_rows: int, num_channels: int, args: QuantizationArgs, kinds: Kinds) -> tuple[int, int]:
         gram, vectors = 4 * num_channels**2, 40 * num_channels
-        panels = 3 * 4 * _PANEL * num_channels  # of the reordered Gram, and of the factor that takes its place
+        panels = 3 * 4 * PANEL * num_channels  # of the reordered Gram, and of the factor that takes its place
         scales = scales_bytes(num_rows, num_channels, args, self.scale_search) if args.strategy == "tensor" else 0
-        return max(matrix_bytes(num_channels), 2 * gram + vectors + max(panels, scales)), 2 * gram + vectors
+        held = 2 * gram + vectors
+        if Drift in kinds:
+            correcting, corrected = correction_bytes(num_rows, num_channels)
+            whole = 8 * num_rows * num_channels if args.strategy == "tensor" else 0  # what is quantized, of all rows
+            scales, held = max(scales + corrected + whole, correcting), held + corrected
+        return max(matrix_bytes(num_channels), 2 * gram + vectors + max(panels, scales)), held
 
-    def tile_bytes(self, num_rows: int, num_channels: int, args: QuantizationArgs, has_gram: bool) -> int:
+    def tile_bytes(self, num_rows: int, num_channels: int, args: QuantizationArgs, kinds: Kinds) -> int:
         num_rows += -num_rows % _ALIGNMENT
         # [R, I] each: the weight and w - q as float32, codes, codes in their own order, and transposed
         matrices = num_rows * num_channels * (4 + 4 + 1 + 1 + 1)
         blocks = 3 * 4 * num_rows * min(self.block_size, num_channels)  # targets, rounded values, a product
         stored = num_rows * (13 * num_groups(num_channels, args) + 32)
-        return max(matrices + blocks + stored, scales_bytes(num_rows, num_channels, args, self.scale_search))
+        targets = 0 if Drift not in kinds else 2 * 4 * num_rows * num_channels
+        solving = targets + max(
+            matrices + blocks + stored, scales_bytes(num_rows, num_channels, args, self.scale_search)
+        )
+        codes = num_rows * num_channels * (2 + self.refit)  # of every round, and of the result
+        measuring = 0 if Drift not in kinds else targets + 5 * 4 * num_rows * num_channels
+        refitting = 0 if not self.refit else refit_bytes(num_rows, num_channels, num_groups(num_channels, args))
+        return max(solving, codes + stored * (1 + self.refit) + max(measuring, refitting))
 
     @torch.no_grad()
     def prepare(
@@ -126,8 +183,20 @@ class Gptq(Algorithm):
         if gram.shape[0] != weight.shape[1]:
             raise SolveError(f"The weight {tuple(weight.shape)} does not fit a Gram of {gram.shape[0]} channels.")
         factor = factorize(gram, self.damping, self.activation_order)
+        notes = list(factor.notes)
+        drift, correction = statistics.get(Drift), None
+        if isinstance(drift, Drift):
+            correction = correct(gram, drift, self.strength, self.ridge)
+            if grid.per_tensor:
+                weight = torch.cat([correction.target(weight[rows], rows) for rows in row_tiles(len(weight))])
+            notes.append(correction.described)
+        elif self.correct != "none":
+            notes.append(_NOT_CORRECTED)
         num_dead = int((gram.diagonal() == 0).sum())
-        dead = f"{num_dead} of {len(gram)} input channels were always zero; their weights were rounded to nearest."
+        if num_dead:
+            notes.append(
+                f"{num_dead} of {len(gram)} input channels were always zero; their weights were rounded to nearest."
+            )
         weighting = torch.empty_like(factor.pivots)
         weighting[factor.order] = factor.pivots
         return Prepared(
@@ -137,109 +206,72 @@ class Gptq(Algorithm):
             scale_search=self.scale_search,
             tensor_scales=tensor_scales(weight, weighting, grid, self.scale_search, row_splits),
             factor=factor,
-            notes=(*factor.notes, dead) if num_dead else factor.notes,
+            correction=correction,
+            notes=tuple(notes),
         )
 
     @torch.no_grad()
     def solve_tiles(self, weight: Tensor, tiles: Sequence[slice], prepared: Prepared) -> list[Solved]:
-        factor = prepared.factor
-        assert factor is not None
+        correction = prepared.correction
         solved: list[Solved] = []
         for stack in stacks(tiles):
             parts = [weight[rows] for rows in stack]
-            scales = [prepared.scales_of(part, rows) for part, rows in zip(parts, stack, strict=True)]
-            found = nearest_plane(parts, factor, scales, prepared.grid, self.block_size)
-            solved += [
-                Solved(
-                    codes=codes,
-                    scale=scale.scale,
-                    zero_point=scale.zero_point,
-                    row_error=row_error,
-                    row_energy=row_products(part, prepared.gram),
-                    damping=factor.damping,
-                    notes=prepared.notes,
-                    per_tensor=prepared.grid.per_tensor,
-                )
-                for part, scale, (codes, row_error) in zip(parts, scales, found, strict=True)
-            ]
+            if correction is not None:
+                parts = [correction.target(part, rows) for part, rows in zip(parts, stack, strict=True)]
+            found = self._solve_stack(parts, stack, prepared)
+            for rows, (codes, scales, row_error) in zip(stack, found, strict=True):
+                if correction is None:
+                    row_energy = row_products(weight[rows], prepared.gram)
+                else:
+                    quantized = values_of(codes, scales, prepared.grid)
+                    row_error, row_energy = row_errors(weight[rows], quantized, rows, correction, prepared.gram)
+                solved.append(_solved(codes, scales, row_error, row_energy, prepared))
         return solved
 
+    def _solve_stack(
+        self, parts: Sequence[Tensor], stack: Sequence[slice], prepared: Prepared
+    ) -> list[tuple[Tensor, Scales, Tensor]]:
+        """Codes, scales and row errors of tiles that go through the channels together."""
+        factor, gram, grid = prepared.factor, prepared.gram, prepared.grid
+        assert factor is not None
+        assert gram is not None
+        scales = [prepared.scales_of(part, rows) for part, rows in zip(parts, stack, strict=True)]
+        found = nearest_plane(parts, factor, scales, grid, self.block_size)
+        tried = [[(codes, scale, error)] for scale, (codes, error) in zip(scales, found, strict=True)]
+        for number in range(0 if grid.per_tensor else self.refit):
+            if number:
+                found = nearest_plane(parts, factor, scales, grid, self.block_size)
+            codes_of = [codes for codes, _ in found]
+            scales = [
+                refitted(part, gram, codes, scale, grid)
+                for part, codes, scale in zip(parts, codes_of, scales, strict=True)
+            ]
+            for part, codes, scale, before in zip(parts, codes_of, scales, tried, strict=True):
+                before.append((codes, scale, row_products(part.float() - values_of(codes, scale, grid), gram)))
+        return [_best_rows(each) for each in tried]
 
-def factorize(gram: Tensor, damping: float, activation_order: bool = True) -> Factor:
-    """Damp, order and factorize a Gram [I, I]; if that fails, with ten times the damping, up to its mean diagonal.
 
-    Raises:
-        NonFiniteError: NaN or Inf in the Gram.
-        SolveError: it is zero, or cannot be factorized with any admitted damping.
-    """
-    num_channels, diagonal = len(gram), gram.diagonal()
-    if not bool(torch.isfinite(diagonal).all()):  # no entry of a Gram is larger than its diagonal
-        raise NonFiniteError(
-            f"The Gram of {num_channels} input channels holds NaN or Inf: activations overflowed during calibration. "
-            "Run the model in bfloat16 or float32, or exclude the module with `ignore`."
-        )
-    mean = float(diagonal.mean(dtype=torch.float64))
-    if mean <= 0:
-        raise SolveError(
-            f"All {num_channels} input channels were zero in every calibration token: exclude the module with "
-            "`ignore`, or quantize it with the algorithm `rtn`."
-        )
-    first_to_last = torch.arange(num_channels, device=gram.device)
-    if activation_order:
-        first_to_last = diagonal.argsort(descending=True, stable=True)
-    order = first_to_last.flip(0)
-    tried = damping
-    while (lower := _cholesky(_reordered(gram, order), tried * mean)) is None:
-        if tried >= _MAX_DAMPING:
-            raise SolveError(
-                f"The Gram of {num_channels} input channels cannot be factorized even with damping {tried:g}: "
-                "calibrate with more tokens, or quantize this module with the algorithm `rtn`."
-            )
-        tried = min(max(10 * tried, _LEAST_RAISED_DAMPING), _MAX_DAMPING)
-    raised = f"Damping was raised from {damping:g} to {tried:g}: the Gram was not positive definite with less."
-    pivots = lower.diagonal().clone()
-    return Factor(
-        order=order,
-        lower=lower.div_(pivots),
-        pivots=pivots.square(),
-        damping=tried,
-        added=tried * mean,
-        notes=(raised,) if tried != damping else (),
+def _best_rows(tried: Sequence[tuple[Tensor, Scales, Tensor]]) -> tuple[Tensor, Scales, Tensor]:
+    """Of several solutions of the same rows, for every row the one of least error."""
+    errors = torch.stack([error for _, _, error in tried])
+    best, rows = errors.argmin(0), torch.arange(errors.shape[1], device=errors.device)
+    codes = torch.stack([codes for codes, _, _ in tried])[best, rows]
+    scale = torch.stack([scales.scale for _, scales, _ in tried])[best, rows]
+    return codes, Scales(scale, tried[0][1].zero_point), errors[best, rows]
+
+
+def _solved(codes: Tensor, scales: Scales, row_error: Tensor, row_energy: Tensor, prepared: Prepared) -> Solved:
+    assert prepared.factor is not None
+    return Solved(
+        codes=codes,
+        scale=scales.scale,
+        zero_point=scales.zero_point,
+        row_error=row_error,
+        row_energy=row_energy,
+        damping=prepared.factor.damping,
+        notes=prepared.notes,
+        per_tensor=prepared.grid.per_tensor,
     )
-
-
-def _reordered(gram: Tensor, order: Tensor) -> Tensor:
-    """The Gram [I, I] with rows and columns in `order`, by panels: whole, a third matrix would exist for a moment."""
-    result = torch.empty_like(gram)
-    for panel, rows in zip(result.split(_PANEL), order.split(_PANEL), strict=True):
-        torch.index_select(gram.index_select(0, rows), 1, order, out=panel)
-    return result
-
-
-def _cholesky(matrix: Tensor, added: float) -> Tensor | None:
-    """The lower Cholesky factor of `matrix` [I, I] + added * identity, in its place; None if not positive definite.
-
-    On a CPU in panels, because LAPACK's last bits depend on the number of threads: panels are factorized by one thread,
-    and products do the rest. Theirs were the same at 1 to 4 threads wherever 128 divides I (at I = 1000, at 1 and 2
-    only). It is also faster than LAPACK, and no less accurate.
-    """
-    matrix.diagonal().add_(added)
-    if matrix.device.type != "cpu":
-        factor, info = torch.linalg.cholesky_ex(matrix)
-        return factor if int(info) == 0 and bool(torch.isfinite(factor.diagonal()).all()) else None
-    lower, size = matrix, len(matrix)
-    for start in range(0, size, _PANEL):
-        end = min(start + _PANEL, size)
-        lower[start:, start:end].addmm_(lower[start:, :start], lower[start:end, :start].t(), alpha=-1)
-        with _one_thread():
-            corner, info = torch.linalg.cholesky_ex(lower[start:end, start:end])
-            if int(info) != 0 or not bool(torch.isfinite(corner).all()):
-                return None
-            inverse = torch.linalg.solve_triangular(corner, torch.eye(end - start), upper=False)
-        lower[start:end, start:end] = corner
-        lower[end:, start:end] = lower[end:, start:end] @ inverse.t()
-        lower[start:end, end:] = 0
-    return lower
 
 
 def nearest_plane(
@@ -332,13 +364,3 @@ def quantize_block(
             else:
                 torch.addcdiv(shifts[group], t, s, out=q).round_().clamp_(grid.low, grid.high)
                 torch.addcmul(w, q - shifts[group], s, value=-1, out=d)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

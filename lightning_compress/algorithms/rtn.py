@@ -19,6 +19,7 @@ from torch import Tensor
 from lightning_compress.algorithms.base import (
     TILE,
     Algorithm,
+    Kinds,
     Prepared,
     Solved,
     check_weight,
@@ -34,7 +35,7 @@ from lightning_compress.algorithms.scales import (
     tensor_scales,
     values_of,
 )
-from lightning_compress.statistics import Statistic, matrix_bytes
+from lightning_compress.statistics import InputGram, Statistic, matrix_bytes
 
 
 @final
@@ -55,16 +56,15 @@ class Rtn(Algorithm):
     def costs(self, num_rows: int, num_channels: int) -> tuple[float, float]:
         return 0.0, (2000 if self.scale_search else 100) * num_rows * num_channels
 
-    def prepare_bytes(
-        self, num_rows: int, num_channels: int, args: QuantizationArgs, has_gram: bool
-    ) -> tuple[int, int]:
+    def prepare_bytes(self, num_rows: int, num_channels: int, args: QuantizationArgs, kinds: Kinds) -> tuple[int, int]:
+        has_gram = InputGram in kinds
         gram = 4 * num_channels**2 if has_gram else 0
         scales = scales_bytes(num_rows, num_channels, args, self.scale_search) if args.strategy == "tensor" else 0
         return max(matrix_bytes(num_channels) if has_gram else 0, gram + scales), gram
 
-    def tile_bytes(self, num_rows: int, num_channels: int, args: QuantizationArgs, has_gram: bool) -> int:
+    def tile_bytes(self, num_rows: int, num_channels: int, args: QuantizationArgs, kinds: Kinds) -> int:
         # [R, I] each: codes, weight, values and their factor as float32; or codes, a difference, its double, the square
-        per_weight = 1 + 4 + 4 + 4 if has_gram else 1 + 4 + 8 + 8
+        per_weight = 1 + 4 + 4 + 4 if InputGram in kinds else 1 + 4 + 8 + 8
         height = min(num_rows, TILE)
         matrices = height * (num_channels * per_weight + 16) + 13 * height * num_groups(num_channels, args)
         tile = max(matrices, scales_bytes(height, num_channels, args, self.scale_search))

@@ -106,8 +106,8 @@ def minmax_scales(weight: Tensor, grid: Grid) -> Scales:
     """Scales that just cover every group of `weight` [R, I]; if the grid is per tensor, all rows are one group."""
     low, high = _ranges(weight, grid)
     if grid.symmetric:
-        return Scales(_stored(torch.maximum(-low, high) / ((grid.high - grid.low) / 2), grid), None)
-    scale = _stored((high - low) / (grid.high - grid.low), grid)
+        return Scales(stored(torch.maximum(-low, high) / ((grid.high - grid.low) / 2), grid), None)
+    scale = stored((high - low) / (grid.high - grid.low), grid)
     zero_point = (grid.low - low / scale.float()).round_().clamp_(grid.low, grid.high)
     return Scales(scale, zero_point.to(torch.int8))
 
@@ -138,11 +138,11 @@ def search_scales(weight: Tensor, weighting: Tensor | None, grid: Grid, shrinks:
     if grid.signed_scales:
         low, high = _ranges(weight, grid)
         first = torch.where(high > -low, -first, first)
-    candidates = torch.stack([_stored(first * shrink, grid).float() for shrink in shrinks])
+    candidates = torch.stack([stored(first * shrink, grid).float() for shrink in shrinks])
     cross, square = _moments(weight, weighting, candidates, start.zero_point, grid)
     if grid.per_tensor:
         cross, square = (total.sum(1, keepdim=True).expand_as(total) for total in (cross, square))
-    refitted = _stored(cross / square.clamp_min(torch.finfo(torch.float32).tiny), grid).float()
+    refitted = stored(cross / square.clamp_min(torch.finfo(torch.float32).tiny), grid).float()
     candidates, cross, square = torch.cat([candidates, refitted]), cross.repeat(2, 1, 1), square.repeat(2, 1, 1)
     error = candidates * (candidates * square - 2 * cross)  # less sum(d w^2), which all candidates share
     best = candidates.gather(0, error.argmin(0, keepdim=True))[0]
@@ -215,7 +215,7 @@ def _moments(
     return cross, square.square_()
 
 
-def _stored(scale: Tensor, grid: Grid) -> Tensor:
+def stored(scale: Tensor, grid: Grid) -> Tensor:
     """`scale` rounded to the storage dtype; 0 (an all-zero group) becomes its eps, as in compressed-tensors."""
     rounded = scale.to(grid.scale_dtype)
     return rounded.masked_fill_(rounded == 0, torch.finfo(grid.scale_dtype).eps)

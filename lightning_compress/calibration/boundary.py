@@ -16,6 +16,7 @@ from lightning_compress.calibration.flow import Flow
 from lightning_compress.calibration.resume import replacing, sync
 from lightning_compress.distributed.collective import Collective
 from lightning_compress.errors import CommunicationError, OutputDirectoryError
+from lightning_compress.graph.shadow import Key, Shadow
 
 FOLDER = "activations"
 
@@ -43,7 +44,7 @@ def save_boundary(folder: Path, index: int, flow: Flow, share: Sequence[int], co
             partial.mkdir()
         collective.gather(None, what)
         for batch, number in enumerate(share):
-            values = {node.name: value for node, value in flow.cache.load(batch, flow.cache.keys(batch)).items()}
+            values = {key.name: value for key, value in flow.cache.load(batch, flow.cache.keys(batch)).items()}
             with replacing(partial / _file_name(number)) as file:
                 torch.save(values, file)
         collective.gather(None, what)
@@ -80,12 +81,14 @@ def restore_boundary(folder: Path, flow: Flow, num_finished: int, share: Sequenc
     index = collective.broadcast(max(usable, default=-1), "finding the activations that were kept")
     if index < 0 or flow.traced is None:
         return -1
-    nodes = {node.name: node for node in flow.traced.graph.nodes}
+    keys: dict[str, Key] = {node.name: node for node in flow.traced.graph.nodes}
+    if flow.reference is not None:
+        keys.update({shadow.name: shadow for shadow in map(Shadow, flow.reference.diverging)})
     for batch, number in enumerate(share):
         file = folder / f"{index:05d}" / _file_name(number)
         try:
             values = torch.load(file, map_location="cpu", weights_only=True)
-            found = {nodes[name]: value for name, value in values.items()}
+            found = {keys[name]: value for name, value in values.items()}
         except (OSError, RuntimeError, KeyError, EOFError, pickle.UnpicklingError) as error:
             raise OutputDirectoryError(
                 f"The activations in {file} cannot be read: {error}. Delete the folder {folder} and start the same run "

@@ -4,7 +4,7 @@ Calibration (`loop`) and evaluation (`evaluate`) are both made of this.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -12,15 +12,17 @@ import torch
 from torch import fx, nn
 
 from lightning_compress.calibration.observe import stretches
+from lightning_compress.calibration.reference import Reference, run_original
 from lightning_compress.graph.execute import execute
+from lightning_compress.graph.shadow import Key, node_of, with_shadows
 from lightning_compress.graph.stages import Source, Step, Subgraph, last_steps
 from lightning_compress.graph.trace import Traced
 from lightning_compress.memory.activations import ActivationCache, versions
 from lightning_compress.memory.placement import Placement
 from lightning_compress.memory.store import WeightStore
 
-Values = dict[fx.Node, object]
-Watch = Callable[[Sequence[Source], Values], AbstractContextManager[None]]
+Values = dict[Key, object]
+Watch = Callable[[int, Sequence[Source], Values], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Flow:
         placement: where both are.
         last: the number of the last step that reads a value; steps are numbered through all subgraphs.
         masks: for a source, the input that marks its padding tokens.
+        reference: the original model beside the one that runs; None: nothing asks for it.
     """
 
     root: nn.Module
@@ -44,8 +47,9 @@ class Flow:
     cache: ActivationCache
     store: WeightStore
     placement: Placement
-    last: Mapping[fx.Node, int]
+    last: Mapping[Key, int]
     masks: Mapping[Source, fx.Node]
+    reference: Reference | None = None
 
     @property
     def device(self) -> torch.device:
@@ -58,11 +62,18 @@ class Flow:
         return self.store.moved + self.cache.moved
 
 
-def last_uses(subgraphs: Sequence[Subgraph], until_end: Sequence[fx.Node]) -> dict[fx.Node, int]:
+def last_uses(
+    subgraphs: Sequence[Subgraph], until_end: Sequence[fx.Node], reference: Reference | None = None
+) -> dict[Key, int]:
     """For each value the number of the last step that reads it, which is the number of steps for values that have to
-    outlive them all."""
-    num_steps = sum(len(subgraph.steps) for subgraph in subgraphs)
-    return {**last_steps(subgraphs), **dict.fromkeys(until_end, num_steps)}
+    outlive them all; those that a reference run has of its own are read when the others are."""
+    steps = [step for subgraph in subgraphs for step in subgraph.steps]
+    found = {**last_steps(subgraphs), **dict.fromkeys(until_end, len(steps))}
+    for number, step in enumerate(steps):
+        read = set() if reference is None else reference.residual_nodes(step.observe)
+        found.update({node: max(found.get(node, 0), number) for node in read})
+    diverging = frozenset() if reference is None else reference.diverging
+    return {key: found[node_of(key)] for key in with_shadows(found, diverging)}
 
 
 def onloaded(flow: Flow, index: int) -> AbstractContextManager[None]:
@@ -81,7 +92,7 @@ def run_step(
     flow: Flow,
     step: Step,
     number: int,
-    watch: Watch = lambda sources, values: nullcontext(),
+    watch: Watch = lambda batch, sources, values: nullcontext(),
     wanted: frozenset[fx.Node] = frozenset(),
 ) -> Iterator[Values]:
     """Run a step's nodes on every batch; to be exhausted.
@@ -90,7 +101,7 @@ def run_step(
         flow: what the step is part of; its subgraph is onloaded.
         step: what to run.
         number: of the step.
-        watch: entered while nodes run, with the sources to observe there.
+        watch: entered while nodes run, with the number of the batch and the sources to observe there.
         wanted: values to be yielded though no later step reads them.
 
     Yields:
@@ -98,32 +109,48 @@ def run_step(
     """
     if flow.traced is None or not (step.nodes or step.observe or wanted):
         return
+    reference, traced = flow.reference, flow.traced
+    diverging = frozenset[fx.Node]() if reference is None else reference.diverging
     masks = {flow.masks[source] for source in step.observe if source in flow.masks}
+    masks |= set() if reference is None else reference.residual_nodes(step.observe)
     read = {node for computed in step.nodes for node in computed.all_input_nodes}
     observed = {source.node for source in step.observe} | masks | wanted
-    outliving = {node for node, use in flow.last.items() if use > number}
-    pieces = stretches(step)
+    outliving = {key for key, use in flow.last.items() if use > number}
+    pieces = [(_shared_first(nodes, diverging), sources) for nodes, sources in stretches(step)]
+    ordered = [node for (shared, own), _ in pieces for node in (*shared, *own)]
     needed_at_end = {source.node for source in pieces[-1][1]} | masks | wanted
-    drop_after = _drops(step, needed_at_end | outliving if step.keep else needed_at_end)
+    drop_after = _drops(ordered, needed_at_end | outliving if step.keep else needed_at_end)
+    loaded = with_shadows(read | observed, diverging)
     for batch in range(len(flow.cache)):
-        values = flow.cache.load(batch, read | observed, copy=not step.keep)
-        before = {node: versions(value) for node, value in values.items()}
-        for nodes, sources in pieces:
-            with watch(sources, values):
-                execute(nodes, values, flow.root, flow.traced.constants, flow.device, drop_after)
+        values = flow.cache.load(batch, loaded, copy=not step.keep)
+        before = {key: versions(value) for key, value in values.items()}
+        for (shared, own), sources in pieces:
+            execute(shared, values, flow.root, traced.constants, flow.device, drop_after)
+            if reference is not None:
+                run_original(own, values, flow.root, traced, flow.device, reference, drop_after)
+            with watch(batch, sources, values):
+                execute(own, values, flow.root, traced.constants, flow.device, drop_after)
         if step.keep:
-            changed = {node: value for node, value in values.items() if before.get(node) != versions(value)}
-            flow.cache.store(batch, {node: value for node, value in changed.items() if node in outliving})
+            changed = {key: value for key, value in values.items() if before.get(key) != versions(value)}
+            flow.cache.store(batch, {key: value for key, value in changed.items() if key in outliving})
             flow.cache.retain(batch, outliving)
             del changed  # what went to the file must not live on while the next batch runs
         yield values
         del values
 
 
-def _drops(step: Step, kept: set[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """For each node of a step the values that nothing reads after it: freed at once, within the batch."""
+def _shared_first(nodes: Sequence[fx.Node], diverging: Set[fx.Node]) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]]:
+    """The nodes whose values a reference run shares, which depend on no others; and those that run twice, or all where
+    there is none."""
+    if not diverging:
+        return (), tuple(nodes)
+    return tuple(node for node in nodes if node not in diverging), tuple(node for node in nodes if node in diverging)
+
+
+def _drops(nodes: Sequence[fx.Node], kept: Set[Key]) -> dict[fx.Node, list[fx.Node]]:
+    """For each of these nodes the values that none of them reads after it: freed at once, within the batch."""
     last: dict[fx.Node, fx.Node] = {}
-    for node in step.nodes:
+    for node in nodes:
         last.update(dict.fromkeys((*node.all_input_nodes, node), node))
     drops: dict[fx.Node, list[fx.Node]] = {}
     for value, node in last.items():

@@ -19,7 +19,8 @@ in-place writes have to be told from copies.
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -31,8 +32,10 @@ from lightning_compress.algorithms.base import result_bytes
 from lightning_compress.calibration.flow import Values, run_step
 from lightning_compress.calibration.loop import Calibration
 from lightning_compress.calibration.observe import Statistics, begin_statistics, observing
+from lightning_compress.calibration.reference import missing_outputs
 from lightning_compress.calibration.repeats import repeated
 from lightning_compress.calibration.solve import bytes_together
+from lightning_compress.calibration.stand_ins import LikeQuantizing, allowance
 from lightning_compress.errors import BudgetError
 from lightning_compress.graph.compat import (
     attributes_restored,
@@ -43,18 +46,17 @@ from lightning_compress.graph.compat import (
     replace_by_fakes,
 )
 from lightning_compress.graph.leaf import Leaf, leaf_input
+from lightning_compress.graph.shadow import Key, Shadow, node_of, with_shadows
 from lightning_compress.graph.sizes import bindings, traced_bytes, traced_output
 from lightning_compress.graph.stages import Group, Source, Step, Subgraph
 from lightning_compress.memory.activations import LEAST_SPILLED, ActivationCache
 from lightning_compress.memory.budget import Moment, Needs
 from lightning_compress.memory.tracker import LiveMemory
 from lightning_compress.memory.work import Work, WorkMeter, times
-from lightning_compress.statistics import InputGram, Statistic
+from lightning_compress.statistics import Statistic
 
 PACKING = 16
 """Bytes per weight that compressed-tensors has alive while it packs one module, its result included (0.19 and 0.20)."""
-QUANTIZING = 4
-"""Copies of a module's input that exist while it is quantized and dequantized, the result included."""
 _CPU = torch.device("cpu")
 
 
@@ -68,7 +70,7 @@ def footprint(run: Calibration, batches: Sequence[Sequence[Tensor]]) -> tuple[Ne
     meter = _Meter(run, batches)
     rows: list[Needs] = []
     number = 0
-    start: set[fx.Node] = set()  # what waits when a subgraph begins
+    start: set[Key] = set()  # what waits when a subgraph begins
     with meter.on_fakes():
         for index, subgraph in enumerate(run.flow.subgraphs):
             before, start = start, meter.cached
@@ -85,9 +87,11 @@ def footprint(run: Calibration, batches: Sequence[Sequence[Tensor]]) -> tuple[Ne
                     solve, size = meter.solve(group, packed + together)
                     moments.append(solve)
                     packed += size
+                    meter.keep(group, index)
                 meter.forget(step)
                 number += 1
             moments.append(meter.write(subgraph, packed))
+            meter.forget_originals(index)
             rows.append(Needs(subgraph.name, meter.brought(subgraph), tuple(moments)))
     return tuple(rows)
 
@@ -121,9 +125,14 @@ class _Meter:
         leaves = {node.target.name: node for node in traced.graph.nodes if isinstance(node.target, Leaf)}
         placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
         inputs = [fake_like(mode, tensor) for tensor in self._largest]
-        cache = ActivationCache([dict(zip(placeholders, inputs, strict=True))], device=_CPU)
+        known: dict[Key, object] = dict(zip(placeholders, inputs, strict=True))
+        reference = self._run.flow.reference
+        if reference is not None:
+            known.update({Shadow(node): known[node] for node in placeholders if node in reference.diverging})
+            reference = replace(reference, originals={})
+        cache = ActivationCache([known], device=_CPU)
         placement = replace(self._run.flow.placement, device=_CPU)
-        self._flow = replace(self._run.flow, cache=cache, placement=placement, masks={})
+        self._flow = replace(self._run.flow, cache=cache, placement=placement, masks={}, reference=reference)
         with attributes_restored(self._root):
             replace_by_fakes(self._root, mode)
             self._memory.ignore(*self._root.parameters(), *self._root.buffers(), *inputs)
@@ -138,9 +147,14 @@ class _Meter:
             return []
         before, cached = self._waiting(), self.cached
         read = {node for computed in step.nodes for node in computed.all_input_nodes}
+        observed = {source.node for source in step.observe}
+        if self._flow.reference is not None:
+            observed |= self._flow.reference.residual_nodes(step.observe)
         self._memory.reset_peak()
         try:
-            begin_statistics(step.observe, self._run.needs, self._run.channels, _CPU, self._statistics)
+            begin_statistics(
+                step.observe, self._run.needs, self._run.channels, self._run.outputs, _CPU, self._statistics
+            )
             self._work.work.clear()
             deque(run_step(self._flow, step, number, self._watch), maxlen=0)
         except Exception as error:
@@ -163,9 +177,9 @@ class _Meter:
                 in_flight=in_flight,
                 batch=peak - statistics,
                 statistics=statistics,
-                workspace=packed,
+                workspace=packed + self._originals,
                 work=self._work_of_all(),
-                loaded=self._moved(cached & (read | {source.node for source in step.observe})),
+                loaded=self._moved(cached & with_shadows(read | observed, self._diverging)),
                 stored=self._moved(self.cached - cached),
             )
         ]
@@ -176,19 +190,30 @@ class _Meter:
         calls = self._work.work["call"] * len(self._numbers)
         return {**times(self._work.work, ratio), "call": calls}
 
-    def _moved(self, nodes: Set[fx.Node]) -> int:
+    @property
+    def _diverging(self) -> frozenset[fx.Node]:
+        return frozenset() if self._flow.reference is None else self._flow.reference.diverging
+
+    @property
+    def _originals(self) -> int:
+        """Bytes of original weights that are kept beside the quantized ones."""
+        reference = self._flow.reference
+        return 0 if reference is None else sum(weight.nbytes for weight in reference.originals.values())
+
+    def _moved(self, keys: Set[Key]) -> int:
         """Bytes of these values, of all batches, that may go to the file."""
-        found = [traced_bytes(node, sizes) for sizes in self._sizes for node in nodes if node.op != "placeholder"]
+        nodes = [node for node in map(node_of, keys) if node.op != "placeholder"]
+        found = [traced_bytes(node, sizes) for sizes in self._sizes for node in nodes]
         return sum(size for size in found if size >= LEAST_SPILLED)
 
     @property
-    def cached(self) -> set[fx.Node]:
+    def cached(self) -> set[Key]:
         """What waits now."""
         return set() if self._flow.traced is None else self._flow.cache.keys(0)
 
-    def repeats(self, index: int, before: set[fx.Node]) -> bool:
+    def repeats(self, index: int, before: set[Key]) -> bool:
         """Whether subgraph `index` is as the one before it, which began with `before`; then all is as behind it."""
-        if self._statistics or self._flow.traced is None:
+        if self._statistics or self._originals or self._flow.traced is None:
             return False
         nodes = repeated(self._run, index, before)
         if nodes is None or self.cached != {nodes.get(node, node) for node in before}:
@@ -202,15 +227,15 @@ class _Meter:
         weights = [self._root.get_submodule(name).get_parameter("weight") for name in group.members]
         num_rows, num_channels = sum(len(weight) for weight in weights), weights[0].shape[1]
         gathered = [self._statistics[source] for source in group.sources if source in self._statistics]
-        has_gram = any(InputGram in found for found in gathered)
-        workspace = assignment.algorithm.workspace_bytes(num_rows, num_channels, assignment.weights, has_gram)
+        kinds = {kind for found in gathered for kind in found}
+        workspace = assignment.algorithm.workspace_bytes(num_rows, num_channels, assignment.weights, kinds)
         merged = _nbytes_of(gathered[:1]) if len(gathered) > 1 else 0
         stacked = num_rows * num_channels * weights[0].itemsize
         results = result_bytes(num_rows, num_channels, assignment.weights)
         added = results - num_rows * num_channels * (8 - assignment.weights.num_bits) // 8
         packing = PACKING * max(weight.numel() for weight in weights)
         large, small = (sum(sizes) for sizes in self._waiting())
-        most = packed + merged + max(stacked + workspace, results + added + packing)
+        most = packed + self._originals + merged + max(stacked + workspace, results + added + packing)
         size = self._run.collective.size
         serial, shared = assignment.algorithm.costs(num_rows, num_channels)
         moment = Moment(
@@ -237,9 +262,21 @@ class _Meter:
             waiting=large,
             fixed=small,
             statistics=_nbytes_of(self._statistics.values()),
-            workspace=packed + copied + max([*kept, packed]),
+            workspace=packed + self._originals + copied + max([*kept, packed]),
             work={"writing": (packed + sum(kept)) / self._run.collective.size},
         )
+
+    def keep(self, group: Group, index: int) -> None:
+        """As the run does with the weights of a group that is solved in subgraph `index`; here they are not changed."""
+        reference = self._flow.reference
+        for name in group.members:
+            if reference is not None and reference.last_calls.get(name, -1) >= index:
+                reference.originals[name] = self._root.get_submodule(name).get_parameter("weight").detach()
+
+    def forget_originals(self, index: int) -> None:
+        """As the run does behind subgraph `index`."""
+        if self._flow.reference is not None:
+            self._flow.reference.forget(index)
 
     def forget(self, step: Step) -> None:
         """As the run does, when a step's groups are solved."""
@@ -258,7 +295,7 @@ class _Meter:
         if self._flow.traced is None:
             return [], []
         values = self._flow.cache.load(0, set(self._flow.last))
-        cached = {node: value for node, value in values.items() if node.op != "placeholder"}
+        cached = {key: value for key, value in values.items() if node_of(key).op != "placeholder"}
         leaves = [leaf.nbytes for leaf in pytree.tree_leaves(list(cached.values())) if isinstance(leaf, Tensor)]
         if not leaves:
             return [0] * len(self._sizes), [0] * len(self._sizes)
@@ -268,12 +305,12 @@ class _Meter:
         for sizes in self._sizes:
             key = tuple(sizes.values())
             if key not in known:
-                known[key] = sum(traced_bytes(node, sizes) for node in cached)
+                known[key] = sum(traced_bytes(node_of(each), sizes) for each in cached)
             totals.append(known[key] * self._num_cached / max(sum(leaves), 1))
         return [round(total * (1 - small)) for total in totals], [round(total * small) for total in totals]
 
     @contextmanager
-    def _watch(self, sources: Sequence[Source], values: Values) -> Iterator[None]:
+    def _watch(self, batch: int, sources: Sequence[Source], values: Values) -> Iterator[None]:
         """Gather statistics; where a mask leaves padding out, the other tokens are copied."""
         run = self._run
         masked = [
@@ -281,7 +318,8 @@ class _Meter:
             for source in sources
             if source in run.flow.masks
         ]
-        with observing(self._root, sources, values, {}, self._statistics):
+        missing = partial(missing_outputs, values=values, root=self._root, reference=self._flow.reference)
+        with observing(self._root, sources, values, {}, self._statistics, missing):
             copied = torch.empty(max(masked, default=0), dtype=torch.uint8)
             yield
         del copied
@@ -290,7 +328,7 @@ class _Meter:
         """What is solved computes with quantized inputs from then on."""
         for name in (name for group in step.solve for name in group.members):
             if self._run.resolved.assignments[name].scheme.input_activations is not None:
-                self._root.get_submodule(name).register_forward_pre_hook(_LikeQuantizing(torch.ones(2)))
+                self._root.get_submodule(name).register_forward_pre_hook(LikeQuantizing(torch.ones(2)))
 
     def _allowing(self, leaves: Mapping[str, fx.Node]) -> Callable[[str, nn.Module], Callable[..., Any]]:
         """Calls that fail on fake tensors take their allowance and return what was traced."""
@@ -301,7 +339,7 @@ class _Meter:
                     return module._call_impl(*args, **kwargs)
                 except Exception:  # whatever it is: how a module fails that looks at values is its own affair
                     output = traced_output(leaves[name], self._sizes_of_largest)
-                    torch.empty(_allowance(module, (args, kwargs), output), dtype=torch.uint8)
+                    torch.empty(allowance(module, (args, kwargs), output), dtype=torch.uint8)
                     return output
 
             return call
@@ -319,19 +357,6 @@ def _of_another(row: Needs, subgraph: Subgraph, brought: int) -> Needs:
     members = iter(", ".join(group.members) for step in subgraph.steps for group in step.solve)
     moments = (replace(each, of=next(members)) if each.what == "solve" else each for each in row.moments)
     return Needs(subgraph.name, brought, tuple(moments))
-
-
-@dataclass(frozen=True)
-class _LikeQuantizing:
-    """Takes what `InputQuantizer` does (which must not run on fake tensors: compressed-tensors caches some of them)."""
-
-    scale: Tensor
-
-    def __call__(self, _: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        if not args:
-            return args
-        torch.empty((QUANTIZING - 1) * args[0].nbytes, dtype=torch.uint8)
-        return (args[0].clone(), *args[1:])
 
 
 def _numel(batch: Sequence[Tensor]) -> int:
@@ -365,11 +390,3 @@ def _worst_mixture(before: Sequence[int], after: Sequence[int]) -> int:
     """
     done, left = [0, *accumulate(after)], [0, *accumulate(reversed(before))][::-1]
     return max((done[number] + left[number + 1] for number in range(len(before))), default=0)
-
-
-def _allowance(module: nn.Module, given: object, output: object) -> int:
-    """See the module's docstring."""
-    tensors = [leaf for leaf in pytree.tree_leaves((given, output)) if isinstance(leaf, Tensor)]
-    num_tokens = max((leaf.numel() // leaf.shape[-1] for leaf in tensors if leaf.ndim and leaf.shape[-1]), default=0)
-    widths = sum(max(parameter.shape[-2:]) for parameter in module.parameters() if parameter.ndim > 1)
-    return 4 * (sum(leaf.numel() for leaf in tensors) + 2 * num_tokens * widths)

@@ -36,6 +36,7 @@ from lightning_compress.calibration.observe import (
     settle_statistics,
 )
 from lightning_compress.calibration.records import ModuleRecord, SubgraphRecord
+from lightning_compress.calibration.reference import missing_outputs
 from lightning_compress.calibration.solve import QuantizedModule, Restored, apply, describe_scheme, put, solve_groups
 from lightning_compress.distributed.collective import Collective
 from lightning_compress.errors import SolveError
@@ -74,6 +75,7 @@ class Calibration:
         resolved: what happens to each module.
         needs: which statistics each source has to gather.
         channels: how many input channels each source has.
+        outputs: how many rows the modules that read it have.
         shares: for each rank the numbers of the batches that flow there, ascending.
         collective: all ranks of the run; each has the whole model, and its share of the batches.
     """
@@ -82,6 +84,7 @@ class Calibration:
     resolved: ResolvedRecipe
     needs: Mapping[Source, tuple[type[Statistic], ...]]
     channels: Mapping[Source, int]
+    outputs: Mapping[Source, int]
     shares: tuple[tuple[int, ...], ...]
     collective: Collective
 
@@ -117,7 +120,8 @@ def calibrate(run: Calibration, output: Output, keep_in: Path | None = None) -> 
     restored = -1 if keep_in is None else restore_boundary(keep_in, flow, progress.num_finished, *of_rank)
     first_step = 0
     for index, subgraph in enumerate(flow.subgraphs):
-        if index < progress.num_finished:
+        is_finished, runs_originals = index < progress.num_finished, flow.reference is not None and index > restored
+        if is_finished and not runs_originals:
             _take_from_output(flow, subgraph, index, output)
         clock = _Clock(flow.device)
         reset_peak(flow.device)
@@ -125,8 +129,10 @@ def calibrate(run: Calibration, output: Output, keep_in: Path | None = None) -> 
         with onloaded(flow, index):
             clock.lap("onload")
             prefetch(flow, index)
-            if index < progress.num_finished:
+            if is_finished:
                 _repeat(progress, subgraph, index, first_step, has_run=index <= restored)
+                if runs_originals:
+                    _take_from_output(flow, subgraph, index, output)
                 record = output.finished[index]
             else:
                 record = output.commit(subgraph, _solve(progress, subgraph, index, first_step, clock, moved))
@@ -135,6 +141,8 @@ def calibrate(run: Calibration, output: Output, keep_in: Path | None = None) -> 
                 if keep_in is not None and not is_last and not progress.statistics:  # those are not kept
                     save_boundary(keep_in, index, flow, *of_rank)
         first_step += len(subgraph.steps)
+        if flow.reference is not None:
+            flow.reference.forget(index)
         yield record
 
 
@@ -174,7 +182,7 @@ def _solve(
         clock.lap("run")
         if run.flow.placement.is_tight:
             trim_heap()  # holes that activations left do not serve what a solve asks for
-        modules += _solve_groups(progress, subgraph, step.solve)
+        modules += _solve_groups(progress, subgraph, index, step.solve)
         for source in step.forget:
             statistics.pop(source, None)
         clock.lap("solve")
@@ -193,7 +201,9 @@ def _solve(
     )
 
 
-def _solve_groups(progress: _Progress, subgraph: Subgraph, groups: Sequence[Group]) -> Iterator[ModuleRecord]:
+def _solve_groups(
+    progress: _Progress, subgraph: Subgraph, index: int, groups: Sequence[Group]
+) -> Iterator[ModuleRecord]:
     """Quantize the modules of groups that are ready together; nothing of one but what is packed outlives its turn."""
     run = progress.run
     group_of = {name: group for group in groups for name in group.members}
@@ -202,6 +212,8 @@ def _solve_groups(progress: _Progress, subgraph: Subgraph, groups: Sequence[Grou
         packed = progress.output.pack(quantized)
         group = group_of[quantized.module]
         record = _record(run, subgraph, group, quantized, _num_tokens(group, progress.statistics), packed)
+        if run.flow.reference is not None:
+            run.flow.reference.keep(quantized.module, run.flow.root, index)
         apply(quantized, run.flow.root, run.flow.store)
         del quantized  # the next group is about to be solved
         yield record
@@ -215,6 +227,8 @@ def _repeat(progress: _Progress, subgraph: Subgraph, index: int, first_step: int
     """
     run, output = progress.run, progress.output
     for name in subgraph.solved:
+        if run.flow.reference is not None and not has_run:
+            run.flow.reference.keep(name, run.flow.root, index)
         put(output.restore(index, name), name, run.resolved.assignments[name].scheme, run.flow.root, run.flow.store)
     remaining = run.flow.subgraphs[progress.num_finished :]
     shared = {s for part in remaining for step in part.steps for group in step.solve for s in group.sources}
@@ -228,10 +242,12 @@ def _run_step(progress: _Progress, step: Step, number: int) -> None:
     """Run a step's nodes on this rank's batches and gather the statistics of its sources, on all."""
     run, flow, statistics = progress.run, progress.run.flow, progress.statistics
 
-    def watch(sources: Sequence[Source], values: Values) -> AbstractContextManager[None]:
-        return observing(flow.root, sources, values, flow.masks, statistics)
+    def watch(batch: int, sources: Sequence[Source], values: Values) -> AbstractContextManager[None]:
+        missing = partial(missing_outputs, values=values, root=flow.root, reference=flow.reference)
+        is_held_out = flow.reference is not None and run.share[batch] in flow.reference.held_out
+        return observing(flow.root, sources, values, flow.masks, statistics, missing, is_held_out)
 
-    begin_statistics(step.observe, run.needs, run.channels, flow.device, statistics)
+    begin_statistics(step.observe, run.needs, run.channels, run.outputs, flow.device, statistics)
     batches = run_step(flow, step, number, watch)
     next(batches, None)
     if step.observe:

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from lightning_compress.distributed.collective import Collective
+from lightning_compress.graph.shadow import Key
 from lightning_compress.graph.stages import Source, Step, quantizable_calls
-from lightning_compress.statistics import Statistic
+from lightning_compress.statistics import Beside, Statistic
 
 Statistics = dict[Source, dict[type[Statistic], Statistic]]
 
@@ -18,11 +19,16 @@ Statistics = dict[Source, dict[type[Statistic], Statistic]]
 def observing(
     root: nn.Module,
     sources: Sequence[Source],
-    values: Mapping[fx.Node, object],
+    values: Mapping[Key, object],
     masks: Mapping[Source, fx.Node],
     statistics: Statistics,
+    missing: Callable[[Source], Tensor | None] = lambda source: None,
+    held_out: bool = False,
 ) -> Iterator[None]:
     """Update the statistics of `sources`, which have begun, with what one batch computes inside the context.
+
+    `missing` tells what the outputs of a source's modules lack, [..., O], before the batch has changed it; `held_out`,
+    whether the batch is one to judge by.
 
     A value of the graph is read from `values` at the end; the input of a module inside an opaque leaf is caught by a
     hook while the leaf runs. However often the batch calls that module, its statistics are updated once: the batch is
@@ -49,27 +55,31 @@ def observing(
                 hooks.enter_context(_catching(root.get_submodule(source.inner), partial(catch, source)))
         yield
         for source in wanted:
+            beside = None
             if source.inner is None:
                 x = unpadded(source, values[source.node])
+                lacking = missing(source)
+                beside = None if lacking is None else Beside(unpadded(source, lacking), held_out)
             elif source in caught:
                 parts = caught.pop(source)
                 x = parts[0] if len(parts) == 1 else torch.cat(parts)
             else:
                 continue  # not called
             for statistic in statistics[source].values():
-                statistic.update(x)
+                statistic.update(x, beside)
 
 
 def begin_statistics(
     sources: Sequence[Source],
     needs: Mapping[Source, tuple[type[Statistic], ...]],
     channels: Mapping[Source, int],
+    outputs: Mapping[Source, int],
     device: torch.device,
     statistics: Statistics,
 ) -> None:
     """Let `sources` have the statistics that they need, which have seen nothing yet."""
     for source in sources:
-        statistics[source] = {kind: kind(channels[source], device) for kind in needs[source]}
+        statistics[source] = {kind: kind(channels[source], device, outputs[source]) for kind in needs[source]}
 
 
 def settle_statistics(

@@ -1,7 +1,8 @@
 """Everything before the first subgraph: the model's state, the graph, the stages, the caches."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -10,12 +11,14 @@ from torch import Tensor, fx, nn
 from lightning_compress.calibration.batches import CalibrationSet
 from lightning_compress.calibration.flow import Flow, last_uses
 from lightning_compress.calibration.loop import Calibration
+from lightning_compress.calibration.reference import Reference, correctable, reference_for
 from lightning_compress.calibration.solve import group_key, needed_statistics
 from lightning_compress.calibration.target import Target
 from lightning_compress.distributed.collective import Collective, SingleProcess
 from lightning_compress.distributed.share import assign
 from lightning_compress.errors import CalibrationDataError, UnsupportedModelError
 from lightning_compress.graph.compat import pytree
+from lightning_compress.graph.shadow import Key, Shadow
 from lightning_compress.graph.stages import Schedule, Source, Subgraph, datafree_subgraphs, subgraphs
 from lightning_compress.graph.targets import sequential_modules
 from lightning_compress.graph.trace import Traced, flatten_batch, leaf_input, token_mask_for, trace, violated_guards
@@ -24,7 +27,7 @@ from lightning_compress.memory.placement import Placement
 from lightning_compress.memory.store import WeightStore
 from lightning_compress.memory.transfer import Lane
 from lightning_compress.recipe.resolve import ResolvedRecipe
-from lightning_compress.statistics import Statistic
+from lightning_compress.statistics import Drift, Statistic
 
 
 def needs_data(resolved: ResolvedRecipe) -> bool:
@@ -85,7 +88,7 @@ def prepare(
         parts = datafree_subgraphs(_by_boundary(names, boundaries))
         cache = ActivationCache([], device=device)
         flow = Flow(target.root, parts, None, cache, store, placement, {}, {})
-        return Calibration(flow, resolved, {}, {}, ((),) * collective.size, collective)
+        return Calibration(flow, resolved, {}, {}, {}, ((),) * collective.size, collective)
     if data is None:
         raise CalibrationDataError(
             "This recipe needs calibration data: give `dataloaders`, a datamodule, or `calibration`."
@@ -99,12 +102,31 @@ def prepare(
     )
     _check_all_called(parts, names, target)
     shares = assign([_num_elements(batch) for batch in data.batches], collective.size)
-    cache = cached_inputs(traced, [data.batches[number] for number in shares[collective.rank]], placement)
     needs = _needs(parts, resolved)
+    reference = _reference(traced, parts, needs, resolved, len(data.batches))
+    diverging = frozenset[fx.Node]() if reference is None else reference.diverging
+    batches = [data.batches[number] for number in shares[collective.rank]]
+    cache = cached_inputs(traced, batches, placement, diverging)
     masks = _masks(traced, needs)
-    last = last_uses(parts, tuple(masks.values()))
-    flow = Flow(target.root, parts, traced, cache, store, placement, last, masks)
-    return Calibration(flow, resolved, needs, _channels(parts, target.root), shares, collective)
+    last = last_uses(parts, tuple(masks.values()), reference)
+    flow = Flow(target.root, parts, traced, cache, store, placement, last, masks, reference)
+    return Calibration(flow, resolved, needs, *_sizes(parts, target.root), shares, collective)
+
+
+def _reference(
+    traced: Traced,
+    parts: Sequence[Subgraph],
+    needs: Mapping[Source, Collection[type[Statistic]]],
+    resolved: ResolvedRecipe,
+    num_batches: int,
+) -> Reference | None:
+    """The run of the original model beside the quantized one, if any statistic asks for it."""
+    corrected = [source for source, kinds in needs.items() if Drift in kinds]
+
+    def with_residual(name: str) -> bool:
+        return resolved.assignments[name].algorithm.corrects_residual
+
+    return reference_for(traced, parts, corrected, with_residual, num_batches) if corrected else None
 
 
 @contextmanager
@@ -160,11 +182,19 @@ def _num_elements(batch: Any) -> int:
     return sum(leaf.numel() for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))
 
 
-def cached_inputs(traced: Traced, batches: Sequence[Any], placement: Placement) -> ActivationCache:
-    """The cache as it is at the start: with the inputs."""
+def cached_inputs(
+    traced: Traced, batches: Sequence[Any], placement: Placement, diverging: frozenset[fx.Node] = frozenset()
+) -> ActivationCache:
+    """The cache as it is at the start: with the inputs, and twice those that a reference run has of its own."""
     placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
+    inputs: list[dict[Key, object]] = [
+        dict(zip(placeholders, flatten_batch(batch)[0], strict=True)) for batch in batches
+    ]
+    for values in inputs:
+        twice = [node for node in placeholders if node in diverging]
+        values.update({Shadow(node): deepcopy(values[node]) for node in twice})
     return ActivationCache(
-        [dict(zip(placeholders, flatten_batch(batch)[0], strict=True)) for batch in batches],
+        inputs,
         device=placement.device,
         device_budget=placement.device_activation_budget,
         budget=placement.activation_budget,
@@ -174,6 +204,7 @@ def cached_inputs(traced: Traced, batches: Sequence[Any], placement: Placement) 
 
 def _needs(parts: Sequence[Subgraph], resolved: ResolvedRecipe) -> dict[Source, tuple[type[Statistic], ...]]:
     needs: dict[Source, dict[type[Statistic], None]] = {}
+    single = correctable(parts)
     for part in parts:
         for step in part.steps:
             for group in step.solve:
@@ -181,16 +212,22 @@ def _needs(parts: Sequence[Subgraph], resolved: ResolvedRecipe) -> dict[Source, 
                     needs.setdefault(source, {}).update(
                         dict.fromkeys(needed_statistics(resolved.assignments[group.members[0]]))
                     )
-    return {source: tuple(kinds) for source, kinds in needs.items()}
-
-
-def _channels(parts: Sequence[Subgraph], root: nn.Module) -> dict[Source, int]:
-    groups = [group for part in parts for step in part.steps for group in step.solve]
     return {
-        source: root.get_submodule(group.members[0]).get_parameter("weight").shape[1]
-        for group in groups
-        for source in group.sources
+        source: tuple(kind for kind in kinds if kind is not Drift or source in single)
+        for source, kinds in needs.items()
     }
+
+
+def _sizes(parts: Sequence[Subgraph], root: nn.Module) -> tuple[dict[Source, int], dict[Source, int]]:
+    """Of each source the channels, and the rows of all modules that read it."""
+    channels: dict[Source, int] = {}
+    outputs: dict[Source, int] = {}
+    for group in (group for part in parts for step in part.steps for group in step.solve):
+        shapes = [root.get_submodule(name).get_parameter("weight").shape for name in group.members]
+        for source in group.sources:
+            channels[source] = shapes[0][1]
+            outputs[source] = outputs.get(source, 0) + sum(shape[0] for shape in shapes)
+    return channels, outputs
 
 
 def _masks(traced: Traced, needs: Mapping[Source, Any]) -> dict[Source, fx.Node]:

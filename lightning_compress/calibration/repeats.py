@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from lightning_compress.calibration.loop import Calibration
 from lightning_compress.graph.compat import pytree
 from lightning_compress.graph.leaf import Leaf
+from lightning_compress.graph.shadow import Key, Shadow
 from lightning_compress.graph.stages import Group, Source, Step
 from lightning_compress.graph.values import expression
 
@@ -20,7 +21,7 @@ NUMBERS = ("layer_idx", "layer_id")
 """Attributes of modules that say no more than which layer they are."""
 
 
-def repeated(run: Calibration, index: int, cached: set[fx.Node]) -> dict[fx.Node, fx.Node] | None:
+def repeated(run: Calibration, index: int, cached: set[Key]) -> dict[Key, Key] | None:
     """The nodes of subgraph `index` by those of the one before it, and what both read from outside; None where the two
     are not alike.
 
@@ -39,13 +40,18 @@ def repeated(run: Calibration, index: int, cached: set[fx.Node]) -> dict[fx.Node
     first = sum(len(part.steps) for part in parts[: index - 1])
     second, end = first + len(pairs), first + 2 * len(pairs)
     last = run.flow.last
-    for one, other in {**match.nodes, **{node: match.nodes.get(node, node) for node in cached}}.items():
+    diverging = frozenset() if run.flow.reference is None else run.flow.reference.diverging
+    if any((one in diverging) != (other in diverging) for one, other in match.nodes.items()):
+        return None
+    keys: dict[Key, Key] = dict(match.nodes.items())
+    keys.update({Shadow(one): Shadow(other) for one, other in match.nodes.items() if one in diverging})
+    for one, other in {**keys, **{key: keys.get(key, key) for key in cached}}.items():
         if one is other:
             if one in cached and last.get(one, end) < end:
                 return None
         elif (one in last) != (other in last) or (one in last and last[one] - first != last[other] - second):
             return None
-    return match.nodes
+    return keys
 
 
 @final
@@ -97,6 +103,7 @@ class _Match:
             and one.writes == other.writes
             and run.needs.get(one) == run.needs.get(other)
             and run.channels.get(one) == run.channels.get(other)
+            and run.outputs.get(one) == run.outputs.get(other)
             for one, other in zip(ours, theirs, strict=True)
         )
 

@@ -5,6 +5,7 @@ memory holds bit for bit what a reader of the checkpoint computes.
 """
 
 import json
+from abc import ABC
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -67,9 +68,13 @@ def dequantize_weight(codes: Tensor, scale: Tensor, zero_point: Tensor | None, a
     return weight
 
 
+class InputHook(ABC):  # noqa: B024 (what it does is up to those who register it)
+    """Marks the forward pre-hooks by which quantized modules read quantized inputs."""
+
+
 @final
 @dataclass(frozen=True)
-class InputQuantizer:
+class InputQuantizer(InputHook):
     """A forward pre-hook that quantizes and dequantizes a linear's input, as the checkpoint's runtime will."""
 
     args: QuantizationArgs

@@ -15,7 +15,7 @@ from lightning_compress.graph.leaf import Leaf
 
 def execute(
     nodes: Sequence[fx.Node],
-    values: MutableMapping[fx.Node, object],
+    values: MutableMapping[Any, object],
     root: nn.Module,
     constants: Mapping[str, Tensor],
     device: torch.device,

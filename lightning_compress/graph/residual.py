@@ -17,8 +17,7 @@ Alternatives not taken: a table of module names per architecture (does not know 
 layers' outputs (is not there before the layer has run, and has the linear's own error in it).
 """
 
-import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import isfinite, prod
 from typing import Final, final
@@ -27,8 +26,8 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from lightning_compress.graph.compat import SIZE_READERS
-from lightning_compress.graph.stages import Group, aliased
+from lightning_compress.graph.aliases import Memory, memory_of
+from lightning_compress.graph.stages import Group
 from lightning_compress.graph.trace import Leaf, leaf_input
 from lightning_compress.graph.values import expression
 
@@ -102,55 +101,6 @@ def residuals(graph: fx.Graph, groups: Iterable[Group]) -> dict[str, Residual]:
             if residual is not None:
                 found[name] = residual
     return found
-
-
-@final
-@dataclass(frozen=True)
-class Memory:
-    """Who shares memory with whom, and when it is written to. Modules are taken to do neither with their inputs.
-
-    Attributes:
-        position: of each node in execution order.
-        owner: the value whose memory a value shares, itself if it has its own.
-        sharing: all values with this owner.
-        writes: positions of the operations that write to this owner's memory.
-    """
-
-    position: Mapping[fx.Node, int]
-    owner: Mapping[fx.Node, fx.Node]
-    sharing: Mapping[fx.Node, list[fx.Node]]
-    writes: Mapping[fx.Node, list[int]]
-
-    def is_unchanged(self, value: fx.Node, reader: fx.Node) -> bool:
-        """Whether nothing is written to `value` from where it is computed to where it is read."""
-        first, last = self.position[value], self.position[reader]
-        return not any(first < at < last for at in self.writes.get(self.owner[value], ()))
-
-    def readers(self, value: fx.Node) -> set[fx.Node]:
-        """Who reads or changes `value`, also by an older name of the same memory. To ask for a size is not to read."""
-        now = self.position[value]
-        names = [name for name in self.sharing[self.owner[value]] if self.position[name] <= now]
-        users = {user for name in names for user in name.users if self.position[user] > now}
-        return {user for user in users if user.target not in SIZE_READERS}
-
-
-def memory_of(graph: fx.Graph) -> Memory:
-    """Follow views and in-place operations through a graph."""
-    position = {node: at for at, node in enumerate(graph.nodes)}
-    owner: dict[fx.Node, fx.Node] = {}
-    sharing: dict[fx.Node, list[fx.Node]] = {}
-    writes: dict[fx.Node, list[int]] = {}
-    for node, at in position.items():
-        owner[node] = node
-        shared = aliased(node)
-        if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
-            shared = [(node.args[0], False)]  # a part of a list of views
-        for value, is_write in shared:
-            owner[node] = owner[value]
-            if is_write:
-                writes.setdefault(owner[value], []).append(at)
-        sharing.setdefault(owner[node], []).append(node)
-    return Memory(position, owner, sharing, writes)
 
 
 def residual_of(call: fx.Node, solved: int, memory: Memory) -> Residual | None:

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import final
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from lightning_compress.graph.compat import pytree
+from lightning_compress.graph.shadow import Key
 from lightning_compress.memory.scratch import ScratchFile, Stored
 from lightning_compress.memory.transfer import Lane, Sent
 
@@ -94,7 +95,7 @@ class ActivationCache:
 
     def __init__(
         self,
-        batches: list[dict[fx.Node, object]],
+        batches: list[dict[Key, object]],
         *,
         device: torch.device,
         device_budget: int | None = 0,
@@ -109,7 +110,7 @@ class ActivationCache:
         self._on_device = self._on_host = self._of_budget = 0
         self._reading: dict[_Held, Future[Tensor]] = {}
         self._sent: dict[_Held, Sent] = {}
-        self._values: list[dict[fx.Node, object]] = []
+        self._values: list[dict[Key, object]] = []
         for batch in batches:  # inputs are small, and stay in memory whatever the budget
             self._values.append({})
             self._keep(len(self._values) - 1, batch, spill=False)
@@ -117,7 +118,7 @@ class ActivationCache:
     def __len__(self) -> int:
         return len(self._values)
 
-    def load(self, batch: int, keys: set[fx.Node], *, copy: bool = False) -> dict[fx.Node, object]:
+    def load(self, batch: int, keys: set[Key], *, copy: bool = False) -> dict[Key, object]:
         """The values `keys` (those that are cached) of a batch, on the device.
 
         With `copy` they are the caller's own, also where home and device are one: what is written to them in place does
@@ -140,19 +141,19 @@ class ActivationCache:
 
         return {key: pytree.tree_map(tensor, value) for key, value in found.items()}
 
-    def keys(self, batch: int) -> set[fx.Node]:
+    def keys(self, batch: int) -> set[Key]:
         """What is cached of a batch."""
         return set(self._values[batch])
 
-    def store(self, batch: int, values: Mapping[fx.Node, object]) -> None:
+    def store(self, batch: int, values: Mapping[Key, object]) -> None:
         """Keep values for later steps; what is cached under the same key is replaced."""
         self._keep(batch, values, spill=True)
 
-    def rename(self, batch: int, names: Mapping[fx.Node, fx.Node]) -> None:
+    def rename(self, batch: int, names: Mapping[Key, Key]) -> None:
         """Keep the values under other keys."""
         self._values[batch] = {names.get(key, key): value for key, value in self._values[batch].items()}
 
-    def retain(self, batch: int, keys: set[fx.Node]) -> None:
+    def retain(self, batch: int, keys: set[Key]) -> None:
         """Drop everything else."""
         for key in self._values[batch].keys() - keys:
             self._drop(self._values[batch].pop(key))
@@ -162,7 +163,7 @@ class ActivationCache:
         """Bytes held in memory for all batches."""
         return self._on_device + self._on_host
 
-    def _keep(self, batch: int, values: Mapping[fx.Node, object], *, spill: bool) -> None:
+    def _keep(self, batch: int, values: Mapping[Key, object], *, spill: bool) -> None:
         waiting = [leaf.held for leaf in self._leaves(self._values[batch])]
         known = {_identity(held.place): held for held in waiting if isinstance(held.place, Tensor)}
 
@@ -204,7 +205,7 @@ class ActivationCache:
     def _count_fetched(self, storage: Tensor) -> None:
         self.moved["to_host"] += storage.numel() if storage.device.type != "cpu" else 0
 
-    def _begin(self, values: Mapping[fx.Node, object]) -> None:
+    def _begin(self, values: Mapping[Key, object]) -> None:
         """Begin to read what waits in the file, and to copy what waits in host memory."""
         for leaf in self._leaves(values):
             place = leaf.held.place

@@ -67,7 +67,8 @@ def within_budgets(
     )
     flow = replace(run.flow, placement=placement)
     if flow.traced is not None:
-        flow = replace(flow, cache=cached_inputs(flow.traced, batches, placement))
+        diverging = frozenset() if flow.reference is None else flow.reference.diverging
+        flow = replace(flow, cache=cached_inputs(flow.traced, batches, placement, diverging))
     return replace(run, flow=flow), _use(budgets, found)
 
 

@@ -66,9 +66,9 @@ def described(plan: Plan) -> str:
     choice, waiting = plan.choice, plan.waiting
     where = []
     if waiting.device is None or waiting.device:
-        where.append("all on the device" if waiting.device is None else f"at most {gib(waiting.device)} on the device")
+        where.append("all on the device" if waiting.device is None else f"{gib(waiting.device)} on the device")
     where.append(
-        "in host memory" if waiting.host is None else f"at most {gib(waiting.host)} in host memory, the rest in a file"
+        "in host memory" if waiting.host is None else f"{gib(waiting.host)} in host memory, the rest in a file"
     )
     targets = (
         "" if choice.sequential_targets is None else f", sequential targets {', '.join(choice.sequential_targets)}"

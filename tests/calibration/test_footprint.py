@@ -83,8 +83,10 @@ def taken(job: Job, memory: LiveMemory | None = None) -> list[int]:
         recipe(3, "rtn", group_size=64, scale_search=True),
         recipe(algorithm="rtn", scheme=STATIC),
         recipe(algorithm="gptq", scheme=DYNAMIC),
+        recipe(4, group_size=64, correct="residual"),
+        recipe(2, group_size=64, correct="inputs", refit=2),
     ],
-    ids=["gptq", "rtn", "static", "dynamic"],
+    ids=["gptq", "rtn", "static", "dynamic", "corrected", "refitted"],
 )
 def test_never_less_than_the_run_takes_and_not_much_more(schedule: str, dtype: torch.dtype, how: Any) -> None:
     """Seen to fail: without statistics, without the stacked rows, and with the factor left out of

@@ -13,7 +13,19 @@ from helpers import contents
 
 SCRIPT = Path(__file__).with_name("one_rank.py")
 SIZES = (1, 2, 3, 4)
-SAME = ("staged", "one batch", "padded", "ragged", "static", "experts", "row tiles", "budget", "no data", "disk")
+SAME = (
+    "staged",
+    "corrected",
+    "one batch",
+    "padded",
+    "ragged",
+    "static",
+    "experts",
+    "row tiles",
+    "budget",
+    "no data",
+    "disk",
+)
 
 
 def start(size: int, folder: Path, *names: str) -> list[subprocess.Popen[str]]:

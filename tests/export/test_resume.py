@@ -69,10 +69,12 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Any]], dict[st
         {"scheme": {"weights": {"num_bits": 8, "strategy": "channel"}, "input_activations": STATIC}},
         "staged",
     ),
+    "corrected": (lambda: tiny_llama(3), lambda: padded(token_batches()), {"correct": "residual"}, "staged"),
+    "corrected block": (lambda: tiny_llama(3), token_batches, {"correct": "residual", "refit": 1}, "block"),
     "one statistic for many subgraphs": (t5, t5_batches, {"group_size": 16}, "staged"),
     "shared layers": (albert, token_batches, {"group_size": 8}, "staged"),
 }
-ON_DISK = [("staged", "disk"), ("block", "disk"), ("shared layers", "disk")]
+ON_DISK = [("staged", "disk"), ("corrected", "disk"), ("block", "disk"), ("shared layers", "disk")]
 
 
 def with_weights(where: str, build: Callable[[], nn.Module], folder: Path) -> Callable[..., Job]:

@@ -1,0 +1,175 @@
+"""The original model beside the quantized one, on the same batches: what error-correcting algorithms learn from.
+
+Where a recipe asks for it (`Drift` is among an algorithm's statistics), every node behind a quantized module runs twice
+for each batch, the second time with the original weights on the original values. Both runs share what is onloaded, the
+steps, and the cache; see `graph.shadow` for what exists twice.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import final
+
+import torch
+from torch import Tensor, fx, nn
+
+from lightning_compress.calibration.solve import InputHook
+from lightning_compress.graph.execute import execute
+from lightning_compress.graph.leaf import Leaf
+from lightning_compress.graph.residual import Residual, residuals
+from lightning_compress.graph.shadow import Key, SecondRun, diverging_nodes
+from lightning_compress.graph.stages import Source, Subgraph, quantizable_calls
+from lightning_compress.graph.trace import Traced
+
+_EVERY = 8
+"""One batch of so many is held out."""
+
+
+@final
+@dataclass(frozen=True)
+class Reference:
+    """What the original model needs beside the quantized one.
+
+    Attributes:
+        diverging: values that both have of their own.
+        members: the modules that are corrected, by the one value that they read; their rows one after the other.
+        residuals: what the outputs of some of them are added to.
+        held_out: numbers of the batches of the calibration set that are kept apart, to judge by.
+        last_calls: for each quantized module the number of the last subgraph that runs it.
+        originals: weights of modules that are quantized already, as long as they run again; the state of the run.
+    """
+
+    diverging: frozenset[fx.Node]
+    members: Mapping[Source, tuple[str, ...]]
+    residuals: Mapping[str, Residual]
+    held_out: frozenset[int]
+    last_calls: Mapping[str, int]
+    originals: dict[str, Tensor] = field(default_factory=dict)
+
+    def residual_nodes(self, sources: Collection[Source]) -> set[fx.Node]:
+        """The values that are read to observe these sources, beside their own."""
+        found = (self.residuals.get(name) for source in sources for name in self.members.get(source, ()))
+        return {node for residual in found if residual is not None for node, _ in residual.terms}
+
+    def keep(self, name: str, root: nn.Module, index: int) -> None:
+        """Remember the weight of a module that is about to be quantized in subgraph `index`."""
+        if self.last_calls.get(name, -1) >= index:
+            self.originals[name] = root.get_submodule(name).get_parameter("weight").detach().clone()
+
+    def forget(self, index: int) -> None:
+        """Drop the weights that nothing behind subgraph `index` needs."""
+        for name in [name for name in self.originals if self.last_calls[name] <= index]:
+            del self.originals[name]
+
+
+def reference_for(
+    traced: Traced,
+    parts: Sequence[Subgraph],
+    corrected: Collection[Source],
+    with_residual: Callable[[str], bool],
+    num_batches: int,
+) -> Reference:
+    """The reference run that the statistics of some sources ask for.
+
+    Args:
+        traced: the graph.
+        parts: its subgraphs.
+        corrected: sources whose modules are to be corrected.
+        with_residual: of which modules the residual counts.
+        num_batches: of the calibration set.
+    """
+    solved = frozenset(name for part in parts for name in part.solved)
+    last_calls = {
+        name: index
+        for index, part in enumerate(parts)
+        for step in part.steps
+        for node in step.nodes
+        for name, _ in quantizable_calls(node, solved)
+    }
+    groups = [group for part in parts for step in part.steps for group in step.solve]
+    members = {group.sources[0]: group.members for group in groups if group.sources[0] in corrected}
+    every = min(_EVERY, num_batches)
+    return Reference(
+        diverging=diverging_nodes(traced.graph, lambda node: bool(quantizable_calls(node, solved))),
+        members=members,
+        residuals=residuals(traced.graph, [group for group in groups if with_residual(group.members[0])]),
+        held_out=frozenset(range(every - 1, num_batches, every)) if num_batches > 1 else frozenset(),
+        last_calls=last_calls,
+    )
+
+
+def correctable(parts: Sequence[Subgraph]) -> frozenset[Source]:
+    """The sources whose modules can be corrected: those that alone, and for one group alone, are its input.
+
+    What runs inside an opaque module is not among them: there the two runs may take other paths (tokens to experts).
+    """
+    groups = [group for part in parts for step in part.steps for group in step.solve]
+    readers: dict[Source, int] = {}
+    for group in groups:
+        for source in group.sources:
+            readers[source] = readers.get(source, 0) + 1
+    single = (group.sources[0] for group in groups if len(group.sources) == 1)
+    return frozenset(source for source in single if source.inner is None and readers[source] == 1)
+
+
+def run_original(
+    nodes: Sequence[fx.Node],
+    values: MutableMapping[Key, object],
+    root: nn.Module,
+    traced: Traced,
+    device: torch.device,
+    reference: Reference,
+    drop_after: Mapping[fx.Node, Sequence[fx.Node]],
+) -> None:
+    """Execute `nodes`, whose values exist twice, with the original weights; see `graph.execute.execute`."""
+    drops = {node: [dead for dead in drop_after.get(node, ()) if dead in reference.diverging] for node in nodes}
+    called = {node.target.name for node in nodes if isinstance(node.target, Leaf)}
+    with _original_weights(root, reference.originals, called):
+        execute(nodes, SecondRun(values), root, traced.constants, device, drops)
+
+
+@contextmanager
+def _original_weights(root: nn.Module, originals: Mapping[str, Tensor], called: Collection[str]) -> Iterator[None]:
+    """Within: the modules `called`, and those inside them, are as they were before they were quantized."""
+    names = [name for name in originals if any(name == leaf or name.startswith(f"{leaf}.") for leaf in called)]
+    modules = [root.get_submodule(name) for name in names]
+    weights = [module.get_parameter("weight") for module in modules]
+    quantized = [weight.data for weight in weights]
+    hooks = [module._forward_pre_hooks for module in modules]
+    try:
+        for name, module, weight in zip(names, modules, weights, strict=True):
+            weight.data = originals[name]
+            module._forward_pre_hooks = type(module._forward_pre_hooks)(
+                (key, hook) for key, hook in module._forward_pre_hooks.items() if not isinstance(hook, InputHook)
+            )
+        yield
+    finally:
+        for module, weight, data, own in zip(modules, weights, quantized, hooks, strict=True):
+            weight.data, module._forward_pre_hooks = data, own
+
+
+def missing_outputs(
+    source: Source, values: MutableMapping[Key, object], root: nn.Module, reference: Reference | None
+) -> Tensor | None:
+    """What the outputs of a source's modules lack, e = W (x_ref - x) + r_ref - r, float32 [..., O]; None: they are not
+    corrected."""
+    if reference is None or source not in reference.members:
+        return None
+    original = SecondRun(values)
+    drift = _difference(source.node, values, original)
+    parts = []
+    for name in reference.members[source]:
+        part = drift @ root.get_submodule(name).get_parameter("weight").float().t()
+        residual = reference.residuals.get(name)
+        for node, factor in () if residual is None else residual.terms:
+            part.add_(_difference(node, values, original).reshape(part.shape), alpha=factor)
+        parts.append(part)
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
+
+def _difference(node: fx.Node, values: Mapping[Key, object], original: SecondRun) -> Tensor:
+    """Of the original value and that of now, float32."""
+    here, there = values[node], original[node]
+    assert isinstance(here, Tensor)
+    assert isinstance(there, Tensor)
+    return there.float() - here.float()

@@ -1,0 +1,60 @@
+"""Which values of a traced graph share memory, and who writes to it."""
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import final
+
+from torch import fx
+
+from lightning_compress.graph.compat import SIZE_READERS
+from lightning_compress.graph.stages import aliased
+
+
+@final
+@dataclass(frozen=True)
+class Memory:
+    """Who shares memory with whom, and when it is written to. Modules are taken to do neither with their inputs.
+
+    Attributes:
+        position: of each node in execution order.
+        owner: the value whose memory a value shares, itself if it has its own.
+        sharing: all values with this owner.
+        writes: positions of the operations that write to this owner's memory.
+    """
+
+    position: Mapping[fx.Node, int]
+    owner: Mapping[fx.Node, fx.Node]
+    sharing: Mapping[fx.Node, list[fx.Node]]
+    writes: Mapping[fx.Node, list[int]]
+
+    def is_unchanged(self, value: fx.Node, reader: fx.Node) -> bool:
+        """Whether nothing is written to `value` from where it is computed to where it is read."""
+        first, last = self.position[value], self.position[reader]
+        return not any(first < at < last for at in self.writes.get(self.owner[value], ()))
+
+    def readers(self, value: fx.Node) -> set[fx.Node]:
+        """Who reads or changes `value`, also by an older name of the same memory. To ask for a size is not to read."""
+        now = self.position[value]
+        names = [name for name in self.sharing[self.owner[value]] if self.position[name] <= now]
+        users = {user for name in names for user in name.users if self.position[user] > now}
+        return {user for user in users if user.target not in SIZE_READERS}
+
+
+def memory_of(graph: fx.Graph) -> Memory:
+    """Follow views and in-place operations through a graph."""
+    position = {node: at for at, node in enumerate(graph.nodes)}
+    owner: dict[fx.Node, fx.Node] = {}
+    sharing: dict[fx.Node, list[fx.Node]] = {}
+    writes: dict[fx.Node, list[int]] = {}
+    for node, at in position.items():
+        owner[node] = node
+        shared = aliased(node)
+        if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+            shared = [(node.args[0], False)]  # a part of a list of views
+        for value, is_write in shared:
+            owner[node] = owner[value]
+            if is_write:
+                writes.setdefault(owner[value], []).append(at)
+        sharing.setdefault(owner[node], []).append(node)
+    return Memory(position, owner, sharing, writes)

@@ -1,0 +1,9 @@
+"""What calibration remembers of a layer's inputs (`base`): of the inputs alone (`inputs`), and beside the original
+model's (`drift`); as exact sums (`sums`)."""
+
+from lightning_compress.statistics.base import Beside, Reduction, Statistic
+from lightning_compress.statistics.drift import Drift, HeldOut
+from lightning_compress.statistics.inputs import AbsMax, InputGram, MinMax
+from lightning_compress.statistics.sums import matrix_bytes
+
+__all__ = ["AbsMax", "Beside", "Drift", "HeldOut", "InputGram", "MinMax", "Reduction", "Statistic", "matrix_bytes"]

@@ -1,0 +1,77 @@
+"""What calibration remembers of a layer's inputs: sums, maxima and minima over tokens.
+
+Method: every statistic is a set of accumulators that combine by sum, max or min, so that any split of the batches over
+ranks, and any order, gives the same answer, and a rank that saw no token changes nothing (`reductions` names the
+tensors and how each combines).
+
+Alternative not taken: running means (`gram = n/(n+m) gram + ...`, as in IST-DASLab/gptq). They need one more pass per
+batch, depend on the order of the batches, and have to be undone before ranks can be combined.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal, final
+
+import torch
+from torch import Tensor
+
+Reduction = Literal["sum", "max", "min"]
+
+
+@final
+@dataclass(frozen=True)
+class Beside:
+    """What the original model has to say of the tokens of a batch.
+
+    Attributes:
+        missing: float32 [T, O], what the linears' outputs lack: their original outputs, and the original residual that
+            these are added to, less what they would be now.
+        held_out: the batch is kept apart, to judge by.
+    """
+
+    missing: Tensor
+    held_out: bool
+
+
+class Statistic(ABC):
+    """An accumulator over the input tokens of one group of linear layers."""
+
+    @abstractmethod
+    def __init__(self, num_channels: int, device: torch.device | str, num_outputs: int = 0) -> None:
+        """Start empty for inputs of `num_channels` channels (I), of linears that have `num_outputs` rows (O) in all."""
+
+    @property
+    @abstractmethod
+    def num_tokens(self) -> int:
+        """Tokens seen so far (on all ranks, once reduced). Reading it waits for the device."""
+
+    @abstractmethod
+    def update(self, x: Tensor, beside: Beside | None = None) -> None:
+        """Add the tokens `x` [T, I], padding already removed; T may be 0, the dtype may be any float.
+
+        `beside` is what the original model has to say of them, in a run that has a reference stream.
+        """
+
+    @abstractmethod
+    def reductions(self) -> Mapping[str, tuple[Tensor, Reduction]]:
+        """The accumulators by name, each with how ranks combine it. Reduce the tensors in place."""
+
+    def settle(self, agree: Callable[[float], float]) -> None:  # noqa: B027 (most have nothing to settle)
+        """Called once on every rank, when each has seen its first batch, or none if it has none.
+
+        Args:
+            agree: given this rank's value, returns that of the rank with the first batch of all.
+        """
+
+    def merge(self, other: "Statistic") -> None:
+        """Add what `other`, of the same class and width, has seen; exactly what a reduction over two ranks does."""
+        theirs = other.reductions()
+        for name, (mine, reduction) in self.reductions().items():
+            yours = theirs[name][0].to(mine.device)
+            if reduction == "sum":
+                mine.add_(yours)
+            elif reduction == "max":
+                torch.maximum(mine, yours, out=mine)
+            else:
+                torch.minimum(mine, yours, out=mine)

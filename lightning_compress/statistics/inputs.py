@@ -1,0 +1,113 @@
+"""Statistics of what linears read: the Gram that GPTQ needs (Frantar et al., arXiv 2210.17323), magnitudes, ranges."""
+
+from collections.abc import Callable, Mapping
+from typing import final
+
+import torch
+from torch import Tensor
+
+from lightning_compress.statistics.base import Beside, Reduction, Statistic
+from lightning_compress.statistics.sums import GramSum
+
+
+@final
+class InputGram(Statistic):
+    """The Gram matrix of the inputs, C = mean over tokens of x xᵀ, shape [I, I].
+
+    Every `update` is one product and one term of the sum; ranks have to form the same ones. Without `settle`, the
+    second update settles by what the first has brought, which is what a run on one rank does.
+    """
+
+    def __init__(self, num_channels: int, device: torch.device | str, num_outputs: int = 0) -> None:
+        self._num_tokens = torch.zeros((), dtype=torch.int64, device=device)
+        self._is_empty = True
+        self._gram = GramSum(num_channels, device)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self._num_tokens)
+
+    @torch.no_grad()
+    def update(self, x: Tensor, beside: Beside | None = None) -> None:
+        if x.ndim != 2 or x.shape[1] != self._gram.num_channels:
+            raise ValueError(
+                f"An InputGram of {self._gram.num_channels} channels was given an input of shape {tuple(x.shape)}, "
+                "but needs [tokens, channels]."
+            )
+        self._num_tokens += x.shape[0]
+        if x.shape[0] == 0:
+            return
+        if not self._is_empty:
+            self.settle(lambda largest: largest)
+        self._is_empty = False
+        self._gram.add(x.float())
+
+    @torch.no_grad()
+    def settle(self, agree: Callable[[float], float]) -> None:
+        if self._gram.sum.quantum is None:
+            self._gram.sum.settle(agree(float(self._gram.diagonal().max())))
+
+    def reductions(self) -> Mapping[str, tuple[Tensor, Reduction]]:
+        return {"gram": (self._gram.sum.read(), "sum"), "num_tokens": (self._num_tokens, "sum")}
+
+    def matrix(self) -> Tensor:
+        """The mean Gram, float32 [I, I], exactly symmetric; all zeros when no token was seen."""
+        return self._gram.mean(self.num_tokens)
+
+    def diagonal(self) -> Tensor:
+        """The mean square of every input channel, float32 [I]."""
+        return self._gram.diagonal().div(max(self.num_tokens, 1)).float()
+
+
+@final
+class AbsMax(Statistic):
+    """The largest magnitude of every input channel, float32 [I]; zeros before the first token."""
+
+    def __init__(self, num_channels: int, device: torch.device | str, num_outputs: int = 0) -> None:
+        self._num_tokens = torch.zeros((), dtype=torch.int64, device=device)
+        self.values = torch.zeros(num_channels, device=device)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self._num_tokens)
+
+    @torch.no_grad()
+    def update(self, x: Tensor, beside: Beside | None = None) -> None:
+        self._num_tokens += x.shape[0]
+        if x.shape[0]:
+            torch.maximum(self.values, x.abs().amax(0).float(), out=self.values)
+
+    def reductions(self) -> Mapping[str, tuple[Tensor, Reduction]]:
+        return {"values": (self.values, "max"), "num_tokens": (self._num_tokens, "sum")}
+
+
+@final
+class MinMax(Statistic):
+    """The smallest and the largest input value of the whole tensor, float32 [1] each: a static activation range.
+
+    Before the first token `minimum` is +inf and `maximum` -inf, the neutral elements of their reductions.
+    """
+
+    def __init__(self, num_channels: int, device: torch.device | str, num_outputs: int = 0) -> None:
+        self._num_tokens = torch.zeros((), dtype=torch.int64, device=device)
+        self.minimum = torch.full((1,), float("inf"), device=device)
+        self.maximum = torch.full((1,), float("-inf"), device=device)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self._num_tokens)
+
+    @torch.no_grad()
+    def update(self, x: Tensor, beside: Beside | None = None) -> None:
+        self._num_tokens += x.shape[0]
+        if x.numel():
+            low, high = x.aminmax()
+            torch.minimum(self.minimum, low.float(), out=self.minimum)
+            torch.maximum(self.maximum, high.float(), out=self.maximum)
+
+    def reductions(self) -> Mapping[str, tuple[Tensor, Reduction]]:
+        return {
+            "minimum": (self.minimum, "min"),
+            "maximum": (self.maximum, "max"),
+            "num_tokens": (self._num_tokens, "sum"),
+        }

@@ -1,0 +1,186 @@
+"""The original model beside the quantized one: what error correction is told, against plain forwards of both."""
+
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from helpers import (
+    compress_in_memory,
+    linears,
+    padded,
+    prepare,
+    recipe,
+    run,
+    seen_statistics,
+    tiny_llama,
+    token_batches,
+)
+from torch import Tensor, nn
+
+from lightning_compress.memory.placement import MemoryConfig
+from lightning_compress.statistics import Drift
+
+Inputs = dict[str, list[Tensor]]
+SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64}
+
+
+def inputs_of(model: nn.Module, batches: list[Any], names: list[str]) -> Inputs:
+    """What these modules read, of each batch the tokens that are no padding, float64 [T, ...]."""
+    found: Inputs = {name: [] for name in names}
+    keep: list[Tensor] = []
+
+    def hook(name: str) -> Any:
+        def observe(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+            x = args[0] if args else kwargs["hidden_states"]
+            found[name].append(x.detach().double().reshape(-1, x.shape[-1])[keep[-1]])
+
+        return observe
+
+    handles = [model.get_submodule(name).register_forward_pre_hook(hook(name), with_kwargs=True) for name in names]
+    for batch in batches:
+        mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
+        keep.append(mask.reshape(-1).bool())
+        with torch.no_grad():
+            model(**batch)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["staged", "recompute"])
+@pytest.mark.parametrize("correct", ["inputs", "residual"])
+@pytest.mark.parametrize("has_padding", [False, True])
+def test_what_is_missing_is_what_two_forwards_say(
+    monkeypatch: pytest.MonkeyPatch, schedule: str, correct: str, has_padding: bool
+) -> None:
+    """Of every linear of a Llama, whose inputs in the quantized model depend on nothing that is solved later. Seen to
+    fail: with the second run on quantized weights, with its values taken for those of the first run, without the
+    residual, and with the padding left in."""
+    batches = token_batches(9, rows=3)
+    batches = padded(batches) if has_padding else batches
+    seen = seen_statistics(monkeypatch)
+    model = tiny_llama(2, **SIZES)
+    original = deepcopy(model)
+    compress_in_memory(model, batches, recipe(2, group_size=8, correct=correct), schedule=schedule)
+    names = [name for name in linears(model) if name != "lm_head"]
+    streams = [f"model.layers.{layer}{norm}" for layer in range(2) for norm in ("", ".post_attention_layernorm")]
+    ours, theirs = (inputs_of(each, batches, names + streams) for each in (model, original))
+    for name in names:
+        layer, _, local = name.partition(".self_attn") if "self_attn" in name else name.partition(".mlp")
+        stream = {".o_proj": layer, ".down_proj": f"{layer}.post_attention_layernorm"}.get(local)
+        weight = original.get_submodule(name).get_parameter("weight").detach().double()
+        drift = seen[name][Drift]
+        assert isinstance(drift, Drift)
+        members = [each for each in names if seen[each][Drift] is drift]
+        rows = [len(original.get_submodule(each).get_parameter("weight")) for each in members]
+        at = members.index(name)
+        sums = {held: (torch.zeros_like(weight), torch.zeros(len(weight)).double(), 0) for held in (False, True)}
+        for number in range(9):
+            x, reference = ours[name][number], theirs[name][number]
+            missing = (reference - x) @ weight.t()
+            if stream is not None and correct == "residual":
+                missing += theirs[stream][number] - ours[stream][number]
+            cross, squares, count = sums[number == 7]  # one of eight is held out
+            sums[number == 7] = cross + missing.t() @ x, squares + missing.square().sum(0), count + len(x)
+        held = drift.held_out(torch.arange(sum(rows)))
+        assert held is not None
+        assert (held.num_tokens, drift.num_tokens) == (sums[True][2], sums[True][2] + sums[False][2])
+        mine = slice(sum(rows[:at]), sum(rows[: at + 1]))
+        close = {"rtol": 1e-3, "atol": 1e-5 * float(weight.abs().max() * x.square().mean())}
+        torch.testing.assert_close(held.missing[mine].double(), sums[True][0] / held.num_tokens, **close)
+        both = sums[True][0] + sums[False][0], sums[True][1] + sums[False][1]
+        torch.testing.assert_close(drift.missing()[mine].double(), both[0] / drift.num_tokens, **close)
+        torch.testing.assert_close(drift.squares()[mine], both[1] / drift.num_tokens, rtol=1e-3, atol=1e-8)
+    assert not seen["model.layers.0.self_attn.q_proj"][Drift].missing().any(), "nothing is quantized before it"  # type: ignore[attr-defined]
+    assert seen["model.layers.1.mlp.down_proj"][Drift].missing().any()  # type: ignore[attr-defined]
+
+
+class InPlace(nn.Module):
+    """Adds to its stream in place, which all that came before reads too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 2
+        for block in self.blocks:
+            x += block(x.tanh())
+        return x
+
+
+@pytest.mark.parametrize("schedule", ["staged", "block"])
+def test_streams_that_are_changed_in_place_stay_apart(monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
+    """The stream before the first linear is the same in both runs, and what is added to it is not. Seen to fail: with
+    values that are written to shared by both runs."""
+    model, seen = InPlace().eval(), seen_statistics(monkeypatch)
+    original = deepcopy(model)
+    batches = [torch.randn(20, 16) for _ in range(9)]
+    compress_in_memory(
+        model, batches, recipe(2, group_size=8, correct="residual"), schedule=schedule, sequential_targets=("Linear",)
+    )
+    for block in range(3):
+        cross = torch.zeros(16, 16).double()
+        for batch in batches:
+            ours, theirs = batch * 2, batch * 2
+            for before in range(block):
+                ours = ours + model.blocks[before](ours.tanh())
+                theirs = theirs + original.blocks[before](theirs.tanh())
+            x, reference = ours.tanh().double(), theirs.tanh().double()
+            missing = (reference - x) @ original.blocks[block].weight.double().t() + (theirs - ours).double()
+            cross += (missing.t() @ x).detach()
+        drift = seen[f"blocks.{block}"][Drift]
+        assert isinstance(drift, Drift)
+        torch.testing.assert_close(drift.missing().double(), cross / 180, rtol=1e-3, atol=1e-5)
+
+
+def test_corrected_weights_are_nearer_to_the_original_model() -> None:
+    """On samples that were not calibrated on; and nothing of the run is left behind. Seen to fail: with the correction
+    subtracted."""
+    batches, others = token_batches(16, rows=4, length=24), token_batches(4, rows=4, length=24, seed=1)
+    errors = []
+    for options in ({}, {"correct": "inputs"}, {"correct": "residual"}):
+        model = tiny_llama(3, **SIZES)
+        original = deepcopy(model)
+        job = prepare(model, batches, recipe(2, group_size=8, **options))
+        report = run(job)
+        assert all(bool(record.notes) == bool(options) for record in report.modules)
+        with torch.no_grad():
+            pairs = [(model(**batch).logits, original(**batch).logits) for batch in others]
+        errors.append(sum(float((ours - theirs).square().sum()) for ours, theirs in pairs))
+        reference = job.run.flow.reference
+        assert (reference is None) == (not options)
+        assert reference is None or not reference.originals
+        assert not any(linear._forward_pre_hooks for linear in linears(model).values())
+    assert errors[2] < errors[1] < errors[0]
+
+
+def test_activations_of_both_runs_go_to_the_file() -> None:
+    """The same weights as with all of them in memory."""
+    found = []
+    for memory in (MemoryConfig(), MemoryConfig(activation_budget=0)):
+        model = tiny_llama(2, hidden_size=128, intermediate_size=128)
+        batches = token_batches(4, rows=4, length=64)
+        job = prepare(model, batches, recipe(3, group_size=32, correct="residual"), memory=memory)
+        report = run(job)
+        found.append({name: linear.weight.clone() for name, linear in linears(model).items()})
+    assert sum(record.moved_bytes.get("disk_write", 0) for record in report.subgraphs) > 0
+    assert all(torch.equal(one, found[1][name]) for name, one in found[0].items())
+
+
+def test_what_cannot_be_corrected_says_so() -> None:
+    """Modules that read one value under two schemes."""
+    given = {
+        "modifiers": [
+            *recipe(4, group_size=8, correct="residual")["modifiers"],
+            *recipe(8, group_size=8, correct="residual", targets=["re:.*v_proj"])["modifiers"],
+        ]
+    }
+    report = compress_in_memory(tiny_llama(2, **SIZES), token_batches(3), given)
+    notes = {record.module: record.notes for record in report.modules}
+    assert "Not corrected" in notes["model.layers.0.self_attn.v_proj"][0]
+    assert "Not corrected" in notes["model.layers.0.self_attn.q_proj"][0]
+    assert "corrected with strength" in notes["model.layers.1.mlp.down_proj"][0]
