@@ -53,6 +53,7 @@ class Solved:
         damping: what was added to the Gram's diagonal, as a fraction of its mean; 0 where nothing was.
         notes: what the user should know, as sentences.
         per_tensor: the scheme has one scale per module.
+        correction: `strength`, `ridge` and `held_out` (see `Correction`) where one was made.
     """
 
     codes: Tensor
@@ -63,6 +64,7 @@ class Solved:
     damping: float = 0.0
     notes: tuple[str, ...] = ()
     per_tensor: bool = False
+    correction: Mapping[str, float] = field(default_factory=dict)
 
     def to(self, device: torch.device) -> "Solved":
         """The same, on `device`."""
@@ -133,10 +135,10 @@ class Correction:
         return change.mul_(self.strength).add_(weight)
 
     @property
-    def described(self) -> str:
-        """In words."""
-        judged = "" if self.held_out is None else f", which leaves {self.held_out:.3f} of the error of held-out batches"
-        return f"corrected with strength {self.strength:.2f}, ridge {self.ridge:g}{judged}."
+    def record(self) -> dict[str, float]:
+        """What was chosen, by name."""
+        judged = {} if self.held_out is None else {"held_out": self.held_out}
+        return {"strength": self.strength, "ridge": self.ridge, **judged}
 
 
 @final

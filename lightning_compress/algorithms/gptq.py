@@ -189,7 +189,6 @@ class Gptq(Algorithm):
             correction = correct(gram, drift, self.strength, self.ridge)
             if grid.per_tensor:
                 weight = torch.cat([correction.target(weight[rows], rows) for rows in row_tiles(len(weight))])
-            notes.append(correction.described)
         elif self.correct != "none":
             notes.append(_NOT_CORRECTED)
         num_dead = int((gram.diagonal() == 0).sum())
@@ -271,6 +270,7 @@ def _solved(codes: Tensor, scales: Scales, row_error: Tensor, row_energy: Tensor
         damping=prepared.factor.damping,
         notes=prepared.notes,
         per_tensor=prepared.grid.per_tensor,
+        correction={} if prepared.correction is None else prepared.correction.record,
     )
 
 

@@ -17,6 +17,8 @@ class ModuleRecord:
         damping: fraction of the mean diagonal that was added to the Gram matrix; 0 where there is none.
         bytes_before, bytes_after: of the weight as it was, and packed with its scales and zero points.
         notes: anything the solver did beyond the plain path.
+        correction: of errors made before: its `strength` and `ridge`, and the error on batches that were held out as a
+            fraction of what it is without (`held_out`); none where nothing is corrected.
     """
 
     module: str
@@ -32,6 +34,7 @@ class ModuleRecord:
     bytes_before: int
     bytes_after: int
     notes: tuple[str, ...]
+    correction: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -128,8 +128,15 @@ def _module_row(module: Mapping[str, Any]) -> tuple[str, ...]:
         f"{module['bytes_after'] / module['bytes_before']:.1%}",
         ", ".join(name.rpartition(".")[2] for name in module["solved_with"]),
         f"{module['damping']:g}",
-        "; ".join(module["notes"]),
+        "; ".join((*_corrected(module["correction"]), *module["notes"])),
     )
+
+
+def _corrected(correction: Mapping[str, float]) -> tuple[str, ...]:
+    if not correction:
+        return ()
+    judged = f", {correction['held_out']:.3f} of the error of held-out batches" if "held_out" in correction else ""
+    return (f"corrected with strength {correction['strength']:.2f}, ridge {correction['ridge']:g}{judged}",)
 
 
 def _subgraph_row(part: Mapping[str, Any]) -> tuple[str, ...]:

@@ -117,6 +117,12 @@ class Report:
                 f"relative output error: mean {sum(errors) / len(errors):.2e}, largest {worst.error:.2e} "
                 f"({worst.module})"
             )
+        made = [record.correction for record in self.modules if record.correction]
+        if made:
+            left = [each["held_out"] for each in made if "held_out" in each]
+            judged = f", which leave {sum(left) / len(left):.3f} of the error of held-out batches" if left else ""
+            strength = sum(each["strength"] for each in made) / len(made)
+            lines.append(f"corrected: {len(made)} modules, with strength {strength:.2f}{judged} (means)")
         if self.excluded:
             lines.append(
                 f"left as they are: {', '.join(f'{entry.module} ({entry.reason})' for entry in self.excluded[:5])}"

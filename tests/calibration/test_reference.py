@@ -147,7 +147,8 @@ def test_corrected_weights_are_nearer_to_the_original_model() -> None:
         original = deepcopy(model)
         job = prepare(model, batches, recipe(2, group_size=8, **options))
         report = run(job)
-        assert all(bool(record.notes) == bool(options) for record in report.modules)
+        assert all(bool(record.correction) == bool(options) for record in report.modules)
+        assert ("corrected: 21 modules, with strength" in report.summary()) == bool(options)
         with torch.no_grad():
             pairs = [(model(**batch).logits, original(**batch).logits) for batch in others]
         errors.append(sum(float((ours - theirs).square().sum()) for ours, theirs in pairs))
@@ -183,4 +184,6 @@ def test_what_cannot_be_corrected_says_so() -> None:
     notes = {record.module: record.notes for record in report.modules}
     assert "Not corrected" in notes["model.layers.0.self_attn.v_proj"][0]
     assert "Not corrected" in notes["model.layers.0.self_attn.q_proj"][0]
-    assert "corrected with strength" in notes["model.layers.1.mlp.down_proj"][0]
+    corrections = {record.module: record.correction for record in report.modules}
+    assert not corrections["model.layers.0.self_attn.q_proj"]
+    assert corrections["model.layers.1.mlp.down_proj"].keys() == {"strength", "ridge", "held_out"}
