@@ -1,7 +1,7 @@
-"""What both sides of `gptq_vs_llmcompressor.py` share: arguments, model, samples, measurements. Torch and transformers.
+"""What the sides of `gptq_vs_llmcompressor.py` and `accuracy.py` share: arguments, model, samples, measurements.
 
-Each side runs in a process and an environment of its own, reads the same model folder and the same token file, is timed
-from the loaded model to the solved model, and prints one JSON line.
+Torch and transformers alone. Each side runs in a process and an environment of its own, reads the same model folder and
+the same token file, is timed from the loaded model to the solved model, and prints one JSON line.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 Batch = dict[str, Tensor]
 
@@ -27,14 +27,38 @@ class Case:
     tokens: str
     num_samples: int
     batch_size: int
+    algorithm: str  # "gptq"; ours also "rtn", LLM Compressor's also "awq"
     num_bits: int
-    group_size: int
+    group_size: int  # 0: a scale for each output channel
+    activation_bits: int | None  # of inputs, quantized dynamically for every token; None: left alone
     dampening: float
     scales: str  # of each group: from its range ("minmax"), searched ("mse"), weighted by input energy ("weighted")
     threads: int
     evaluate: bool
+    correct: str  # ours only
+    refit: int  # ours only
     schedule: str  # ours only
     activation_budget: int | None  # ours only
+
+    @property
+    def weights(self) -> dict[str, object]:
+        """The scheme of the weights, as compressed-tensors has it."""
+        if self.group_size == 0:
+            strategy: dict[str, object] = {"strategy": "channel"}
+        else:
+            strategy = {"strategy": "group", "group_size": self.group_size}
+        return {"num_bits": self.num_bits, "type": "int", "symmetric": True, **strategy}
+
+    @property
+    def input_activations(self) -> dict[str, object] | None:
+        """The scheme of the inputs, as compressed-tensors has it."""
+        if self.activation_bits is None:
+            return None
+        bits = {"num_bits": self.activation_bits, "type": "int", "symmetric": True}
+        return {**bits, "strategy": "token", "dynamic": True}
+
+
+Solve = Callable[[PreTrainedModel, DataLoader[Batch], Case], None]
 
 
 def read_case() -> Case:
@@ -43,21 +67,25 @@ def read_case() -> Case:
     parser.add_argument("--tokens", required=True)
     parser.add_argument("--num-samples", type=int, required=True)
     parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--algorithm", choices=("gptq", "rtn", "awq"), default="gptq")
     parser.add_argument("--num-bits", type=int, default=4)
     parser.add_argument("--group-size", type=int, default=128)
+    parser.add_argument("--activation-bits", type=int)
     parser.add_argument("--dampening", type=float, default=0.01)
     parser.add_argument("--scales", choices=("minmax", "mse", "weighted"), default="minmax")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--evaluate", action="store_true")
+    parser.add_argument("--correct", default="none")
+    parser.add_argument("--refit", type=int, default=0)
     parser.add_argument("--schedule", default="staged")
     parser.add_argument("--activation-budget", type=int)
     return Case(**vars(parser.parse_args()))
 
 
-def run(tool: str, case: Case, solve: Callable[[LlamaForCausalLM, DataLoader[Batch], Case], None]) -> None:
+def run(tool: str, case: Case, solve: Solve) -> None:
     """Loads, solves (timed), evaluates if asked, and prints the results as JSON."""
     torch.set_num_threads(case.threads)
-    model = LlamaForCausalLM.from_pretrained(case.model, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(case.model, dtype=torch.float32).eval()
     tokens = torch.load(case.tokens)
     rows = [{"input_ids": row} for row in tokens["calibration"][: case.num_samples]]
     assert len(rows) == case.num_samples, f"{case.tokens} holds {len(rows)} calibration samples only"
@@ -77,7 +105,7 @@ def run(tool: str, case: Case, solve: Callable[[LlamaForCausalLM, DataLoader[Bat
 
 
 @torch.no_grad()
-def perplexity(model: LlamaForCausalLM, windows: Tensor, batch_size: int) -> float:
+def perplexity(model: PreTrainedModel, windows: Tensor, batch_size: int) -> float:
     """exp of the mean negative log-likelihood over all tokens but each window's first, in float64."""
     total = 0.0
     for ids in windows.split(batch_size):

@@ -1,4 +1,4 @@
-"""Our side of `gptq_vs_llmcompressor.py`: everything up to the quantized weights in the model.
+"""Our side of `gptq_vs_llmcompressor.py` and `accuracy.py`: everything up to the quantized weights in the model.
 
 `--scales minmax` sets every group's scale from its range, `weighted` searches it against the Gram's diagonal (the
 default of the `gptq` algorithm). Packing and writing are left out on both sides.
@@ -7,7 +7,7 @@ default of the `gptq` algorithm). Packing and writing are left out on both sides
 import torch
 from _gptq_case import Batch, Case, read_case, run
 from torch.utils.data import DataLoader
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from lightning_compress.calibration.batches import collect
 from lightning_compress.calibration.loop import calibrate
@@ -35,22 +35,17 @@ class Unpacked:
         return record
 
 
-def solve(model: LlamaForCausalLM, loader: DataLoader[Batch], case: Case) -> None:
-    weights = {
-        "num_bits": case.num_bits,
-        "type": "int",
-        "symmetric": True,
-        "strategy": "group",
-        "group_size": case.group_size,
-    }
-    modifier = {
-        "algorithm": "gptq",
-        "scheme": {"weights": weights},
-        "ignore": ["lm_head"],
-        "damping": case.dampening,
-        "block_size": 128,
-        "scale_search": {"minmax": False, "weighted": True}[case.scales],
-    }
+def solve(model: PreTrainedModel, loader: DataLoader[Batch], case: Case) -> None:
+    scheme = {"weights": case.weights, "input_activations": case.input_activations}
+    modifier = {"algorithm": case.algorithm, "scheme": scheme, "ignore": ["lm_head"]}
+    if case.algorithm == "gptq":
+        modifier |= {
+            "damping": case.dampening,
+            "block_size": 128,
+            "scale_search": {"minmax": False, "weighted": True}[case.scales],
+            "correct": case.correct,
+            "refit": case.refit,
+        }
     settings = Settings(
         load_recipe({"modifiers": [modifier]}),
         output_dir=None,

@@ -44,12 +44,12 @@ SCRIPTS = {"ours": "_our_gptq.py", "peer": "_peer_gptq.py", "floor": "_matrix_fl
 Result = dict[str, float]
 
 
-def ensure_peer(folder: Path) -> Path:
+def ensure_peer(folder: Path, requirements: Iterable[str] = PEER) -> Path:
     """The Python of the peer's environment, created where it is not there."""
     python = folder / "bin" / "python"
     if not python.exists():
         venv.create(folder, with_pip=True)
-    for requirement in PEER:  # torch first: its version is the one that is tested here
+    for requirement in requirements:  # torch first: its version is the one that is tested here
         installed = subprocess.run([python, "-m", "pip", "freeze"], check=True, capture_output=True, text=True).stdout
         if not any(line.partition("+")[0] == requirement for line in installed.splitlines()):
             subprocess.run([python, "-m", "pip", "install", "--quiet", requirement], check=True)
@@ -68,12 +68,13 @@ def ensure_inputs(folder: Path, train_steps: int) -> Path:
 class Bench:
     """Runs the sides, each in a fresh process."""
 
-    def __init__(self, pythons: dict[str, Path], inputs: Path) -> None:
+    def __init__(self, pythons: dict[str, Path], inputs: Path, scripts: dict[str, str] = SCRIPTS) -> None:
         self.pythons = pythons
         self.inputs = inputs
+        self.scripts = scripts
 
     def run(self, side: str, model: str, num_samples: int, seed: int = 0, **options: object) -> Result:
-        command = [self.pythons[side], HERE / SCRIPTS[side], "--model", self.inputs / model]
+        command = [self.pythons[side], HERE / self.scripts[side], "--model", self.inputs / model]
         command += ["--tokens", self.inputs / f"tokens_{seed}.pt", "--num-samples", num_samples, "--threads", THREADS]
         for name, value in options.items():
             flag = f"--{name.replace('_', '-')}"

@@ -1,0 +1,143 @@
+"""Writes what `accuracy.py` compares on: a trained model, or the tokens of all models, into one folder.
+
+    python benchmarks/_accuracy_inputs.py FOLDER --model llama [--train-steps N]
+    python benchmarks/_accuracy_inputs.py FOLDER --tokens
+
+FOLDER/llama        the model of `_gptq_inputs.py`: 256 wide, trained by the demo's optimizers
+FOLDER/neox         GPT-NeoX, 256 wide: attention and MLP in parallel, GELU, biases
+FOLDER/gemma        Gemma 2, 384 wide: gated GELU, norms before and after attention and MLP
+FOLDER/tokens_S.pt  for seed S: {"calibration": [128, 128] drawn from the training split, "evaluation": the test split}
+
+All have 4 layers and the demo's tokenizer and data module. The last two have seeds of their own, and are trained by
+AdamW alone: at these widths most of a step of the demo's Muon is Muon.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import lightning as L
+import torch
+from _gptq_inputs import stacked, train
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GPTNeoXConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+from lightning_compress.data import DocsConfig, calibration_dataloader, evaluation_dataloader
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+
+from finetune_then_compress import ALL_OF_IT, DocsDataModule, build_tokenizer, rate_factor
+
+NUM_SEEDS = 3
+NUM_SAMPLES = 128
+LENGTH = 128
+LEARNING_RATE = 4e-3
+
+
+def _sizes(tokenizer: PreTrainedTokenizerFast, width: int) -> dict[str, Any]:
+    return {
+        "vocab_size": len(tokenizer),
+        "hidden_size": width,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 4,
+        "num_attention_heads": width // 64,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+
+
+def neox_config(tokenizer: PreTrainedTokenizerFast) -> GPTNeoXConfig:
+    return GPTNeoXConfig(**_sizes(tokenizer, 256), use_parallel_residual=True)
+
+
+def gemma_config(tokenizer: PreTrainedTokenizerFast) -> Gemma2Config:
+    heads = {"num_key_value_heads": 2, "head_dim": 64, "query_pre_attn_scalar": 64}
+    return Gemma2Config(**_sizes(tokenizer, 384), **heads, sliding_window=512)
+
+
+@final
+class Learner(L.LightningModule):
+    """Any causal language model with its loss, AdamW, and the demo's schedule."""
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        super().__init__()
+        self.model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(**batch, labels=batch["input_ids"], use_cache=False).loss
+        if batch_idx % 50 == 0:
+            print(f"step {self.global_step}: loss {loss.item():.3f}", flush=True)
+        return loss
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
+        num_steps = int(self.trainer.estimated_stepping_batches)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_factor(step / num_steps))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+@final
+@dataclass(frozen=True)
+class Family:
+    config: Callable[[PreTrainedTokenizerFast], PretrainedConfig]
+    seed: int
+
+
+FAMILIES = {"neox": Family(neox_config, 1), "gemma": Family(gemma_config, 2)}
+
+
+def learn(family: Family, tokenizer: PreTrainedTokenizerFast, num_steps: int) -> PreTrainedModel:
+    L.seed_everything(family.seed)
+    learner = Learner(family.config(tokenizer))
+    trainer = L.Trainer(max_steps=num_steps, gradient_clip_val=1.0, logger=False, enable_checkpointing=False)
+    trainer.fit(learner, DocsDataModule(tokenizer, max_length=LENGTH))
+    return learner.model
+
+
+def write_model(folder: Path, name: str, num_steps: int) -> None:
+    tokenizer = build_tokenizer()
+    model = learn(FAMILIES[name], tokenizer, num_steps) if name in FAMILIES else train(tokenizer, num_steps)
+    model.save_pretrained(folder / name)
+    tokenizer.save_pretrained(folder / name)
+
+
+def write_tokens(folder: Path) -> None:
+    tokenizer = build_tokenizer()
+    held_out = DocsConfig(split="test", num_samples=ALL_OF_IT, max_length=LENGTH)
+    evaluation = stacked(evaluation_dataloader(held_out, tokenizer))
+    for seed in range(NUM_SEEDS):
+        config = DocsConfig(num_samples=NUM_SAMPLES, max_length=LENGTH, seed=seed)
+        calibration = stacked(calibration_dataloader(config, tokenizer))
+        torch.save({"calibration": calibration, "evaluation": evaluation}, folder / f"tokens_{seed}.pt")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--model", choices=("llama", *FAMILIES))
+    parser.add_argument("--tokens", action="store_true")
+    parser.add_argument("--train-steps", type=int, default=1000)
+    arguments = parser.parse_args()
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    if arguments.tokens:
+        write_tokens(arguments.folder)
+    if arguments.model is not None:
+        write_model(arguments.folder, arguments.model, arguments.train_steps)
+
+
+if __name__ == "__main__":
+    main()
