@@ -65,8 +65,8 @@ def neox_config(tokenizer: PreTrainedTokenizerFast) -> GPTNeoXConfig:
 
 
 def gemma_config(tokenizer: PreTrainedTokenizerFast) -> Gemma2Config:
-    heads = {"num_key_value_heads": 2, "head_dim": 64, "query_pre_attn_scalar": 64}
-    return Gemma2Config(**_sizes(tokenizer, 384), **heads, sliding_window=512)
+    sizes = _sizes(tokenizer, 384) | {"num_key_value_heads": 2, "head_dim": 64, "query_pre_attn_scalar": 64}
+    return Gemma2Config(**sizes, sliding_window=512)
 
 
 @final

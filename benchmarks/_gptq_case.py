@@ -27,7 +27,6 @@ class Case:
     tokens: str
     num_samples: int
     batch_size: int
-    algorithm: str  # "gptq"; ours also "rtn", LLM Compressor's also "awq"
     num_bits: int
     group_size: int  # 0: a scale for each output channel
     activation_bits: int | None  # of inputs, quantized dynamically for every token; None: left alone
@@ -35,6 +34,7 @@ class Case:
     scales: str  # of each group: from its range ("minmax"), searched ("mse"), weighted by input energy ("weighted")
     threads: int
     evaluate: bool
+    algorithm: str  # ours only: "gptq" or "rtn"
     correct: str  # ours only
     refit: int  # ours only
     schedule: str  # ours only
@@ -67,7 +67,6 @@ def read_case() -> Case:
     parser.add_argument("--tokens", required=True)
     parser.add_argument("--num-samples", type=int, required=True)
     parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--algorithm", choices=("gptq", "rtn", "awq"), default="gptq")
     parser.add_argument("--num-bits", type=int, default=4)
     parser.add_argument("--group-size", type=int, default=128)
     parser.add_argument("--activation-bits", type=int)
@@ -75,6 +74,7 @@ def read_case() -> Case:
     parser.add_argument("--scales", choices=("minmax", "mse", "weighted"), default="minmax")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--evaluate", action="store_true")
+    parser.add_argument("--algorithm", choices=("gptq", "rtn"), default="gptq")
     parser.add_argument("--correct", default="none")
     parser.add_argument("--refit", type=int, default=0)
     parser.add_argument("--schedule", default="staged")

@@ -1,15 +1,13 @@
 """LLM Compressor's side of `gptq_vs_llmcompressor.py` and `accuracy.py`; runs in the peer's environment.
 
 As its documentation recommends: sequential pipeline, block size 128, its default activation order ("static"), the same
-batches as ours. AWQ with its defaults, before rounding to nearest.
+batches as ours.
 """
 
 from _gptq_case import Batch, Case, read_case, run
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from llmcompressor import oneshot
 from llmcompressor.modifiers.gptq import GPTQModifier
-from llmcompressor.modifiers.quantization import QuantizationModifier
-from llmcompressor.modifiers.transform.awq import AWQModifier
 from loguru import logger
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, PreTrainedModel
@@ -23,11 +21,9 @@ def solve(model: PreTrainedModel, loader: DataLoader[Batch], case: Case) -> None
     inputs = None if case.input_activations is None else QuantizationArgs(**case.input_activations)
     weights = QuantizationArgs(**case.weights, observer=OBSERVERS[case.scales])
     scheme = QuantizationScheme(targets=["Linear"], weights=weights, input_activations=inputs)
-    chosen = {"config_groups": {"group_0": scheme}, "ignore": ["lm_head"]}
-    if case.algorithm == "awq":
-        recipe = [AWQModifier(), QuantizationModifier(**chosen)]
-    else:
-        recipe = [GPTQModifier(**chosen, dampening_frac=case.dampening, block_size=128)]
+    recipe = GPTQModifier(
+        config_groups={"group_0": scheme}, ignore=["lm_head"], dampening_frac=case.dampening, block_size=128
+    )
     oneshot(model=model, processor=tokenizer, dataset=loader, recipe=recipe, pipeline="sequential")
 
 
