@@ -3,13 +3,12 @@
     python benchmarks/_accuracy_inputs.py FOLDER --model llama [--train-steps N]
     python benchmarks/_accuracy_inputs.py FOLDER --tokens
 
-FOLDER/llama        the model of `_gptq_inputs.py`: 256 wide, trained by the demo's optimizers
+FOLDER/llama        the model of `_gptq_inputs.py`, 256 wide
 FOLDER/neox         GPT-NeoX, 256 wide: attention and MLP in parallel, GELU, biases
 FOLDER/gemma        Gemma 2, 384 wide: gated GELU, norms before and after attention and MLP
 FOLDER/tokens_S.pt  for seed S: {"calibration": [128, 128] drawn from the training split, "evaluation": the test split}
 
-All have 4 layers and the demo's tokenizer and data module. The last two have seeds of their own, and are trained by
-AdamW alone: at these widths most of a step of the demo's Muon is Muon.
+All have 4 layers and the demo's tokenizer, data module and optimizers, and the last two seeds of their own.
 """
 
 import argparse
@@ -22,8 +21,6 @@ from typing import Any, final
 import lightning as L
 import torch
 from _gptq_inputs import stacked, train
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
-from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -37,12 +34,11 @@ from lightning_compress.data import DocsConfig, calibration_dataloader, evaluati
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
-from finetune_then_compress import ALL_OF_IT, DocsDataModule, build_tokenizer, rate_factor
+from finetune_then_compress import ALL_OF_IT, DocsDataModule, LanguageModel, build_tokenizer, model_config
 
 NUM_SEEDS = 3
 NUM_SAMPLES = 128
 LENGTH = 128
-LEARNING_RATE = 4e-3
 
 
 def _sizes(tokenizer: PreTrainedTokenizerFast, width: int) -> dict[str, Any]:
@@ -70,27 +66,6 @@ def gemma_config(tokenizer: PreTrainedTokenizerFast) -> Gemma2Config:
 
 
 @final
-class Learner(L.LightningModule):
-    """Any causal language model with its loss, AdamW, and the demo's schedule."""
-
-    def __init__(self, config: PretrainedConfig) -> None:
-        super().__init__()
-        self.model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        loss: Tensor = self.model(**batch, labels=batch["input_ids"], use_cache=False).loss
-        if batch_idx % 50 == 0:
-            print(f"step {self.global_step}: loss {loss.item():.3f}", flush=True)
-        return loss
-
-    def configure_optimizers(self) -> OptimizerLRScheduler:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
-        num_steps = int(self.trainer.estimated_stepping_batches)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_factor(step / num_steps))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-
-@final
 @dataclass(frozen=True)
 class Family:
     config: Callable[[PreTrainedTokenizerFast], PretrainedConfig]
@@ -102,10 +77,12 @@ FAMILIES = {"neox": Family(neox_config, 1), "gemma": Family(gemma_config, 2)}
 
 def learn(family: Family, tokenizer: PreTrainedTokenizerFast, num_steps: int) -> PreTrainedModel:
     L.seed_everything(family.seed)
-    learner = Learner(family.config(tokenizer))
+    lm = LanguageModel(model_config(tokenizer))
+    lm.model = AutoModelForCausalLM.from_config(family.config(tokenizer), attn_implementation="eager")
     trainer = L.Trainer(max_steps=num_steps, gradient_clip_val=1.0, logger=False, enable_checkpointing=False)
-    trainer.fit(learner, DocsDataModule(tokenizer, max_length=LENGTH))
-    return learner.model
+    trainer.fit(lm, DocsDataModule(tokenizer, max_length=LENGTH))
+    model: PreTrainedModel = lm.model
+    return model
 
 
 def write_model(folder: Path, name: str, num_steps: int) -> None:
