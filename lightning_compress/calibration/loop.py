@@ -120,8 +120,8 @@ def calibrate(run: Calibration, output: Output, keep_in: Path | None = None) -> 
     restored = -1 if keep_in is None else restore_boundary(keep_in, flow, progress.num_finished, *of_rank)
     first_step = 0
     for index, subgraph in enumerate(flow.subgraphs):
-        is_finished, runs_originals = index < progress.num_finished, flow.reference is not None and index > restored
-        if is_finished and not runs_originals:
+        is_finished = index < progress.num_finished
+        if is_finished and flow.reference is None:  # which asks for the original weights first
             _take_from_output(flow, subgraph, index, output)
         clock = _Clock(flow.device)
         reset_peak(flow.device)
@@ -131,8 +131,7 @@ def calibrate(run: Calibration, output: Output, keep_in: Path | None = None) -> 
             prefetch(flow, index)
             if is_finished:
                 _repeat(progress, subgraph, index, first_step, has_run=index <= restored)
-                if runs_originals:
-                    _take_from_output(flow, subgraph, index, output)
+                _take_from_output(flow, subgraph, index, output)
                 record = output.finished[index]
             else:
                 record = output.commit(subgraph, _solve(progress, subgraph, index, first_step, clock, moved))
@@ -227,7 +226,7 @@ def _repeat(progress: _Progress, subgraph: Subgraph, index: int, first_step: int
     """
     run, output = progress.run, progress.output
     for name in subgraph.solved:
-        if run.flow.reference is not None and not has_run:
+        if run.flow.reference is not None:
             run.flow.reference.keep(name, run.flow.root, index)
         put(output.restore(index, name), name, run.resolved.assignments[name].scheme, run.flow.root, run.flow.store)
     remaining = run.flow.subgraphs[progress.num_finished :]
