@@ -114,11 +114,11 @@ def run_step(
     masks = {flow.masks[source] for source in step.observe if source in flow.masks}
     masks |= set() if reference is None else reference.residual_nodes(step.observe)
     read = {node for computed in step.nodes for node in computed.all_input_nodes}
-    observed = {source.node for source in step.observe} | masks | wanted
+    observed = {node for source in step.observe for node in source.reads} | masks | wanted
     outliving = {key for key, use in flow.last.items() if use > number}
     pieces = [(_shared_first(nodes, diverging), sources) for nodes, sources in stretches(step)]
     ordered = [node for (shared, own), _ in pieces for node in (*shared, *own)]
-    needed_at_end = {source.node for source in pieces[-1][1]} | masks | wanted
+    needed_at_end = {node for source in pieces[-1][1] for node in source.reads} | masks | wanted
     drop_after = _drops(ordered, needed_at_end | outliving if step.keep else needed_at_end)
     loaded = with_shadows(read | observed, diverging)
     for batch in range(len(flow.cache)):

@@ -147,7 +147,7 @@ class _Meter:
             return []
         before, cached = self._waiting(), self.cached
         read = {node for computed in step.nodes for node in computed.all_input_nodes}
-        observed = {source.node for source in step.observe}
+        observed = {node for source in step.observe for node in source.reads}
         if self._flow.reference is not None:
             observed |= self._flow.reference.residual_nodes(step.observe)
         self._memory.reset_peak()

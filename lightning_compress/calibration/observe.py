@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from lightning_compress.distributed.collective import Collective
+from lightning_compress.graph.experts import sizes_of
 from lightning_compress.graph.shadow import Key
-from lightning_compress.graph.stages import Source, Step, quantizable_calls
+from lightning_compress.graph.stages import Rows, Source, Step, quantizable_calls
 from lightning_compress.statistics import Beside, Statistic
 
 Statistics = dict[Source, dict[type[Statistic], Statistic]]
@@ -40,7 +41,8 @@ def observing(
     def unpadded(source: Source, x: object) -> Tensor:
         assert isinstance(x, Tensor)
         mask = values[masks[source]] if source in masks else None
-        return tokens(x, mask if isinstance(mask, Tensor) else None)
+        mask = mask if isinstance(mask, Tensor) else None
+        return tokens(x, mask) if source.rows is None else routed(x, source.rows, values, mask)
 
     def catch(source: Source, x: object) -> None:
         kept = unpadded(source, x)
@@ -82,32 +84,69 @@ def begin_statistics(
         statistics[source] = {kind: kind(channels[source], device, outputs[source]) for kind in needs[source]}
 
 
+def routed(x: Tensor, rows: Rows, values: Mapping[Key, object], mask: Tensor | None) -> Tensor:
+    """The rows [t, I] of `x` that one expert reads, without those of padding tokens."""
+    token, counts = values[rows.token], values[rows.counts]
+    assert isinstance(token, Tensor)
+    assert isinstance(counts, Tensor)
+    sizes = sizes_of(counts, len(token))
+    start = sum(sizes[: rows.expert])
+    mine = slice(start, start + sizes[rows.expert])
+    of_rows = token[mine]
+    found = x[of_rows] if rows.gathers else x[mine]
+    return found if mask is None else found[mask.reshape(-1)[of_rows].bool()]
+
+
 def settle_statistics(
     sources: Sequence[Source], statistics: Statistics, collective: Collective, first_rank: int
 ) -> None:
     """When every rank has run its first batch: let all sums be made as the first batch of all, on rank `first_rank`,
-    asks for."""
-    for source in sources:
-        agree = partial(collective.broadcast, what=f"the first batch at {_title(source)}", source=first_rank)
-        for statistic in statistics[source].values():
-            statistic.settle(agree)
+    asks for; those of experts as the one asks for that it brought most, for it may have brought none to some."""
+    for together in _siblings(sources):
+        agree = partial(collective.broadcast, what=f"the first batch at {_title(together[0])}", source=first_rank)
+        for kind in statistics[together[0]]:
+            found = [statistics[source][kind] for source in together]
+            if len(found) > 1:
+                largest = agree(max(statistic.largest() for statistic in found))
+                agree = partial(_agreed, largest)
+            for statistic in found:
+                statistic.settle(agree)
 
 
 def reduce_statistics(sources: Sequence[Source], statistics: Statistics, collective: Collective) -> None:
     """Let the statistics of `sources` be those of all ranks; one that saw no token takes part.
 
-    Sources that no rank has met are left out.
+    Sources that no rank has met are left out, but for experts: those that saw few tokens lean on what all of them saw.
     """
     for source in sources:
         for statistic in statistics[source].values():
             for tensor, reduction in statistic.reductions().values():
                 collective.reduce(tensor, reduction, f"the statistics of {_title(source)}")
-        if not any(statistic.num_tokens for statistic in statistics[source].values()):
-            del statistics[source]
+    for together in _siblings(sources):
+        if together[0].rows is not None:
+            for kind in statistics[together[0]]:
+                kind.complete([statistics[source][kind] for source in together], together[0].rows.gathers)
+            continue
+        for source in together:
+            if not any(statistic.num_tokens for statistic in statistics[source].values()):
+                del statistics[source]
+
+
+def _siblings(sources: Sequence[Source]) -> list[list[Source]]:
+    """The sources, those together that are rows of one value."""
+    found: dict[object, list[Source]] = {}
+    for source in sources:
+        found.setdefault(source if source.rows is None else (source.node, source.rows.counts), []).append(source)
+    return list(found.values())
+
+
+def _agreed(largest: float, own: float) -> float:
+    return largest
 
 
 def _title(source: Source) -> str:
-    return source.inner or source.node.name
+    expert = "" if source.rows is None else f", expert {source.rows.expert}"
+    return source.inner or f"{source.node.name}{expert}"
 
 
 def stretches(step: Step) -> list[tuple[tuple[fx.Node, ...], list[Source]]]:

@@ -18,10 +18,19 @@ from lightning_compress.distributed.collective import Collective, SingleProcess
 from lightning_compress.distributed.share import assign
 from lightning_compress.errors import CalibrationDataError, UnsupportedModelError
 from lightning_compress.graph.compat import pytree
+from lightning_compress.graph.experts import unfolded
 from lightning_compress.graph.shadow import Key, Shadow
 from lightning_compress.graph.stages import Schedule, Source, Subgraph, datafree_subgraphs, subgraphs
 from lightning_compress.graph.targets import sequential_modules
-from lightning_compress.graph.trace import Traced, flatten_batch, leaf_input, token_mask_for, trace, violated_guards
+from lightning_compress.graph.trace import (
+    Traced,
+    flatten_batch,
+    leaf_input,
+    row_mask_for,
+    token_mask_for,
+    trace,
+    violated_guards,
+)
 from lightning_compress.memory.activations import ActivationCache
 from lightning_compress.memory.placement import Placement
 from lightning_compress.memory.store import WeightStore
@@ -140,11 +149,11 @@ def calibrating(root: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def evaluating(root: nn.Module) -> Iterator[None]:
-    """Eval mode and no gradients inside; every module's mode is as before afterwards."""
+    """Eval mode, no gradients, and experts unfolded inside; every module is as before afterwards."""
     modes = {module: module.training for module in root.modules()}
     root.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), unfolded(root):
             yield
     finally:
         for module, training in modes.items():
@@ -232,7 +241,10 @@ def _sizes(parts: Sequence[Subgraph], root: nn.Module) -> tuple[dict[Source, int
 
 def _masks(traced: Traced, needs: Mapping[Source, Any]) -> dict[Source, fx.Node]:
     found = {
-        source: token_mask_for(traced, leaf_input(source.node) if source.inner else source.node) for source in needs
+        source: row_mask_for(traced, source.node)
+        if source.rows is not None
+        else token_mask_for(traced, leaf_input(source.node) if source.inner else source.node)
+        for source in needs
     }
     return {source: mask for source, mask in found.items() if mask is not None}
 

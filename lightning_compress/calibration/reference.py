@@ -101,7 +101,7 @@ def reference_for(
 def correctable(parts: Sequence[Subgraph]) -> frozenset[Source]:
     """The sources whose modules can be corrected: those that alone, and for one group alone, are its input.
 
-    What runs inside an opaque module is not among them: there the two runs may take other paths (tokens to experts).
+    What runs inside an opaque module is not among them, nor are experts: there the two runs may take other paths.
     """
     groups = [group for part in parts for step in part.steps for group in step.solve]
     readers: dict[Source, int] = {}
@@ -109,7 +109,9 @@ def correctable(parts: Sequence[Subgraph]) -> frozenset[Source]:
         for source in group.sources:
             readers[source] = readers.get(source, 0) + 1
     single = (group.sources[0] for group in groups if len(group.sources) == 1)
-    return frozenset(source for source in single if source.inner is None and readers[source] == 1)
+    return frozenset(
+        source for source in single if source.inner is None and source.rows is None and readers[source] == 1
+    )
 
 
 def run_original(
@@ -123,7 +125,7 @@ def run_original(
 ) -> None:
     """Execute `nodes`, whose values exist twice, with the original weights; see `graph.execute.execute`."""
     drops = {node: [dead for dead in drop_after.get(node, ()) if dead in reference.diverging] for node in nodes}
-    called = {node.target.name for node in nodes if isinstance(node.target, Leaf)}
+    called = {node.target.owner for node in nodes if isinstance(node.target, Leaf)}
     with _original_weights(root, reference.originals, called):
         execute(nodes, SecondRun(values), root, traced.constants, device, drops)
 

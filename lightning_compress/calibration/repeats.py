@@ -14,7 +14,7 @@ from lightning_compress.calibration.loop import Calibration
 from lightning_compress.graph.compat import pytree
 from lightning_compress.graph.leaf import Leaf
 from lightning_compress.graph.shadow import Key, Shadow
-from lightning_compress.graph.stages import Group, Source, Step
+from lightning_compress.graph.stages import Group, Rows, Source, Step
 from lightning_compress.graph.values import expression
 
 NUMBERS = ("layer_idx", "layer_id")
@@ -99,6 +99,7 @@ class _Match:
         run = self._run
         return len(ours) == len(theirs) and all(
             self._arguments(one.node, other.node)
+            and self._rows(one.rows, other.rows)
             and (one.inner is None) == (other.inner is None)
             and one.writes == other.writes
             and run.needs.get(one) == run.needs.get(other)
@@ -106,6 +107,12 @@ class _Match:
             and run.outputs.get(one) == run.outputs.get(other)
             for one, other in zip(ours, theirs, strict=True)
         )
+
+    def _rows(self, one: Rows | None, other: Rows | None) -> bool:
+        if one is None or other is None:
+            return one is other
+        same_values = self._arguments(one.token, other.token) and self._arguments(one.counts, other.counts)
+        return same_values and (one.expert, one.gathers) == (other.expert, other.gathers)
 
     def _groups(self, one: Group, other: Group) -> bool:
         assignments = self._run.resolved.assignments

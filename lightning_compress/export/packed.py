@@ -16,6 +16,7 @@ from lightning_compress.calibration.solve import InputQuantizer, quantize_inputs
 from lightning_compress.errors import CompressionError
 from lightning_compress.export.checkpoint import INCOMPLETE
 from lightning_compress.export.packing import PACKED_NAMES, checkpoint_names, unpack
+from lightning_compress.graph.experts import unfolded
 from lightning_compress.memory.files import StoredTensor, stored_tensors
 from lightning_compress.memory.source import Readable, WeightSource, weight_source
 
@@ -120,6 +121,12 @@ def load_compressed(module: nn.Module, directory: str | Path) -> nn.Module:
         raise CompressionError(
             f"{directory} holds no compressed checkpoint (no config.json with a quantization_config)."
         )
+    with unfolded(module):
+        _load(module, directory, config)
+    return module
+
+
+def _load(module: nn.Module, directory: Path, config: QuantizationConfig) -> None:
     state = _read_state(directory)
     schemes = quantized_modules(config, state.keys())
     for name, scheme in schemes.items():
@@ -141,7 +148,6 @@ def load_compressed(module: nn.Module, directory: str | Path) -> nn.Module:
         raise CompressionError(
             f"{directory} does not fit {type(module).__name__}: missing {missing[:5]}, unexpected {unexpected[:5]}."
         )
-    return module
 
 
 def _read_state(directory: Path) -> dict[str, Tensor]:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lightning_compress.calibration.solve import QuantizedModule, dequantize_weight
+from lightning_compress.graph.experts import Experts
 from lightning_compress.recipe.resolve import ResolvedRecipe
 
 PackedModule = dict[str, Tensor]
@@ -130,7 +131,7 @@ def quantization_config(resolved: ResolvedRecipe, root: nn.Module, rename: Mappi
     if (
         len(schemes) == 1
         and scheme.input_activations is None
-        and (_packs_zero_points(scheme) or _initializes_parents(root, resolved))
+        and (_packs_zero_points(scheme) or _initializes_parents(root, resolved) or _quantizes_experts(root, resolved))
     ):
         dumped["dequantize"] = True
     return dumped
@@ -156,6 +157,12 @@ def _initializes_parents(root: nn.Module, resolved: ResolvedRecipe) -> bool:
     models = {type(module) for module in root.modules() if isinstance(module, PreTrainedModel)}
     sources = "".join(inspect.getsource(model._init_weights) for model in models)
     return any(parent in sources for parent in parents - {model.__name__ for model in models})
+
+
+def _quantizes_experts(root: nn.Module, resolved: ResolvedRecipe) -> bool:
+    """transformers keeps experts as stacks, which it makes of quantized ones when it dequantizes them on loading."""
+    paths = [f"{path}." for path, module in root.named_modules() if isinstance(module, Experts)]
+    return any(name.startswith(tuple(paths)) for name in resolved.assignments)
 
 
 def _renamed(names: Iterable[str], rename: Mapping[str, str]) -> list[str]:

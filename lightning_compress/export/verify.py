@@ -31,6 +31,7 @@ from lightning_compress.calibration.target import find_target
 from lightning_compress.errors import CompressionError, OutputDirectoryError
 from lightning_compress.export.packed import load_compressed
 from lightning_compress.graph.compat import pytree
+from lightning_compress.graph.experts import unfolded
 from lightning_compress.memory.files import INDEX
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -91,13 +92,14 @@ def verify(directory: Path, root: nn.Module, names: Iterable[str], batch: Any | 
     buffers = _align_unsaved_buffers(root, reloaded)
     difference = as_loaded if batch is None or not buffers else _output_difference(root, reloaded, batch)
     names = list(names)
-    for name in names:  # a model that has not run yet still holds packed weights
-        module = reloaded.get_submodule(name)
-        if getattr(module, "quantization_status", None) == QuantizationStatus.COMPRESSED:
-            decompress_module(module)
-    different = tuple(
-        name for name in names if not _same_weight(root.get_submodule(name), reloaded.get_submodule(name))
-    )
+    with unfolded(reloaded):
+        for name in names:  # a model that has not run yet still holds packed weights
+            module = reloaded.get_submodule(name)
+            if getattr(module, "quantization_status", None) == QuantizationStatus.COMPRESSED:
+                decompress_module(module)
+        different = tuple(
+            name for name in names if not _same_weight(root.get_submodule(name), reloaded.get_submodule(name))
+        )
     return Verification(
         loaded_with,
         len(names),

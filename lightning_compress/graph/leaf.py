@@ -7,16 +7,40 @@ from torch import fx
 
 
 @dataclass(frozen=True)
+class Grouped:
+    """A call `(x, token, counts)` that lets experts run, each on rows of its own (see `experts.GroupedLinear`).
+
+    Attributes:
+        owner: name of the module that owns the experts.
+        members: for each expert the names of the Linears that read its rows.
+        gathers: the rows are picked from x by `token`; otherwise they are those of x.
+    """
+
+    owner: str
+    members: tuple[tuple[str, ...], ...]
+    gathers: bool
+
+
+@dataclass(frozen=True)
 class Leaf:
     """Target of a `call_function` node: call the module of this qualified name with the node's arguments.
 
     The name is resolved by the executor, so a graph holds no reference to a module.
+
+    Attributes:
+        grouped: what it calls, if it is a call of experts.
 
     >>> Leaf("model.layers.0.mlp").__name__
     'model_layers_0_mlp'
     """
 
     name: str
+    grouped: Grouped | None = None
+
+    @property
+    def owner(self) -> str:
+        """The module that owns the weights."""
+        return self.name if self.grouped is None else self.grouped.owner
 
     @property
     def __name__(self) -> str:

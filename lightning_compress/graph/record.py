@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from lightning_compress.graph import compat
+from lightning_compress.graph.experts import GroupedLinear
 from lightning_compress.graph.leaf import Leaf
 from lightning_compress.graph.values import concrete, expression, items_of, map_nested, symbolic_sizes
 
@@ -116,7 +117,8 @@ class Attempt:
             return args[0] if args else next(iter(kwargs.values()))
         with compat.not_recording():
             output = self._leaf_output(name, module, args, kwargs)
-        compat.add_call(self.recorder, Leaf(name), args, kwargs, output)
+        grouped = module.grouped(name) if isinstance(module, GroupedLinear) else None
+        compat.add_call(self.recorder, Leaf(name, grouped), args, kwargs, output)
         return output
 
     def _leaf_output(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -23,7 +23,7 @@ A module that is called several times is solved once, on the inputs of all its c
 them; later calls run with the result.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
@@ -32,6 +32,7 @@ from math import prod
 import torch
 from torch import fx
 
+from lightning_compress.graph.leaf import Grouped
 from lightning_compress.graph.trace import Leaf, Traced, leaf_input
 from lightning_compress.graph.values import concrete
 
@@ -47,8 +48,26 @@ class Schedule(StrEnum):
 
 
 @dataclass(frozen=True)
+class Rows:
+    """Of a value the rows that are routed to one expert.
+
+    Attributes:
+        token: node of int64 [S], for each row, sorted by expert, the token that it is of.
+        counts: node of int64 [E], how many rows each expert has.
+        expert: which one.
+        gathers: the value has a row per token, of which `token` picks; otherwise it has S rows.
+    """
+
+    token: fx.Node
+    counts: fx.Node
+    expert: int
+    gathers: bool
+
+
+@dataclass(frozen=True)
 class Source:
-    """Where a group's input is observed: a value of the graph, or the input of a module inside an opaque leaf.
+    """Where a group's input is observed: a value of the graph, some rows of one, or the input of a module inside an
+    opaque leaf.
 
     `writes` tells readers of one value apart that read it before and after it was changed in place.
     """
@@ -56,6 +75,14 @@ class Source:
     node: fx.Node
     inner: str | None = None
     writes: int = 0
+    rows: Rows | None = None
+
+    @property
+    def reads(self) -> frozenset[fx.Node]:
+        """The values that it takes to observe it, beside running what is inside an opaque leaf."""
+        if self.inner is not None:
+            return frozenset()
+        return frozenset({self.node} if self.rows is None else {self.node, self.rows.token, self.rows.counts})
 
 
 @dataclass(frozen=True)
@@ -185,9 +212,21 @@ def quantizable_calls(node: fx.Node, quantizable: frozenset[str]) -> Calls:
     if not isinstance(node.target, Leaf):
         return ()
     name = node.target.name
+    if node.target.grouped is not None:
+        return tuple(_expert_calls(node, node.target.grouped, quantizable))
     if name in quantizable:
         return ((name, Source(leaf_input(node), writes=node.meta.get(_WRITES, 0))),)
     return tuple((inner, Source(node, inner)) for inner in sorted(quantizable) if inner.startswith(name + "."))
+
+
+def _expert_calls(node: fx.Node, grouped: Grouped, quantizable: frozenset[str]) -> Iterator[tuple[str, Source]]:
+    x, token, counts = node.args
+    assert isinstance(x, fx.Node)
+    assert isinstance(token, fx.Node)
+    assert isinstance(counts, fx.Node)
+    for expert, members in enumerate(grouped.members):
+        source = Source(x, writes=node.meta.get(_WRITES, 0), rows=Rows(token, counts, expert, grouped.gathers))
+        yield from ((name, source) for name in members if name in quantizable)
 
 
 def _grouped(calls: Iterable[tuple[str, Source]], key: GroupKey) -> tuple[Group, ...]:
@@ -212,12 +251,12 @@ def _staged(nodes: Sequence[fx.Node], unsolved: set[str], key: GroupKey, recompu
         calls = quantizable_calls(node, frozenset(unsolved))
         if not calls:
             continue
-        source = calls[0][1]
-        if source.inner is None:
+        read = {source for _, source in calls}
+        if calls[0][1].inner is None:
             behind = (call for later in nodes[position:] for call in quantizable_calls(later, frozenset(unsolved)))
-            groups = _grouped((call for call in behind if call[1] == source), key)
+            groups = _grouped((call for call in behind if call[1] in read), key)
             before = tuple(nodes[start:position])
-            keep = not (recompute and _is_wide(source.node, before))
+            keep = not (recompute and _is_wide(calls[0][1].node, before))
             steps.append(Step(before, _sources(groups), groups, keep))
             start = position if keep else start
         else:  # inside an opaque leaf nothing can be cut, so it runs twice
@@ -326,7 +365,7 @@ def _placed(names: Sequence[str], steps: list[list[Step]], constants: Collection
     result = []
     for name, found in zip(names, steps, strict=False):
         nodes = [node for step in found for node in step.nodes]
-        leaves = [node.target.name for node in nodes if isinstance(node.target, Leaf)]
+        leaves = [node.target.owner for node in nodes if isinstance(node.target, Leaf)]
         solved = [member for step in found for group in step.solve for member in group.members]
         attributes = [str(arg.target) for node in nodes for arg in node.all_input_nodes if arg.op == "get_attr"]
         tensors = [name for name in attributes if name not in constants]
@@ -342,5 +381,5 @@ def last_steps(parts: Sequence[Subgraph]) -> Mapping[fx.Node, int]:
     for number, step in enumerate(step for part in parts for step in part.steps):
         for node in step.nodes:
             last.update(dict.fromkeys(node.all_input_nodes, number))
-        last.update({source.node: number for source in step.observe if source.inner is None})
+        last.update({node: number for source in step.observe for node in source.reads})
     return last

@@ -38,6 +38,7 @@ __all__ = [
     "Traced",
     "flatten_batch",
     "leaf_input",
+    "row_mask_for",
     "token_mask_for",
     "trace",
     "violated_guards",
@@ -356,6 +357,18 @@ def token_mask_for(traced: Traced, node: fx.Node) -> fx.Node | None:
         if leading == sizes and value.ndim > 2:
             return mask
         if leading[0] == sizes[0] * sizes[1] and value.ndim == 2:
+            return mask
+    return None
+
+
+def row_mask_for(traced: Traced, node: fx.Node) -> fx.Node | None:
+    """The padding mask [B, L] of the tokens that experts are given, or None; `node` is a value [B * L, I], or one with
+    as many rows for each token as it has experts."""
+    num_rows = expression(node.meta["val"].shape[0])
+    inputs: list[fx.Node] = [candidate for candidate in traced.graph.nodes if candidate.op == "placeholder"]
+    for path, mask in zip(traced.placeholders, inputs, strict=True):
+        sizes = [expression(size) for size in mask.meta["val"].shape]
+        if path.endswith("attention_mask") and len(sizes) == 2 and (num_rows / sizes[0] / sizes[1]).is_integer:
             return mask
     return None
 

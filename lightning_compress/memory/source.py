@@ -19,6 +19,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from lightning_compress.errors import CompressionError
+from lightning_compress.graph.experts import Experts
 from lightning_compress.memory.files import StoredTensor, files_fingerprint, stored_tensors
 from lightning_compress.memory.pickled import stored_state_dict
 
@@ -233,11 +234,15 @@ def _transformers_tensors(
     renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    state = model.state_dict()
+    experts = {path: module for path, module in model.named_modules() if isinstance(module, Experts)}
+    stacks = {f"{path}.{key}": (path, key) for path, module in experts.items() for key in module.stacks}
+    state = {**model.state_dict(), **dict.fromkeys(stacks)}
     found: dict[str, _Found] = {}
     converted: dict[str, tuple[WeightConverter, list[tuple[str, str]]]] = {}
     for key in sorted(stored, key=_natural):
         name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
+        if pattern is not None and name in stacks:  # stored one by one, as they are here
+            name, pattern = rename_source_key(key, renamings, [], model.base_model_prefix, state)[0], None
         if name not in state and key in state:
             name, pattern = key, None
         if name not in state:
@@ -250,9 +255,24 @@ def _transformers_tensors(
         load = _converting(model, name, converter, sources, stored, prefix)
         shapes = _convert(model, name, converter, sources, lambda k: _empty(stored[k]))
         found.update({prefix + key: _Found(load, tuple(value.shape)) for key, value in shapes.items()})
+    for name, (path, key) in stacks.items():
+        if (stack := found.pop(prefix + name, None)) is not None:
+            found.update(_taken_apart(stack, experts[path], key, prefix + name))
     used = [conversion for conversion in conversions if conversion.was_used()]
     object.__setattr__(model, "_weight_conversions", used)  # as `from_pretrained` leaves it, for writing
     return found
+
+
+def _taken_apart(stack: _Found, experts: Experts, key: str, name: str) -> dict[str, _Found]:
+    """The Linears of experts that are stored as a stack, which is read once for all of them."""
+    path = name.removesuffix(key)
+
+    def load() -> dict[str, Tensor]:
+        (value,) = stack.load().values()
+        return {path + local: part for local, part in experts.split(key, value).items()}
+
+    shapes = experts.split(key, torch.empty(stack.shape, device="meta"))
+    return {path + local: _Found(load, tuple(part.shape)) for local, part in shapes.items()}
 
 
 def _converting(

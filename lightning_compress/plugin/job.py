@@ -23,6 +23,7 @@ from lightning_compress.errors import CompressionError, UnsupportedModelError
 from lightning_compress.export.checkpoint import SavesPretrained, check_output_dir
 from lightning_compress.export.verify import Verification, verify, verify_files
 from lightning_compress.export.writer import CheckpointWriter, Unwritten
+from lightning_compress.graph.experts import unfolded
 from lightning_compress.graph.stages import Schedule
 from lightning_compress.memory.budget import MemoryUse
 from lightning_compress.memory.placement import MemoryConfig, placement
@@ -88,8 +89,9 @@ def plan_recipe(module: nn.Module, settings: Settings) -> tuple[Target, Resolved
     _check_weights(target.root, settings)
     if settings.output_dir is not None:
         check_output_dir(settings.output_dir)
-    resolved = resolve(settings.recipe, target.root)
-    check_layout(target, resolved, settings.schedule, settings.sequential_targets)
+    with unfolded(target.root):
+        resolved = resolve(settings.recipe, target.root)
+        check_layout(target, resolved, settings.schedule, settings.sequential_targets)
     return target, resolved
 
 

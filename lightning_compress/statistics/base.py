@@ -9,7 +9,7 @@ batch, depend on the order of the batches, and have to be undone before ranks ca
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, final
 
@@ -62,6 +62,19 @@ class Statistic(ABC):
 
         Args:
             agree: given this rank's value, returns that of the rank with the first batch of all.
+        """
+
+    def largest(self) -> float:
+        """What `settle` would ask others to agree with; 0 where that is nothing."""
+        return 0.0
+
+    @classmethod
+    def complete(cls, siblings: Sequence["Statistic"], same_channels: bool) -> None:
+        """Called with those of all experts of a layer, reduced: what some saw too little of, they take from all.
+
+        Args:
+            siblings: of this class, for as many channels each.
+            same_channels: channel i means the same to all of them (the model's hidden state), not to each its own.
         """
 
     def merge(self, other: "Statistic") -> None:

@@ -1,6 +1,6 @@
 """Statistics of what linears read: the Gram that GPTQ needs (Frantar et al., arXiv 2210.17323), magnitudes, ranges."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
 import torch
@@ -16,12 +16,17 @@ class InputGram(Statistic):
 
     Every `update` is one product and one term of the sum; ranks have to form the same ones. Without `settle`, the
     second update settles by what the first has brought, which is what a run on one rank does.
+
+    Attributes:
+        num_lent: tokens that an expert which saw fewer than it has channels was lent (see `complete`).
     """
 
     def __init__(self, num_channels: int, device: torch.device | str, num_outputs: int = 0) -> None:
         self._num_tokens = torch.zeros((), dtype=torch.int64, device=device)
         self._is_empty = True
         self._gram = GramSum(num_channels, device)
+        self._prior: Tensor | None = None
+        self.num_lent = 0
 
     @property
     def num_tokens(self) -> int:
@@ -45,17 +50,47 @@ class InputGram(Statistic):
     @torch.no_grad()
     def settle(self, agree: Callable[[float], float]) -> None:
         if self._gram.sum.quantum is None:
-            self._gram.sum.settle(agree(float(self._gram.diagonal().max())))
+            self._gram.sum.settle(agree(self.largest()))
+
+    def largest(self) -> float:
+        return float(self._gram.diagonal().max())
 
     def reductions(self) -> Mapping[str, tuple[Tensor, Reduction]]:
         return {"gram": (self._gram.sum.read(), "sum"), "num_tokens": (self._num_tokens, "sum")}
 
+    @classmethod
+    @torch.no_grad()
+    def complete(cls, siblings: Sequence[Statistic], same_channels: bool) -> None:
+        """Fewer tokens than channels leave directions that none of them has shown. As many as are missing are lent: of
+        the mean Gram of all siblings; of its mean diagonal alone, where channels mean something else to each."""
+        grams = [sibling for sibling in siblings if isinstance(sibling, InputGram)]
+        width = grams[0]._gram.num_channels
+        total = sum(gram.num_tokens for gram in grams)
+        starved = [gram for gram in grams if gram.num_tokens < width]
+        if not starved or not total:
+            return
+        prior = torch.zeros(width, width, device=grams[0]._num_tokens.device)
+        for gram in grams:
+            share = gram.num_tokens / total
+            if same_channels:
+                prior.add_(gram._gram.mean(gram.num_tokens), alpha=share)
+            else:
+                prior.diagonal().add_(float(gram.diagonal().mean(dtype=torch.float64)) * share)
+        for gram in starved:
+            gram._prior, gram.num_lent = prior, width - gram.num_tokens
+
     def matrix(self) -> Tensor:
-        """The mean Gram, float32 [I, I], exactly symmetric; all zeros when no token was seen."""
-        return self._gram.mean(self.num_tokens)
+        """The mean Gram, float32 [I, I], exactly symmetric; all zeros when no token was seen and none lent."""
+        gram = self._gram.mean(self.num_tokens)
+        if self._prior is not None:
+            share = self.num_lent / (self.num_tokens + self.num_lent)
+            gram.mul_(1 - share).add_(self._prior, alpha=share)
+        return gram
 
     def diagonal(self) -> Tensor:
         """The mean square of every input channel, float32 [I]."""
+        if self._prior is not None:
+            return self.matrix().diagonal().clone()
         return self._gram.diagonal().div(max(self.num_tokens, 1)).float()
 
 
@@ -104,6 +139,14 @@ class MinMax(Statistic):
             low, high = x.aminmax()
             torch.minimum(self.minimum, low.float(), out=self.minimum)
             torch.maximum(self.maximum, high.float(), out=self.maximum)
+
+    @classmethod
+    def complete(cls, siblings: Sequence[Statistic], same_channels: bool) -> None:
+        """What saw no token takes the range of all."""
+        ranges = [sibling for sibling in siblings if isinstance(sibling, MinMax)]
+        low, high = (torch.stack([getattr(each, name) for each in ranges]) for name in ("minimum", "maximum"))
+        for each in (each for each in ranges if not each.num_tokens):
+            each.minimum, each.maximum = low.amin(0), high.amax(0)
 
     def reductions(self) -> Mapping[str, tuple[Tensor, Reduction]]:
         return {
