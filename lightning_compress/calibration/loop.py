@@ -210,7 +210,7 @@ def _solve_groups(
     for quantized in solve_groups(groups, run.flow.root, run.resolved, merged, run.collective):
         packed = progress.output.pack(quantized)
         group = group_of[quantized.module]
-        record = _record(run, subgraph, group, quantized, _num_tokens(group, progress.statistics), packed)
+        record = _record(run, subgraph, group, quantized, progress.statistics, packed)
         if run.flow.reference is not None:
             run.flow.reference.keep(quantized.module, run.flow.root, index)
         apply(quantized, run.flow.root, run.flow.store)
@@ -283,12 +283,18 @@ def _num_tokens(group: Group, statistics: Statistics) -> int:
     return sum(max((statistic.num_tokens for statistic in kinds), default=0) for kinds in found)
 
 
+def _num_lent(group: Group, statistics: Statistics) -> int | None:
+    """Tokens that an expert was lent; None: the group is no expert's."""
+    gathered = [statistics.get(source, {}) for source in group.sources if source.rows is not None]
+    return sum(max((each.num_lent for each in kinds.values()), default=0) for kinds in gathered) if gathered else None
+
+
 def _record(
     run: Calibration,
     subgraph: Subgraph,
     group: Group,
     quantized: QuantizedModule,
-    num_tokens: int,
+    statistics: Statistics,
     packed: int,
 ) -> ModuleRecord:
     weight: Tensor = run.flow.root.get_submodule(quantized.module).get_parameter("weight")
@@ -301,7 +307,7 @@ def _record(
         scheme=describe_scheme(quantized.scheme),
         shape=tuple(weight.shape),
         error=quantized.solved.error,
-        num_tokens=num_tokens,
+        num_tokens=_num_tokens(group, statistics),
         num_calls=calls,
         solved_with=tuple(name for name in group.members if name != quantized.module),
         damping=quantized.solved.damping,
@@ -309,6 +315,7 @@ def _record(
         bytes_after=packed,
         notes=quantized.solved.notes,
         correction=quantized.solved.correction,
+        num_lent=_num_lent(group, statistics),
     )
 
 

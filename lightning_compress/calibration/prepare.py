@@ -18,7 +18,6 @@ from lightning_compress.distributed.collective import Collective, SingleProcess
 from lightning_compress.distributed.share import assign
 from lightning_compress.errors import CalibrationDataError, UnsupportedModelError
 from lightning_compress.graph.compat import pytree
-from lightning_compress.graph.experts import unfolded
 from lightning_compress.graph.shadow import Key, Shadow
 from lightning_compress.graph.stages import Schedule, Source, Subgraph, datafree_subgraphs, subgraphs
 from lightning_compress.graph.targets import sequential_modules
@@ -149,11 +148,11 @@ def calibrating(root: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def evaluating(root: nn.Module) -> Iterator[None]:
-    """Eval mode, no gradients, and experts unfolded inside; every module is as before afterwards."""
+    """Eval mode and no gradients inside; every module's mode is as before afterwards."""
     modes = {module: module.training for module in root.modules()}
     root.eval()
     try:
-        with torch.no_grad(), unfolded(root):
+        with torch.no_grad():
             yield
     finally:
         for module, training in modes.items():

@@ -19,6 +19,7 @@ class ModuleRecord:
         notes: anything the solver did beyond the plain path.
         correction: of errors made before: its `strength` and `ridge`, and the error on batches that were held out as a
             fraction of what it is without (`held_out`); none where nothing is corrected.
+        num_lent: tokens that an expert was lent of those that all experts of its layer saw; None: it is no expert.
     """
 
     module: str
@@ -35,6 +36,7 @@ class ModuleRecord:
     bytes_after: int
     notes: tuple[str, ...]
     correction: Mapping[str, float] = field(default_factory=dict)
+    num_lent: int | None = None
 
 
 @dataclass(frozen=True)

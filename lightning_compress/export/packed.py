@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from compressed_tensors.utils.match import match_targets
-from huggingface_hub import load_state_dict_from_file
 from torch import Tensor, nn
 
 from lightning_compress.calibration.solve import InputQuantizer, quantize_inputs
@@ -18,7 +17,7 @@ from lightning_compress.export.checkpoint import INCOMPLETE
 from lightning_compress.export.packing import PACKED_NAMES, checkpoint_names, unpack
 from lightning_compress.graph.experts import unfolded
 from lightning_compress.memory.files import StoredTensor, stored_tensors
-from lightning_compress.memory.source import Readable, WeightSource, weight_source
+from lightning_compress.memory.source import Readable, WeightSource, tensor_loads, weight_source
 
 _SCALE = ".weight_scale"
 
@@ -95,13 +94,7 @@ def checkpoint_source(root: nn.Module, folder: Path) -> WeightSource:
     stored = stored_tensors(folder)
     schemes = quantized_modules(config, stored.keys())
     source = weight_source(root, folder, decode=partial(_decoded, schemes=schemes))
-    in_memory = {stored_name: name for name, stored_name in checkpoint_names(root).items()}
-    for module, scheme in schemes.items():
-        if scheme.input_activations is not None:
-            ranges = (stored.get(f"{module}.{name}") for name in ("input_scale", "input_zero_point"))
-            scale, zero_point = (None if part is None else part.read() for part in ranges)
-            target = root.get_submodule(in_memory.get(module, module))
-            quantize_inputs(target, InputQuantizer(scheme.input_activations, scale, zero_point))
+    _quantize_inputs(root, stored, schemes)
     return source
 
 
@@ -127,19 +120,11 @@ def load_compressed(module: nn.Module, directory: str | Path) -> nn.Module:
 
 
 def _load(module: nn.Module, directory: Path, config: QuantizationConfig) -> None:
-    state = _read_state(directory)
-    schemes = quantized_modules(config, state.keys())
-    for name, scheme in schemes.items():
-        local = {
-            key.rpartition(".")[2]: state.pop(key)
-            for key in list(state)
-            if key.rpartition(".")[0] == name and not key.endswith(".bias")
-        }
-        target = module.get_submodule(name)
-        state[f"{name}.weight"] = unpack(local, scheme).to(target.get_parameter("weight").dtype)
-        if scheme.input_activations is not None:
-            ranges = local.get("input_scale"), local.get("input_zero_point")
-            quantize_inputs(target, InputQuantizer(scheme.input_activations, *ranges))
+    stored = stored_tensors(directory)
+    schemes = quantized_modules(config, stored.keys())
+    loads = tensor_loads(module, _decoded(stored, schemes), directory)
+    state = {name: value for load in dict.fromkeys(loads.values()) for name, value in load().items()}
+    _quantize_inputs(module, stored, schemes)
     missing, unexpected = module.load_state_dict(state, strict=False)
     tensors = module.state_dict(keep_vars=True)
     loaded = {id(tensors[key]) for key in state if key in tensors}
@@ -150,11 +135,17 @@ def _load(module: nn.Module, directory: Path, config: QuantizationConfig) -> Non
         )
 
 
-def _read_state(directory: Path) -> dict[str, Tensor]:
-    state: dict[str, Tensor] = {}
-    for file in sorted(directory.glob("*.safetensors")):
-        state.update(load_state_dict_from_file(file))
-    return state
+def _quantize_inputs(
+    root: nn.Module, stored: Mapping[str, StoredTensor], schemes: Mapping[str, QuantizationScheme]
+) -> None:
+    """Let modules quantize what they read, where their schemes say so."""
+    in_memory = {stored_name: name for name, stored_name in checkpoint_names(root).items()}
+    for module, scheme in schemes.items():
+        if scheme.input_activations is not None:
+            ranges = (stored.get(f"{module}.{name}") for name in ("input_scale", "input_zero_point"))
+            scale, zero_point = (None if part is None else part.read() for part in ranges)
+            target = root.get_submodule(in_memory.get(module, module))
+            quantize_inputs(target, InputQuantizer(scheme.input_activations, scale, zero_point))
 
 
 def _decoded(stored: Mapping[str, StoredTensor], schemes: Mapping[str, QuantizationScheme]) -> dict[str, Readable]:

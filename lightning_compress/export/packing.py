@@ -18,6 +18,8 @@ from compressed_tensors.quantization import (
 )
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import PrefixChange
 
 from lightning_compress.calibration.solve import QuantizedModule, dequantize_weight
 from lightning_compress.graph.experts import Experts
@@ -75,6 +77,9 @@ def nbytes(packed: PackedModule) -> int:
 def checkpoint_names(root: nn.Module) -> dict[str, str]:
     """Module names as the original checkpoint has them, where transformers renames on loading."""
     conversions = getattr(root, "_weight_conversions", None)
+    if conversions is None and isinstance(root, PreTrainedModel):  # as transformers does when it saves
+        default = get_model_conversion_mapping(root, add_legacy=False)
+        conversions = [conversion for conversion in default if not isinstance(conversion, PrefixChange)]
     if not conversions:
         return {}
     inverted = [conversion.reverse_transform() for conversion in reversed(conversions)]

@@ -159,9 +159,15 @@ def _reload(directory: Path, root: nn.Module) -> tuple[nn.Module, str]:
     reader = "lightning_compress.load_compressed"
     if isinstance(root, PreTrainedModel):
         try:
-            model = type(root).from_pretrained(
-                directory, dtype=root.dtype, attn_implementation=root.config._attn_implementation
+            loaded: Any = type(root).from_pretrained(
+                directory,
+                dtype=root.dtype,
+                attn_implementation=root.config._attn_implementation,
+                output_loading_info=True,
             )
+            model, found = loaded
+            if missing := sorted(found["missing_keys"]):
+                raise CompressionError(f"it does not find {', '.join(missing[:3])} in it")
             return model.eval(), f"transformers {name}.from_pretrained"
         except Exception as error:  # whatever it is: the finding is that this reader cannot read it
             reader += f", for {name}.from_pretrained of transformers {transformers.__version__} cannot: {error}"

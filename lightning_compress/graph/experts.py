@@ -17,7 +17,8 @@ that the expert never sees), and keeping stacks in the recipe, which every later
 import inspect
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any, cast, final
 
 import torch
@@ -28,6 +29,7 @@ from transformers.core_model_loading import WeightConverter
 
 from lightning_compress.graph.compat import FakeTensor
 from lightning_compress.graph.leaf import Grouped
+from lightning_compress.graph.values import is_symbolic
 
 _DESCRIBED = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "num_experts")
 """What transformers' decorator `use_experts_implementation` and its classes say about a stack."""
@@ -66,7 +68,7 @@ class GroupedLinear(nn.Module):
         """
         first = self.experts.linears(0, self.projections)
         result = x.new_empty(token.shape[0], sum(linear.out_features for linear in first))
-        if isinstance(result.shape[0], torch.SymInt):
+        if is_symbolic(result.shape[0]):
             return result
         start = 0
         for number, size in enumerate(sizes_of(counts, token.shape[0])):
@@ -108,8 +110,8 @@ class Experts(nn.Module):
         for key in self.stacks:
             for name, part in self.split(key, getattr(folded, key).detach()).items():
                 path, _, local = name.rpartition(".")
-                number, _, projection = path.partition(".")
-                expert = self.get_submodule(number)
+                place, _, projection = path.partition(".")
+                expert = self.get_submodule(place)
                 if local == "weight":
                     linear = nn.Linear(part.shape[1], part.shape[0], bias=self.folded.has_bias, device="meta")
                     expert.add_module(projection, linear)
@@ -189,33 +191,55 @@ def projection_names(conversions: Iterable[object], path: str, has_gate: bool) -
     return (*usual["gate_up_proj" if has_gate else "up_proj"], *usual["down_proj"])
 
 
-@contextmanager
-def unfolded(root: nn.Module) -> Iterator[None]:
-    """Within: all stacked experts of a model are Linears; what is written to these is in the stacks afterwards.
+@final
+@dataclass(frozen=True)
+class Unfolded:
+    """Experts of a model that can take the place of the stacks which they are made of.
 
-    Parameters must not move while inside, for then views are views no more. Experts whose inputs have come to be
-    quantized stay Linears: a stack has no inputs of its own.
+    Attributes:
+        places: for each a module, the name of its child, the stacked child, and the Linears.
     """
-    replaced: list[tuple[nn.Module, str, nn.Module]] = []
+
+    places: tuple[tuple[nn.Module, str, nn.Module, Experts], ...]
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Within: all stacked experts of the model are Linears; what is written to these is in the stacks afterwards.
+
+        Parameters must not move meanwhile, for then views are views no more. Experts whose inputs have come to be
+        quantized stay Linears: a stack has no inputs of its own.
+        """
+        for parent, key, _, experts in self.places:
+            parent._modules[key] = experts.train(parent.training)
+        try:
+            yield
+        finally:
+            for parent, key, folded, experts in self.places:
+                if not any(module._forward_pre_hooks for module in experts.modules()):
+                    parent._modules[key] = folded
+
+
+def unfold(root: nn.Module) -> Unfolded:
+    """The stacked experts of a model as Linears, which are not in place yet."""
+    places: list[tuple[nn.Module, str, nn.Module, Experts]] = []
     conversions: dict[str, list[object]] = {}
-    for path, module in list(root.named_modules()):
-        for key, child in list(module.named_children()):
-            if is_stack(child):
-                model_path, model = _model_around(root, path)
-                own = f"{path}.{key}".removeprefix(f"{model_path}.") if model_path else f"{path}.{key}"
-                if model_path not in conversions:
-                    found = get_model_conversion_mapping(model) if isinstance(model, PreTrainedModel) else []
-                    conversions[model_path] = list(found)
-                names = projection_names(conversions[model_path], own, bool(child.has_gate))
-                module._modules[key] = Experts(child, names).train(child.training)
-                replaced.append((module, key, child))
-    try:
-        yield
-    finally:
-        for module, key, child in replaced:
-            experts = module._modules[key]
-            if experts is None or not any(each._forward_pre_hooks for each in experts.modules()):
-                module._modules[key] = child
+    for path, parent in root.named_modules():
+        for key, child in parent.named_children():
+            if not is_stack(child):
+                continue
+            model_path, model = _model_around(root, path)
+            if model_path not in conversions:
+                found = get_model_conversion_mapping(model) if isinstance(model, PreTrainedModel) else []
+                conversions[model_path] = list(found)
+            own = f"{path}.{key}".removeprefix(f"{model_path}.") if model_path else f"{path}.{key}"
+            names = projection_names(conversions[model_path], own, bool(child.has_gate))
+            places.append((parent, key, child, Experts(child, names)))
+    return Unfolded(tuple(places))
+
+
+def unfolded(root: nn.Module) -> AbstractContextManager[None]:
+    """Within: all stacked experts of a model are Linears (see `Unfolded.in_place`)."""
+    return unfold(root).in_place()
 
 
 def _model_around(root: nn.Module, path: str) -> tuple[str, nn.Module]:

@@ -123,6 +123,15 @@ def weight_source(
     return WeightSource({name: entry.load for name, entry in found.items()}, files_fingerprint(stored))
 
 
+def tensor_loads(root: nn.Module, stored: Mapping[str, Readable], folder: Path) -> dict[str, Load]:
+    """What reads the tensors of a model, by their names there, of those that are stored in a folder.
+
+    Raises:
+        CompressionError: they may be matched in several ways.
+    """
+    return {name: entry.load for name, entry in _in_folder(root, stored, folder).items()}
+
+
 @dataclass(frozen=True)
 class _Found:
     """What reads a tensor of the model, and the shape it will have."""
@@ -172,25 +181,25 @@ def _in_state_dict(root: nn.Module, stored: Mapping[str, Readable], place: str, 
     """A part of a LightningModule's state dict: the one at `place`, else the only one that holds all of the model."""
     prefixes = [f"{place}." if place else "", ""]
     for prefix in prefixes:
-        if not _missing(root, found := _named(stored, prefix)):
+        if not _missing(root, found := _named(root, stored, prefix)):
             return found
     longest = max((name for name, tensor in _tensors(root).items() if tensor.is_meta), key=len)
     ends = sorted({key.removesuffix(longest) for key in stored if f".{key}".endswith(f".{longest}")})
-    whole = [prefix for prefix in ends if not _missing(root, _named(stored, prefix))]
+    whole = [prefix for prefix in ends if not _missing(root, _named(root, stored, prefix))]
     if len(whole) > 1:
         names = ", ".join(prefix.removesuffix(".") for prefix in whole)
         raise CompressionError(
             f"{weights} holds {len(whole)} models that {type(root).__name__} may be: {names}. Give the LightningModule "
             "that the checkpoint is of, or a file with the state dict of the one that is meant."
         )
-    return _named(stored, (whole or ends or prefixes)[0])
+    return _named(root, stored, (whole or ends or prefixes)[0])
 
 
 def _in_folder(root: nn.Module, stored: Mapping[str, Readable], weights: Path) -> dict[str, _Found]:
     """Names of the model itself, or of the transformers model in it whose values are wanted."""
     if isinstance(root, PreTrainedModel):
         return _transformers_tensors(root, stored)
-    found = _named(stored)
+    found = _named(root, stored)
     inner = {path: model for path, model in _transformers_models(root).items() if is_on_meta(model)}
     if not inner or not _missing(root, found):
         return found
@@ -213,13 +222,10 @@ def _transformers_models(root: nn.Module, path: str = "") -> dict[str, PreTraine
     return {place: model for name, child in children for place, model in _transformers_models(child, name).items()}
 
 
-def _named(stored: Mapping[str, Readable], prefix: str = "") -> dict[str, _Found]:
+def _named(root: nn.Module, stored: Mapping[str, Readable], prefix: str = "") -> dict[str, _Found]:
     """The tensors whose names begin with `prefix`, without it."""
-    return {
-        key.removeprefix(prefix): _reading(key.removeprefix(prefix), tensor)
-        for key, tensor in stored.items()
-        if key.startswith(prefix)
-    }
+    named = {key.removeprefix(prefix): tensor for key, tensor in stored.items() if key.startswith(prefix)}
+    return _taken_apart(root, {name: _reading(name, tensor) for name, tensor in named.items()})
 
 
 def _reading(name: str, tensor: Readable) -> _Found:
@@ -234,8 +240,7 @@ def _transformers_tensors(
     renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    experts = {path: module for path, module in model.named_modules() if isinstance(module, Experts)}
-    stacks = {f"{path}.{key}": (path, key) for path, module in experts.items() for key in module.stacks}
+    stacks = _stacks(model)
     state = {**model.state_dict(), **dict.fromkeys(stacks)}
     found: dict[str, _Found] = {}
     converted: dict[str, tuple[WeightConverter, list[tuple[str, str]]]] = {}
@@ -255,16 +260,30 @@ def _transformers_tensors(
         load = _converting(model, name, converter, sources, stored, prefix)
         shapes = _convert(model, name, converter, sources, lambda k: _empty(stored[k]))
         found.update({prefix + key: _Found(load, tuple(value.shape)) for key, value in shapes.items()})
-    for name, (path, key) in stacks.items():
-        if (stack := found.pop(prefix + name, None)) is not None:
-            found.update(_taken_apart(stack, experts[path], key, prefix + name))
     used = [conversion for conversion in conversions if conversion.was_used()]
     object.__setattr__(model, "_weight_conversions", used)  # as `from_pretrained` leaves it, for writing
-    return found
+    return _taken_apart(model, found, prefix)
 
 
-def _taken_apart(stack: _Found, experts: Experts, key: str, name: str) -> dict[str, _Found]:
-    """The Linears of experts that are stored as a stack, which is read once for all of them."""
+def _stacks(root: nn.Module) -> dict[str, tuple[Experts, str]]:
+    """Names that the parameters of stacked experts would have, if they were not Linears, each with whose it is."""
+    experts = ((path, module) for path, module in root.named_modules() if isinstance(module, Experts))
+    return {f"{path}.{key}": (module, key) for path, module in experts for key in module.stacks}
+
+
+def _taken_apart(root: nn.Module, found: Mapping[str, _Found], prefix: str = "") -> dict[str, _Found]:
+    """Stacks of experts as the Linears that the model has in their place; a stack is read once for all of them."""
+    stacks = {f"{prefix}{name}": place for name, place in _stacks(root).items()}
+    apart: dict[str, _Found] = {}
+    for name, entry in found.items():
+        if name in stacks:
+            apart.update(_linears_of(entry, *stacks[name], name))
+        else:
+            apart[name] = entry
+    return apart
+
+
+def _linears_of(stack: _Found, experts: Experts, key: str, name: str) -> dict[str, _Found]:
     path = name.removesuffix(key)
 
     def load() -> dict[str, Tensor]:

@@ -35,6 +35,7 @@ from lightning_compress.foresight.jobs import (
 )
 from lightning_compress.foresight.layouts import Layout, worst_shares
 from lightning_compress.foresight.training import finetune
+from lightning_compress.graph.experts import unfolded
 from lightning_compress.graph.targets import sequential_modules
 from lightning_compress.memory.budget import TITLES, Budgets, Peak, Place, fit, peaks
 from lightning_compress.memory.placement import MemoryConfig
@@ -201,8 +202,10 @@ def _calibration(
 ) -> Estimate:
     device = torch.device(config.device)
     target = find_target(model)
-    resolved = resolve(load_recipe(cast(Any, OmegaConf.to_container(config.recipe, resolve=True))), target.root)
-    found = measured(target, resolved, job, device, verifies=job.verify and not from_disk, memory=memory)
+    recipe = load_recipe(cast(Any, OmegaConf.to_container(config.recipe, resolve=True)))
+    with unfolded(target.root):
+        resolved = resolve(recipe, target.root)
+        found = measured(target, resolved, job, device, verifies=job.verify and not from_disk, memory=memory)
     table = [*found.table, *found.end]
     in_memory = sum(parameter.nbytes for parameter in model.parameters())
     if not from_disk and device.type == "cpu":

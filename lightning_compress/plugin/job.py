@@ -23,7 +23,7 @@ from lightning_compress.errors import CompressionError, UnsupportedModelError
 from lightning_compress.export.checkpoint import SavesPretrained, check_output_dir
 from lightning_compress.export.verify import Verification, verify, verify_files
 from lightning_compress.export.writer import CheckpointWriter, Unwritten
-from lightning_compress.graph.experts import unfolded
+from lightning_compress.graph.experts import Unfolded, unfold, unfolded
 from lightning_compress.graph.stages import Schedule
 from lightning_compress.memory.budget import MemoryUse
 from lightning_compress.memory.placement import MemoryConfig, placement
@@ -67,6 +67,7 @@ class Job:
 
     Attributes:
         fingerprints: of everything that decides the result, where it is written; see `calibration.resume`.
+        experts: of the model, as Linears while it runs.
         memory: what the run is expected to take, where there are budgets.
     """
 
@@ -79,6 +80,7 @@ class Job:
     source: WeightSource | None
     fingerprints: Mapping[str, str]
     prepare_s: float
+    experts: Unfolded
     memory: MemoryUse | None = None
 
 
@@ -116,14 +118,16 @@ def prepare_job(
     """
     start = time.perf_counter()
     target, resolved = plan_recipe(module, settings)
-    source = None
-    if settings.weights is not None:
-        place = next(name for name, part in module.named_modules() if part is target.root)
-        source = weight_source(target.root, settings.weights, place)
-    if source is None:
+    if settings.weights is None:
         module.to("cpu")
     schedule = settings.schedule if needs_data(resolved) else Schedule.DATAFREE
-    with calibrating(target.root):
+    experts = unfold(target.root)
+    given: Mapping[str, str] = {}
+    with calibrating(target.root), experts.in_place():
+        source = None
+        if settings.weights is not None:
+            place = next(name for name, part in module.named_modules() if part is target.root)
+            source = weight_source(target.root, settings.weights, place)
         run = prepare(
             target,
             resolved,
@@ -135,11 +139,11 @@ def prepare_job(
         )
         writes = settings.output_dir is not None
         run, use = within_budgets(run, data, settings.memory, writes, writes and settings.verify and source is None)
-    given: Mapping[str, str] = {}
-    if settings.output_dir is not None or run.collective.size > 1:
-        given = _fingerprints(target, resolved, data, run, schedule, source)
-        _check_same(given, run.collective)
-    return Job(target, resolved, data, run, settings, schedule, source, given, time.perf_counter() - start, use)
+        if writes or run.collective.size > 1:
+            given = _fingerprints(target, resolved, data, run, schedule, source)
+            _check_same(given, run.collective)
+    prepare_s = time.perf_counter() - start
+    return Job(target, resolved, data, run, settings, schedule, source, given, prepare_s, experts, use)
 
 
 def _check_same(given: Mapping[str, str], collective: Collective) -> None:
@@ -204,9 +208,15 @@ def run_job(
     Raises:
         OutputDirectoryError: the output folder holds an unfinished run of something else, or cannot be written to.
     """
+    with calibrating(job.target.root), job.experts.in_place():
+        return (yield from _run(job, max_subgraphs, continues))
+
+
+def _run(
+    job: Job, max_subgraphs: int | None, continues: Progress | None
+) -> Generator[SubgraphRecord, bool | None, Report]:
     start = time.perf_counter()
-    root = job.target.root
-    bytes_before = _num_bytes(root)
+    bytes_before = _num_bytes(job.target.root)
     output_dir = job.settings.output_dir if max_subgraphs is None else None
     writer = None if output_dir is None else _writer(job, output_dir)
     num_resumed = 0 if writer is None else len(writer.finished)
@@ -214,23 +224,22 @@ def run_job(
         check_continues(continues, job.fingerprints, str(output_dir), num_resumed, job.settings.resume)
     records: list[SubgraphRecord] = []
     stop: bool | None = False
-    with calibrating(root):
-        try:
-            keep_in = output_dir / FOLDER if output_dir is not None and job.settings.keep_activations else None
-            for record in calibrate(job.run, writer or Unwritten(), keep_in):
-                records.append(record)
-                stop = yield record
-                if stop or len(records) == max_subgraphs:
-                    break
-        except Exception as error:
-            error.add_note(_what_changed(job, records, writer))
-            raise
-        partial = len(records) < len(job.run.flow.subgraphs)
-        verification = None
-        if writer is not None and not partial:
-            writer.close(job.settings.tokenizer)
-            shutil.rmtree(writer.folder / FOLDER, ignore_errors=True)
-            verification = _verified(job, writer.folder)  # on all ranks: compressed-tensors loads as one of them
+    try:
+        keep_in = output_dir / FOLDER if output_dir is not None and job.settings.keep_activations else None
+        for record in calibrate(job.run, writer or Unwritten(), keep_in):
+            records.append(record)
+            stop = yield record
+            if stop or len(records) == max_subgraphs:
+                break
+    except Exception as error:
+        error.add_note(_what_changed(job, records, writer))
+        raise
+    partial = len(records) < len(job.run.flow.subgraphs)
+    verification = None
+    if writer is not None and not partial:
+        writer.close(job.settings.tokenizer)
+        shutil.rmtree(writer.folder / FOLDER, ignore_errors=True)
+        verification = _verified(job, writer.folder)  # on all ranks: compressed-tensors loads as one of them
     total_s = job.prepare_s + time.perf_counter() - start
     report = _report(job, records, bytes_before, total_s, writer, num_resumed, verification)
     if output_dir is not None and not partial and job.run.collective.rank == 0:

@@ -23,6 +23,7 @@ from lightning_compress.foresight.plan import Candidate, Choice, Plan
 from lightning_compress.foresight.planned import Planned, Situation, card_for
 from lightning_compress.foresight.planner import plans, smallest
 from lightning_compress.foresight.probe import probe
+from lightning_compress.graph.experts import unfolded
 from lightning_compress.graph.stages import Schedule
 from lightning_compress.graph.trace import Traced
 from lightning_compress.memory.budget import gib
@@ -83,16 +84,17 @@ def plan_calibration(model: PreTrainedModel, situation: Situation, choices: Choi
     """
     start = time.perf_counter()
     target = find_target(model)
-    resolved = resolve(situation.recipe, target.root)
     resources = situation.resources
     tried: list[Candidate] = []
     found: list[Plan] = []
-    for targets in choices.sequential_targets:
-        here = list(_candidates(target, resolved, situation, choices, machine.device, targets))
-        tried += here
-        found = plans(here, machine, resources)
-        if found:
-            break
+    with unfolded(target.root):
+        resolved = resolve(situation.recipe, target.root)
+        for targets in choices.sequential_targets:
+            here = list(_candidates(target, resolved, situation, choices, machine.device, targets))
+            tried += here
+            found = plans(here, machine, resources)
+            if found:
+                break
     if not found:
         raise BudgetError(_nothing_fits(tried, machine, situation))
     given = {"device": resources.device, "host": resources.host, "disk": resources.disk}

@@ -74,7 +74,7 @@ def resolve(recipe: Recipe, root: nn.Module) -> ResolvedRecipe:
     assignments: dict[str, Assignment] = {}
     excluded: list[Excluded] = []
     matched = [False] * len(recipe.modifiers)
-    output_embeddings = _output_embeddings(root)
+    output_embeddings, routers = _output_embeddings(root), _routers(root)
     for name, module in root.named_modules():
         weight = getattr(module, "weight", None)
         chosen: Modifier | None = None
@@ -87,7 +87,9 @@ def resolve(recipe: Recipe, root: nn.Module) -> ResolvedRecipe:
                 continue
             matched[position] = True
             pattern = _ignoring_pattern(modifier, name, module, module in output_embeddings)
-            if pattern is None:
+            if pattern is None and module in routers and not _is_named(modifier, name, module):
+                reason = "it chooses or weighs experts; name it in `targets` to quantize it"
+            elif pattern is None:
                 chosen = modifier
             elif chosen is None:
                 reason = f"ignored by the recipe ({pattern})"
@@ -110,6 +112,22 @@ def _output_embeddings(root: nn.Module) -> list[nn.Module]:
     getters = (getattr(module, "get_output_embeddings", None) for module in root.modules())
     found = (get() for get in getters if callable(get))
     return [module for module in found if isinstance(module, nn.Module)]
+
+
+def _routers(root: nn.Module) -> list[nn.Linear]:
+    """Linears beside experts that choose among them or weigh them: as many outputs as there are experts, or one."""
+    found = []
+    for parent in root.modules():
+        sizes = {getattr(child, "num_experts", None) for child in parent.children()}
+        linears = [child for child in parent.children() if isinstance(child, nn.Linear)]
+        found += [linear for linear in linears if sizes - {None} and linear.out_features in {1, *sizes}]
+    return found
+
+
+def _is_named(modifier: Modifier, name: str, module: nn.Module) -> bool:
+    """Whether a target means this very module, not its class."""
+    classes = {base.__name__ for base in type(module).__mro__}
+    return any(matches(pattern, name, module) for pattern in modifier.targets if pattern not in classes)
 
 
 def _ignoring_pattern(modifier: Modifier, name: str, module: nn.Module, is_output_embedding: bool) -> str | None:

@@ -1,12 +1,14 @@
 """A self-contained page of a report: no scripts, no external files, the figure inline as SVG."""
 
 import html
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_compress.foresight.compare import Compared
 from lightning_compress.foresight.planned import plan_of
 from lightning_compress.memory.budget import MemoryUse
+from lightning_compress.report.experts import collapsed, coverage, coverage_lines
 from lightning_compress.report.figures import error_figure, lanes_figure, memory_figure
 from lightning_compress.report.plan import amount, described
 
@@ -23,6 +25,7 @@ dt{color:#666}dd{margin:0}.bad{color:#b00020;font-weight:600}.good{color:#176b2c
 def render_html(report: Mapping[str, Any]) -> str:
     """The page for `Report.to_dict()`."""
     modules = [{**module, "subgraph": part["name"]} for part in report["subgraphs"] for module in part["modules"]]
+    rows = collapsed(modules)
     sections = [
         f"<h1>{_text(report['model'])}: {len(modules)} modules quantized</h1>",
         _facts(report),
@@ -30,13 +33,14 @@ def render_html(report: Mapping[str, Any]) -> str:
         "<h2>Error of each module</h2>",
         "<p>The error of the outputs on the calibration data, relative to the outputs: tr(dW C dW<sup>T</sup>) / "
         "tr(W C W<sup>T</sup>), C being the mean of x x<sup>T</sup> over the inputs.</p>",
-        error_figure([(module["module"], module["error"]) for module in modules]),
+        error_figure([(row["module"], row["error"]) for row in rows]),
         "<h2>Modules</h2>",
         _table(
             ("module", "scheme", "shape", "relative error", "tokens", "size", "solved with", "damping", "notes"),
-            [_module_row(module) for module in modules],
+            [_module_row(row) for row in rows],
             numeric=(3, 4, 5, 7),
         ),
+        *_experts_section(modules),
         "<h2>Subgraphs</h2>",
         _table(
             ("subgraph", "onload s", "run s", "solve s", "write s", "cached activations MB", "peak memory MB"),
@@ -81,6 +85,26 @@ def _plan_sections(report: Mapping[str, Any]) -> list[str]:
         "<h2>Lanes, as foreseen, and phases, as measured</h2>",
         lanes_figure(planned, ran if rows else []),
     ]
+
+
+def _experts_section(modules: Sequence[Mapping[str, Any]]) -> list[str]:
+    """How many calibration tokens were routed to the experts of each layer."""
+    found = coverage(modules)
+    if not found:
+        return []
+    rows = [
+        (
+            layer.layer,
+            str(len(layer.num_tokens)),
+            *(f"{of(layer.num_tokens):g}" for of in (min, statistics.median, max)),
+            str(layer.num_starved),
+            str(layer.num_unseen),
+        )
+        for layer in found
+    ]
+    headings = ("layer", "experts", "fewest tokens", "median", "most", "fewer than channels", "none")
+    lines = "".join(f"<p>{_text(line[0].upper() + line[1:])}.</p>" for line in coverage_lines(found))
+    return ["<h2>Experts</h2>", lines, _table(headings, rows, numeric=range(1, 7))]
 
 
 def _facts(report: Mapping[str, Any]) -> str:

@@ -14,6 +14,7 @@ from lightning_compress.foresight.plan import Plan
 from lightning_compress.graph.trace import Fallback
 from lightning_compress.memory.budget import MemoryUse
 from lightning_compress.recipe.resolve import Excluded
+from lightning_compress.report.experts import collapsed, coverage, coverage_lines
 from lightning_compress.report.html import render_html
 from lightning_compress.report.plan import comparison_lines
 
@@ -97,10 +98,10 @@ class Report:
         has_notes = any(record.notes for record in self.modules)
         if has_notes:
             table.add_column("notes")
-        for record in self.modules:
-            shape, size = "x".join(map(str, record.shape)), f"{record.bytes_after / record.bytes_before:.0%}"
-            notes = ["; ".join(record.notes)] if has_notes else []
-            table.add_row(record.module, record.scheme, shape, f"{record.error:.2e}", size, *notes)
+        for row in collapsed([asdict(record) for record in self.modules]):
+            shape, size = "x".join(map(str, row["shape"])), f"{row['bytes_after'] / row['bytes_before']:.0%}"
+            notes = ["; ".join(row["notes"])] if has_notes else []
+            table.add_row(row["module"], row["scheme"], shape, f"{row['error']:.2e}", size, *notes)
         return table
 
     def summary(self) -> str:
@@ -123,6 +124,7 @@ class Report:
             judged = f", which leave {sum(left) / len(left):.3f} of the error of held-out batches" if left else ""
             strength = sum(each["strength"] for each in made) / len(made)
             lines.append(f"corrected: {len(made)} modules, with strength {strength:.2f}{judged} (means)")
+        lines += coverage_lines(coverage([asdict(record) for record in self.modules]))
         if self.excluded:
             lines.append(
                 f"left as they are: {', '.join(f'{entry.module} ({entry.reason})' for entry in self.excluded[:5])}"

@@ -35,7 +35,13 @@ class Beside:
 
 
 class Statistic(ABC):
-    """An accumulator over the input tokens of one group of linear layers."""
+    """An accumulator over the input tokens of one group of linear layers.
+
+    Attributes:
+        num_lent: tokens that an expert which saw too few was lent (see `complete`).
+    """
+
+    num_lent: int = 0
 
     @abstractmethod
     def __init__(self, num_channels: int, device: torch.device | str, num_outputs: int = 0) -> None:
@@ -68,7 +74,7 @@ class Statistic(ABC):
         """What `settle` would ask others to agree with; 0 where that is nothing."""
         return 0.0
 
-    @classmethod
+    @classmethod  # noqa: B027 (few need it)
     def complete(cls, siblings: Sequence["Statistic"], same_channels: bool) -> None:
         """Called with those of all experts of a layer, reduced: what some saw too little of, they take from all.
 

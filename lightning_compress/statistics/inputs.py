@@ -16,9 +16,6 @@ class InputGram(Statistic):
 
     Every `update` is one product and one term of the sum; ranks have to form the same ones. Without `settle`, the
     second update settles by what the first has brought, which is what a run on one rank does.
-
-    Attributes:
-        num_lent: tokens that an expert which saw fewer than it has channels was lent (see `complete`).
     """
 
     def __init__(self, num_channels: int, device: torch.device | str, num_outputs: int = 0) -> None:
@@ -26,7 +23,6 @@ class InputGram(Statistic):
         self._is_empty = True
         self._gram = GramSum(num_channels, device)
         self._prior: Tensor | None = None
-        self.num_lent = 0
 
     @property
     def num_tokens(self) -> int:

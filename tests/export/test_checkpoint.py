@@ -230,11 +230,11 @@ def test_verification_finds_a_changed_weight(tmp_path: Path) -> None:
 def test_verification_names_what_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from_pretrained = type(tiny_llama(1)).from_pretrained
 
-    def tampered(*args: Any, **kwargs: Any) -> nn.Module:
-        model = from_pretrained(*args, **kwargs)
+    def tampered(*args: Any, **kwargs: Any) -> tuple[nn.Module, Any]:
+        model, found = from_pretrained(*args, **kwargs)
         packed = model.model.layers[0].mlp.down_proj.weight_packed
         packed.data[3, 1] ^= 1
-        return model
+        return model, found
 
     monkeypatch.setattr(type(tiny_llama(1)), "from_pretrained", tampered)
     report = compress(tiny_llama(1), token_batches(), recipe(4), tmp_path / "out")

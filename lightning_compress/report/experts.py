@@ -1,0 +1,106 @@
+"""Experts in a report: how much calibration each saw, and their modules in one row per projection."""
+
+import math
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+WORRYING = 0.1
+"""Fraction of experts with too few tokens from which on more samples are asked for."""
+_NUMBER = re.compile(r"\.\d+\.([^.]+)$")
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Of one layer's experts, how many tokens reached them.
+
+    Attributes:
+        layer: the module that owns the experts.
+        num_tokens: for each expert the calibration tokens that were routed to it.
+        num_channels: of what it reads; as many tokens show every direction once.
+    """
+
+    layer: str
+    num_tokens: tuple[int, ...]
+    num_channels: int
+
+    @property
+    def num_starved(self) -> int:
+        """Experts that saw fewer tokens than channels, and were lent what the others saw."""
+        return sum(count < self.num_channels for count in self.num_tokens)
+
+    @property
+    def num_unseen(self) -> int:
+        """Those that saw none."""
+        return self.num_tokens.count(0)
+
+
+def coverage(modules: Sequence[Mapping[str, Any]]) -> list[Coverage]:
+    """Of every layer with experts; modules as in `Report.to_dict()`."""
+    layers: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for module in modules:
+        if module["num_lent"] is not None:
+            expert = module["module"].rpartition(".")[0]
+            layers.setdefault(expert.rpartition(".")[0], {}).setdefault(expert, module)
+    return [
+        Coverage(layer, tuple(each["num_tokens"] for each in found.values()), next(iter(found.values()))["shape"][1])
+        for layer, found in layers.items()
+    ]
+
+
+def coverage_lines(found: Sequence[Coverage]) -> list[str]:
+    """What a summary says of it."""
+    if not found:
+        return []
+    counts = sorted(count for layer in found for count in layer.num_tokens)
+    starved, unseen = (sum(getattr(layer, name) for layer in found) for name in ("num_starved", "num_unseen"))
+    lines = [
+        f"experts: {len(counts)} in {len(found)} layers saw {counts[0]} to {counts[-1]} tokens each "
+        f"(median {statistics.median(counts):g})"
+    ]
+    if starved:
+        lines[0] += f"; {starved} saw fewer than they have channels ({unseen} none) and were lent what all saw"
+    if (advice := more_samples(found)) is not None:
+        lines.append(f"too few tokens for many experts: about {advice} times as many samples would reach nine in ten")
+    return lines
+
+
+def more_samples(found: Sequence[Coverage]) -> int | None:
+    """By which factor to raise the number of samples so that nine in ten experts see as many tokens as they have
+    channels; None where enough do."""
+    shares = sorted(count / layer.num_channels for layer in found for count in layer.num_tokens)
+    if not shares or sum(share < 1 for share in shares) <= WORRYING * len(shares):
+        return None
+    least = shares[int(WORRYING * len(shares))]
+    smallest = min((share for share in shares if share), default=1.0)
+    return math.ceil(1 / (least or smallest))
+
+
+def collapsed(modules: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The modules, a layer's experts as one row per projection: the mean of errors, the sum of the rest.
+
+    >>> collapsed([{"module": "mlp.up", "num_lent": None}])
+    [{'module': 'mlp.up', 'num_lent': None}]
+    """
+    rows: dict[str, list[Mapping[str, Any]]] = {}
+    for module in modules:
+        name = module["module"]
+        rows.setdefault(_NUMBER.sub(r".*.\1", name) if module["num_lent"] is not None else name, []).append(module)
+    return [dict(found[0]) if len(found) == 1 else _joined(name, found) for name, found in rows.items()]
+
+
+def _joined(name: str, found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    notes: dict[str, int] = {}
+    for note in (note for each in found for note in each["notes"]):
+        notes[note] = notes.get(note, 0) + 1
+    sums = {key: sum(each[key] for each in found) for key in ("num_tokens", "num_lent", "bytes_before", "bytes_after")}
+    return {
+        **found[0],
+        **sums,
+        "module": f"{name} ({len(found)})",
+        "error": statistics.mean(each["error"] for each in found),
+        "damping": max(each["damping"] for each in found),
+        "notes": tuple(f"{note} ({count} of {len(found)})" for note, count in notes.items()),
+    }
