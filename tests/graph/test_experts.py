@@ -1,0 +1,147 @@
+"""Experts as Linears compute what transformers' own loop over experts computes, for every layout of its stacks.
+
+In float64, against `experts_implementation="eager"`. Seen to fail: with rows not put back into the order of the tokens,
+with gate and up of an interleaved layout taken for halves, without biases, and with a stack read in its stored
+orientation.
+"""
+
+from typing import Any, cast
+
+import pytest
+import torch
+from families import (
+    BASE,
+    CAUSAL_LM,
+    MOE,
+    causal_lm,
+    executed,
+    layer_names,
+    linear_names,
+    randomized,
+    token_batch,
+    traced,
+)
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lightning_compress.graph.experts import Experts, is_stack, unfold, unfolded
+from lightning_compress.graph.stages import Schedule, subgraphs
+from lightning_compress.graph.trace import Leaf
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": CAUSAL_LM["qwen3_moe"] | {},
+    "mixtral": {**BASE, **MOE},
+    "gpt_oss": {**BASE, **MOE, "head_dim": 8},
+    "aria_text": CAUSAL_LM["aria_text"] | {},
+    "nemotron_h": {
+        **BASE, **MOE, "layers_block_type": ["moe", "attention"], "head_dim": 8, "n_group": 1, "topk_group": 1,
+        "moe_shared_expert_intermediate_size": 24, "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 1,
+        "ssm_state_size": 8,
+    },
+}  # fmt: skip
+"""Halves under two kinds of names; transposed, interleaved and biased; transposed; without a gate."""
+TOLERANCE = {"nemotron_h": 2e-6}  # it adds experts up in float32
+
+
+def model_of(layout: str) -> nn.Module:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(layout, **LAYOUTS[layout])
+    model = randomized(AutoModelForCausalLM.from_config(config, experts_implementation="eager"))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("_bias"):
+                parameter.normal_()
+    return model.double()
+
+
+def logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    with torch.no_grad():
+        return cast(Tensor, model(**batch, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+def test_every_layout(layout: str) -> None:
+    """Called as it is, and traced and run on other sizes than it was traced on."""
+    model, tolerance = model_of(layout), TOLERANCE.get(layout, 1e-12)
+    expected = {shape: logits(model, token_batch(*shape)) for shape in ((2, 13), (3, 5), (1, 1))}
+    with unfolded(model):
+        graph = traced(model, token_batch(2, 13))
+        assert not graph.fallbacks
+        for shape, found in expected.items():
+            torch.testing.assert_close(logits(model, token_batch(*shape)), found, rtol=tolerance, atol=tolerance)
+            run = executed(graph, model, token_batch(*shape))["logits"]
+            torch.testing.assert_close(run, found, rtol=tolerance, atol=tolerance)
+    calls = [node.target for node in graph.graph.nodes if isinstance(node.target, Leaf) and node.target.grouped]
+    assert len(calls) == 2 * sum(is_stack(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("family", [name for name in sorted(CAUSAL_LM) if name not in LAYOUTS])
+def test_families_with_experts(family: str) -> None:
+    model = causal_lm(family)
+    if not any(is_stack(module) for module in model.modules()):
+        return
+    model = model.double()
+    cast(Any, model).set_experts_implementation("eager")
+    expected = logits(model, token_batch(2, 9))
+    with unfolded(model):
+        torch.testing.assert_close(logits(model, token_batch(2, 9)), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+def test_linears_are_views_of_the_stacks(layout: str) -> None:
+    """What is written to them is in the model afterwards, which is the one it was, also when something failed."""
+    model = model_of(layout)
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    modules = dict(model.named_modules())
+
+    def double() -> None:
+        with unfolded(model):
+            experts = [module for module in model.modules() if isinstance(module, Experts)]
+            for linear in (each for module in experts for each in module.modules() if isinstance(each, nn.Linear)):
+                linear.weight.data.copy_(2 * linear.weight)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        double()
+    assert dict(model.named_modules()) == modules
+    for name, parameter in model.named_parameters():
+        is_weight = ".experts." in name and not name.endswith("_bias")
+        assert torch.equal(parameter, before[name] * (2 if is_weight else 1)), name
+
+
+def test_names_are_those_of_checkpoints() -> None:
+    names = {}
+    for layout in ("qwen3_moe", "mixtral", "gpt_oss", "nemotron_h"):
+        with unfolded(model := model_of(layout)):
+            names[layout] = [name for name in linear_names(model) if ".experts.3." in name][:3]
+    assert names == {
+        "qwen3_moe": [f"model.layers.0.mlp.experts.3.{each}_proj" for each in ("gate", "up", "down")],
+        "mixtral": [f"model.layers.0.mlp.experts.3.{each}" for each in ("w1", "w3", "w2")],
+        "gpt_oss": [f"model.layers.0.mlp.experts.3.{each}_proj" for each in ("gate", "up", "down")],
+        "nemotron_h": [f"model.layers.0.mixer.experts.3.{each}_proj" for each in ("up", "down")],
+    }
+
+
+def test_experts_are_solved_in_two_cuts() -> None:
+    """All gates and ups of a layer before any of its downs, each expert a group of its own; every node runs once."""
+    model = model_of("qwen3_moe")
+    with unfolded(model):
+        names = frozenset(linear_names(model))
+        graph = traced(model, token_batch(2, 9), boundary_names=layer_names(model))
+    layer = subgraphs(graph, names, lambda name: None, Schedule.STAGED)[1]
+    solved = [[group.members for group in step.solve] for step in layer.steps if step.solve]
+    prefix = "model.layers.0.mlp.experts"
+    assert solved[2] == [(f"{prefix}.{n}.gate_proj", f"{prefix}.{n}.up_proj") for n in range(4)]
+    assert solved[3] == [(f"{prefix}.{n}.down_proj",) for n in range(4)]
+    ran = [node for step in layer.steps for node in step.nodes]
+    assert len(ran) == len(set(ran))
+
+
+def test_quantized_inputs_keep_experts_unfolded() -> None:
+    """A stack has no inputs of its own that could be quantized."""
+    model = model_of("qwen3_moe")
+    experts = unfold(model)
+    with experts.in_place():
+        first = model.get_submodule("model.layers.0.mlp.experts.0.up_proj")
+        first.register_forward_pre_hook(lambda *_: None)
+    assert [isinstance(model.get_submodule(f"model.layers.{n}.mlp.experts"), Experts) for n in (0, 1)] == [True, False]
