@@ -32,6 +32,7 @@ from lightning_compress.plugin.budget import finished_use, within_budgets
 from lightning_compress.plugin.progress import Progress, check_continues
 from lightning_compress.recipe.config import Recipe
 from lightning_compress.recipe.resolve import ResolvedRecipe, resolve
+from lightning_compress.report.experts import ExpertCoverageWarning, advice, more_samples
 from lightning_compress.report.report import Report
 
 
@@ -242,6 +243,8 @@ def _run(
         verification = _verified(job, writer.folder)  # on all ranks: compressed-tensors loads as one of them
     total_s = job.prepare_s + time.perf_counter() - start
     report = _report(job, records, bytes_before, total_s, writer, num_resumed, verification)
+    if (factor := more_samples(report.coverage)) is not None:
+        warnings.warn(advice(factor), ExpertCoverageWarning, stacklevel=2)
     if output_dir is not None and not partial and job.run.collective.rank == 0:
         _save(report, output_dir)
     return job.run.collective.broadcast(report, "verifying the checkpoint")

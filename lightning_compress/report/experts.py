@@ -12,6 +12,10 @@ WORRYING = 0.1
 _NUMBER = re.compile(r"\.\d+\.([^.]+)$")
 
 
+class ExpertCoverageWarning(UserWarning):
+    """Many experts saw too few calibration tokens."""
+
+
 @dataclass(frozen=True)
 class Coverage:
     """Of one layer's experts, how many tokens reached them.
@@ -62,9 +66,14 @@ def coverage_lines(found: Sequence[Coverage]) -> list[str]:
     ]
     if starved:
         lines[0] += f"; {starved} saw fewer than they have channels ({unseen} none) and were lent what all saw"
-    if (advice := more_samples(found)) is not None:
-        lines.append(f"too few tokens for many experts: about {advice} times as many samples would reach nine in ten")
+    if (factor := more_samples(found)) is not None:
+        lines.append(advice(factor))
     return lines
+
+
+def advice(factor: int) -> str:
+    """What to do about experts that saw too few tokens."""
+    return f"too few tokens for many experts: about {factor} times as many samples would reach nine in ten"
 
 
 def more_samples(found: Sequence[Coverage]) -> int | None:

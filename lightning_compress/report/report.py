@@ -14,7 +14,7 @@ from lightning_compress.foresight.plan import Plan
 from lightning_compress.graph.trace import Fallback
 from lightning_compress.memory.budget import MemoryUse
 from lightning_compress.recipe.resolve import Excluded
-from lightning_compress.report.experts import collapsed, coverage, coverage_lines
+from lightning_compress.report.experts import Coverage, collapsed, coverage, coverage_lines
 from lightning_compress.report.html import render_html
 from lightning_compress.report.plan import comparison_lines
 
@@ -71,6 +71,11 @@ class Report:
         return tuple(record for subgraph in self.subgraphs for record in subgraph.modules)
 
     @property
+    def coverage(self) -> list[Coverage]:
+        """How many tokens reached the experts of each layer that has some."""
+        return coverage([asdict(record) for record in self.modules])
+
+    @property
     def devices(self) -> str:
         """Of all ranks."""
         return self.device if self.num_ranks == 1 else f"{self.num_ranks} x {self.device}"
@@ -124,7 +129,7 @@ class Report:
             judged = f", which leave {sum(left) / len(left):.3f} of the error of held-out batches" if left else ""
             strength = sum(each["strength"] for each in made) / len(made)
             lines.append(f"corrected: {len(made)} modules, with strength {strength:.2f}{judged} (means)")
-        lines += coverage_lines(coverage([asdict(record) for record in self.modules]))
+        lines += coverage_lines(self.coverage)
         if self.excluded:
             lines.append(
                 f"left as they are: {', '.join(f'{entry.module} ({entry.reason})' for entry in self.excluded[:5])}"
