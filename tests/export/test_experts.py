@@ -1,0 +1,124 @@
+"""Quantized experts go to the file one by one, under the names that checkpoints have, and come back bit for bit."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import compress, contents, prepare, recipe, run, saved, token_batches
+from safetensors import safe_open
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lightning_compress import load_compressed
+from lightning_compress.export.verify import ReadBackWarning
+from lightning_compress.graph.experts import unfolded
+from lightning_compress.plugin.job import run_job
+
+pytestmark = pytest.mark.filterwarnings("ignore::lightning_compress.report.experts.ExpertCoverageWarning")
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+READ_BY_TRANSFORMERS = {"mixtral": "block_sparse_moe.experts.3.w2", "qwen3_moe": "mlp.experts.3.down_proj"}
+STACKED_ON_DISK = {"gpt_oss": "mlp.experts.3.down_proj", "granitemoe": "block_sparse_moe.experts.3.down_proj"}
+"""Families whose checkpoints hold experts one by one, and as stacks, each with a name in the compressed file."""
+
+
+def model_of(family: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **SIZES, head_dim=16)
+    model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    return model
+
+
+def keys_in(folder: Path) -> set[str]:
+    found: set[str] = set()
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            found.update(file.keys())
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", sorted(READ_BY_TRANSFORMERS))
+def test_transformers_reads_them(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    model = model_of(family, dtype)
+    report = compress(model, token_batches(), recipe(4), tmp_path)
+    verification = report.verification
+    assert verification is not None
+    assert verification.passed
+    assert verification.loaded_with == f"transformers {type(model).__name__}.from_pretrained"
+    assert verification.num_modules == len(report.modules) == 2 * (4 + 4 * 3)
+    assert f"model.layers.1.{READ_BY_TRANSFORMERS[family]}.weight_packed" in keys_in(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, dtype=dtype)  # type: ignore[attr-defined]
+    state = model.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in loaded.state_dict().items())
+
+
+@pytest.mark.parametrize("family", sorted(STACKED_ON_DISK))
+def test_families_whose_checkpoints_hold_stacks(family: str, tmp_path: Path) -> None:
+    """transformers has no name for their single experts; it is said so, and `load_compressed` reads them."""
+    model = model_of(family)
+    with pytest.warns(ReadBackWarning, match="it does not find model.layers.0"):
+        report = compress(model, token_batches(), recipe(4), tmp_path)
+    assert report.verification is not None
+    assert report.verification.passed
+    assert f"model.layers.1.{STACKED_ON_DISK[family]}.weight_packed" in keys_in(tmp_path)
+    loaded = load_compressed(model_of(family), tmp_path)
+    state = model.state_dict()
+    assert loaded.state_dict().keys() == state.keys()
+    assert all(torch.equal(value, state[name]) for name, value in loaded.state_dict().items())
+
+
+@pytest.mark.parametrize("family", [*sorted(READ_BY_TRANSFORMERS), *sorted(STACKED_ON_DISK)])
+def test_from_disk_as_from_memory(family: str, tmp_path: Path) -> None:
+    """Read expert by expert, or a stack once for all of its experts: the same bytes."""
+    model = model_of(family)
+    empty = saved(model, tmp_path / "weights")
+    given, batches = recipe(4, ignore=["lm_head", "re:.*experts.1.*"]), token_batches()
+    compress(empty, batches, given, tmp_path / "disk", weights=tmp_path / "weights")
+    compress(model, batches, given, tmp_path / "memory", verify=False)
+    assert contents(tmp_path / "disk") == contents(tmp_path / "memory")
+    assert any(key.endswith(f"experts.1.{key.split('.')[-2]}.weight") for key in keys_in(tmp_path / "disk"))
+
+
+def test_an_interrupted_run_is_continued(tmp_path: Path) -> None:
+
+    compress(model_of("mixtral"), token_batches(), recipe(4), tmp_path / "whole", verify=False)
+    shutil.rmtree(tmp_path / "out", ignore_errors=True)
+    begun = run_job(prepare(model_of("mixtral"), token_batches(), recipe(4), tmp_path / "out", verify=False))
+    for _ in range(2):
+        next(begun)
+    begun.close()
+    report = run(prepare(model_of("mixtral"), token_batches(), recipe(4), tmp_path / "out", verify=False))
+    assert report.num_resumed == 2
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_quantized_inputs(tmp_path: Path) -> None:
+    """transformers cannot compute them for experts; in memory, and as we read them, they are quantized."""
+    scheme = {
+        "weights": {"num_bits": 8, "strategy": "channel"},
+        "input_activations": {"num_bits": 8, "strategy": "token", "dynamic": True},
+    }
+    model = model_of("mixtral")
+    with pytest.warns(ReadBackWarning):
+        report = compress(model, token_batches(), recipe(scheme=scheme), tmp_path)
+    assert report.verification is not None
+    assert report.verification.passed
+    loaded = load_compressed(model_of("mixtral"), tmp_path)
+    batch = token_batches(1)[0]
+    with torch.no_grad():
+        assert torch.equal(loaded(**batch).logits, model(**batch).logits)
+        with unfolded(plain := model_of("mixtral")):
+            assert not torch.equal(plain(**batch).logits, model(**batch).logits)
