@@ -22,7 +22,10 @@ def solve(model: PreTrainedModel, loader: DataLoader[Batch], case: Case) -> None
     weights = QuantizationArgs(**case.weights, observer=OBSERVERS[case.scales])
     scheme = QuantizationScheme(targets=["Linear"], weights=weights, input_activations=inputs)
     recipe = GPTQModifier(
-        config_groups={"group_0": scheme}, ignore=["lm_head", "re:.*gate$"], dampening_frac=case.dampening, block_size=128
+        config_groups={"group_0": scheme},
+        ignore=["lm_head", "re:.*gate$"],
+        dampening_frac=case.dampening,
+        block_size=128,
     )
     oneshot(model=model, processor=tokenizer, dataset=loader, recipe=recipe, pipeline="sequential")
 

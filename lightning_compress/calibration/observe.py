@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor, fx, nn
@@ -10,7 +11,7 @@ from torch import Tensor, fx, nn
 from lightning_compress.distributed.collective import Collective
 from lightning_compress.graph.experts import sizes_of
 from lightning_compress.graph.shadow import Key
-from lightning_compress.graph.stages import Rows, Source, Step, quantizable_calls
+from lightning_compress.graph.stages import Source, Step, quantizable_calls
 from lightning_compress.statistics import Beside, Statistic
 
 Statistics = dict[Source, dict[type[Statistic], Statistic]]
@@ -37,12 +38,21 @@ def observing(
     """
 
     caught: dict[Source, list[Tensor]] = {}
+    bounds: dict[fx.Node, list[int]] = {}
 
     def unpadded(source: Source, x: object) -> Tensor:
         assert isinstance(x, Tensor)
         mask = values[masks[source]] if source in masks else None
         mask = mask if isinstance(mask, Tensor) else None
-        return tokens(x, mask) if source.rows is None else routed(x, source.rows, values, mask)
+        if source.rows is None:
+            return tokens(x, mask)
+        token, counts = values[source.rows.token], values[source.rows.counts]
+        assert isinstance(token, Tensor)
+        assert isinstance(counts, Tensor)
+        if source.rows.counts not in bounds:  # asked of the device once for all experts
+            bounds[source.rows.counts] = [0, *accumulate(sizes_of(counts, len(token)))]
+        mine = slice(*bounds[source.rows.counts][source.rows.expert : source.rows.expert + 2])
+        return routed(x, token[mine], mine, mask, gathers=source.rows.gathers)
 
     def catch(source: Source, x: object) -> None:
         kept = unpadded(source, x)
@@ -84,17 +94,17 @@ def begin_statistics(
         statistics[source] = {kind: kind(channels[source], device, outputs[source]) for kind in needs[source]}
 
 
-def routed(x: Tensor, rows: Rows, values: Mapping[Key, object], mask: Tensor | None) -> Tensor:
-    """The rows [t, I] of `x` that one expert reads, without those of padding tokens."""
-    token, counts = values[rows.token], values[rows.counts]
-    assert isinstance(token, Tensor)
-    assert isinstance(counts, Tensor)
-    sizes = sizes_of(counts, len(token))
-    start = sum(sizes[: rows.expert])
-    mine = slice(start, start + sizes[rows.expert])
-    of_rows = token[mine]
-    found = x[of_rows] if rows.gathers else x[mine]
-    return found if mask is None else found[mask.reshape(-1)[of_rows].bool()]
+def routed(x: Tensor, token: Tensor, mine: slice, mask: Tensor | None, *, gathers: bool) -> Tensor:
+    """The rows [t, I] of `x` that one expert reads, without those of padding tokens.
+
+    Args:
+        x: a row for every token, if `gathers`, else one for every token and expert, sorted by expert.
+        token: int64 [t], of which tokens the expert's rows are.
+        mine: which of the sorted rows they are.
+        mask: [B, L]; None: nothing is padding.
+    """
+    found = x[token] if gathers else x[mine]
+    return found if mask is None else found[mask.reshape(-1)[token].bool()]
 
 
 def settle_statistics(

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import cache
 from typing import Any
 
 import torch
@@ -239,10 +240,12 @@ def _sizes(parts: Sequence[Subgraph], root: nn.Module) -> tuple[dict[Source, int
 
 
 def _masks(traced: Traced, needs: Mapping[Source, Any]) -> dict[Source, fx.Node]:
+    @cache
+    def mask_for(node: fx.Node, of_experts: bool) -> fx.Node | None:
+        return row_mask_for(traced, node) if of_experts else token_mask_for(traced, node)
+
     found = {
-        source: row_mask_for(traced, source.node)
-        if source.rows is not None
-        else token_mask_for(traced, leaf_input(source.node) if source.inner else source.node)
+        source: mask_for(leaf_input(source.node) if source.inner else source.node, source.rows is not None)
         for source in needs
     }
     return {source: mask for source, mask in found.items() if mask is not None}

@@ -84,7 +84,8 @@ class GroupedLinear(nn.Module):
 def sizes_of(counts: Tensor, num_rows: int) -> list[int]:
     """How many rows each expert has; of fake tensors, which cannot say, equal shares."""
     if isinstance(counts, FakeTensor):
-        return [len(part) for part in torch.arange(num_rows, device="cpu").tensor_split(len(counts))]
+        least, more = divmod(num_rows, len(counts))
+        return [least + (number < more) for number in range(len(counts))]
     return cast(list[int], counts.tolist())
 
 
