@@ -38,21 +38,7 @@ def observing(
     """
 
     caught: dict[Source, list[Tensor]] = {}
-    bounds: dict[fx.Node, list[int]] = {}
-
-    def unpadded(source: Source, x: object) -> Tensor:
-        assert isinstance(x, Tensor)
-        mask = values[masks[source]] if source in masks else None
-        mask = mask if isinstance(mask, Tensor) else None
-        if source.rows is None:
-            return tokens(x, mask)
-        token, counts = values[source.rows.token], values[source.rows.counts]
-        assert isinstance(token, Tensor)
-        assert isinstance(counts, Tensor)
-        if source.rows.counts not in bounds:  # asked of the device once for all experts
-            bounds[source.rows.counts] = [0, *accumulate(sizes_of(counts, len(token)))]
-        mine = slice(*bounds[source.rows.counts][source.rows.expert : source.rows.expert + 2])
-        return routed(x, token[mine], mine, mask, gathers=source.rows.gathers)
+    unpadded = _reader(values, masks)
 
     def catch(source: Source, x: object) -> None:
         kept = unpadded(source, x)
@@ -79,6 +65,27 @@ def observing(
                 continue  # not called
             for statistic in statistics[source].values():
                 statistic.update(x, beside)
+
+
+def _reader(values: Mapping[Key, object], masks: Mapping[Source, fx.Node]) -> Callable[[Source, object], Tensor]:
+    """Gives the tokens [T, I] of a source, of a batch's values, without those of padding."""
+    bounds: dict[fx.Node, list[int]] = {}
+
+    def unpadded(source: Source, x: object) -> Tensor:
+        assert isinstance(x, Tensor)
+        mask = values[masks[source]] if source in masks else None
+        mask = mask if isinstance(mask, Tensor) else None
+        if source.rows is None:
+            return tokens(x, mask)
+        token, counts = values[source.rows.token], values[source.rows.counts]
+        assert isinstance(token, Tensor)
+        assert isinstance(counts, Tensor)
+        if source.rows.counts not in bounds:  # asked of the device once for all experts
+            bounds[source.rows.counts] = [0, *accumulate(sizes_of(counts, len(token)))]
+        mine = slice(*bounds[source.rows.counts][source.rows.expert : source.rows.expert + 2])
+        return routed(x, token[mine], mine, mask, gathers=source.rows.gathers)
+
+    return unpadded
 
 
 def begin_statistics(
