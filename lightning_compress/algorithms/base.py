@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lightning_compress.algorithms.scales import Grid, Scales, choose_scales, num_groups
 from lightning_compress.errors import NonFiniteError, SolveError
-from lightning_compress.statistics import InputGram, Statistic
+from lightning_compress.statistics import Drift, InputGram, Lack, Statistic
 
 Item = TypeVar("Item")
 Kinds = Collection[type[Statistic]]
@@ -112,26 +112,25 @@ class Correction:
     """What is quantized in a weight's place, and what its result is measured by.
 
     Attributes:
-        missing: M, float32 [O, I].
-        squares: mean e² of every output, float64 [O].
+        lack: what the outputs lack.
         strength, ridge: that were chosen.
         lower: float32 [I, I], the Cholesky factor of C + ridge mean(diag C) I; None where the strength is 0.
         held_out: the error on batches that were held out, as a fraction of what it is without correction, before
             anything is rounded; None: there were none.
     """
 
-    missing: Tensor
-    squares: Tensor
+    lack: Lack
     strength: float
     ridge: float
     lower: Tensor | None
     held_out: float | None
 
-    def target(self, weight: Tensor, rows: slice) -> Tensor:
-        """What to quantize in the place of these rows W [R, I]: V = W + strength * M (C + ..)⁻¹, float32."""
+    def target(self, weight: Tensor, missing: Tensor) -> Tensor:
+        """What to quantize in the place of some rows W [R, I], given their M: V = W + strength * M (C + ..)⁻¹,
+        float32."""
         if self.lower is None:
             return weight.float()
-        change = torch.cholesky_solve(self.missing[rows].t(), self.lower).t()
+        change = torch.cholesky_solve(missing.t(), self.lower).t()
         return change.mul_(self.strength).add_(weight)
 
     @property
@@ -369,25 +368,13 @@ def check_weight(weight: Tensor, args: QuantizationArgs) -> None:
 
 
 def input_gram(statistics: Mapping[type[Statistic], Statistic]) -> InputGram | None:
-    """The `InputGram` among `statistics`, or None."""
-    gram = statistics.get(InputGram)
+    """The `InputGram` among `statistics`, by itself or in a `Drift`, or None."""
+    drift = drift_of(statistics)
+    gram = statistics.get(InputGram) if drift is None else drift.inputs
     assert gram is None or isinstance(gram, InputGram)
     return gram
 
 
-def row_products(weight: Tensor, gram: Tensor | None) -> Tensor:
-    """w C wᵀ of every row w of `weight` [R, I], float64 [R]; w wᵀ without a Gram.
-
-    Block by block of the lower triangle, which is half the work of the full product.
-    """
-    if gram is None:
-        return weight.double().square().sum(1)
-    weight = weight.float()
-    total = torch.zeros(weight.shape[0], dtype=torch.float64, device=weight.device)
-    for start in range(0, weight.shape[1], 128):
-        end = min(start + 128, weight.shape[1])
-        block = weight[:, start:end]
-        product = weight[:, :start] @ gram[:start, start:end] if start else torch.zeros_like(block)
-        product = torch.addmm(product, block, gram[start:end, start:end], beta=2)
-        total.add_(torch.linalg.vecdot(product, block))
-    return total
+def drift_of(statistics: Mapping[type[Statistic], Statistic]) -> Drift | None:
+    """The `Drift` among `statistics`, in whichever form, or None."""
+    return next((statistic for statistic in statistics.values() if isinstance(statistic, Drift)), None)

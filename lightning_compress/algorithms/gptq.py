@@ -43,8 +43,8 @@ from lightning_compress.algorithms.base import (
     Prepared,
     Solved,
     check_weight,
+    drift_of,
     input_gram,
-    row_products,
     row_tiles,
     stacks,
 )
@@ -67,7 +67,7 @@ from lightning_compress.algorithms.scales import (
     values_of,
 )
 from lightning_compress.errors import SolveError
-from lightning_compress.statistics import Drift, InputGram, Statistic, matrix_bytes
+from lightning_compress.statistics import Drift, InputDrift, InputGram, Statistic, matrix_bytes, row_products
 
 CORRECTS = ("none", "inputs", "residual")
 _NOT_CORRECTED = (
@@ -141,8 +141,8 @@ class Gptq(Algorithm):
         panels = 3 * 4 * PANEL * num_channels  # of the reordered Gram, and of the factor that takes its place
         scales = scales_bytes(num_rows, num_channels, args, self.scale_search) if args.strategy == "tensor" else 0
         held = 2 * gram + vectors
-        if Drift in kinds:
-            correcting, corrected = correction_bytes(num_rows, num_channels)
+        if _corrects(kinds):
+            correcting, corrected = correction_bytes(num_rows, num_channels, InputDrift in kinds)
             whole = 8 * num_rows * num_channels if args.strategy == "tensor" else 0  # what is quantized, of all rows
             scales, held = max(scales + corrected + whole, correcting), held + corrected
         return max(matrix_bytes(num_channels), 2 * gram + vectors + max(panels, scales)), held
@@ -153,12 +153,12 @@ class Gptq(Algorithm):
         matrices = num_rows * num_channels * (4 + 4 + 1 + 1 + 1)
         blocks = 3 * 4 * num_rows * min(self.block_size, num_channels)  # targets, rounded values, a product
         stored = num_rows * (13 * num_groups(num_channels, args) + 32)
-        targets = 0 if Drift not in kinds else 2 * 4 * num_rows * num_channels
+        targets = 2 * 4 * num_rows * num_channels if _corrects(kinds) else 0  # what is quantized, and M
         solving = targets + max(
             matrices + blocks + stored, scales_bytes(num_rows, num_channels, args, self.scale_search)
         )
         codes = num_rows * num_channels * (2 + self.refit)  # of every round, and of the result
-        measuring = 0 if Drift not in kinds else targets + 5 * 4 * num_rows * num_channels
+        measuring = targets + 5 * 4 * num_rows * num_channels if _corrects(kinds) else 0
         refitting = 0 if not self.refit else refit_bytes(num_rows, num_channels, num_groups(num_channels, args))
         return max(solving, codes + stored * (1 + self.refit) + max(measuring, refitting))
 
@@ -184,11 +184,12 @@ class Gptq(Algorithm):
             raise SolveError(f"The weight {tuple(weight.shape)} does not fit a Gram of {gram.shape[0]} channels.")
         factor = factorize(gram, self.damping, self.activation_order)
         notes = list(factor.notes)
-        drift, correction = statistics.get(Drift), None
-        if isinstance(drift, Drift):
-            correction = correct(gram, drift, self.strength, self.ridge)
+        drift, correction = drift_of(statistics), None
+        if drift is not None:
+            correction = correct(weight, gram, drift, self.strength, self.ridge)
             if grid.per_tensor:
-                weight = torch.cat([correction.target(weight[rows], rows) for rows in row_tiles(len(weight))])
+                tiles = [(weight[rows], rows) for rows in row_tiles(len(weight))]
+                weight = torch.cat([correction.target(w, correction.lack.missing(w, rows)) for w, rows in tiles])
         elif self.correct != "none":
             notes.append(_NOT_CORRECTED)
         num_dead = int((gram.diagonal() == 0).sum())
@@ -211,26 +212,30 @@ class Gptq(Algorithm):
 
     @torch.no_grad()
     def solve_tiles(self, weight: Tensor, tiles: Sequence[slice], prepared: Prepared) -> list[Solved]:
-        correction = prepared.correction
-        solved: list[Solved] = []
-        for stack in stacks(tiles):
-            parts = [weight[rows] for rows in stack]
-            if correction is not None:
-                parts = [correction.target(part, rows) for part, rows in zip(parts, stack, strict=True)]
-            found = self._solve_stack(parts, stack, prepared)
-            for rows, (codes, scales, row_error) in zip(stack, found, strict=True):
-                if correction is None:
-                    row_energy = row_products(weight[rows], prepared.gram)
-                else:
-                    quantized = values_of(codes, scales, prepared.grid)
-                    row_error, row_energy = row_errors(weight[rows], quantized, rows, correction, prepared.gram)
-                solved.append(_solved(codes, scales, row_error, row_energy, prepared))
+        return [solved for stack in stacks(tiles) for solved in self._solve_stack(weight, stack, prepared)]
+
+    def _solve_stack(self, weight: Tensor, stack: Sequence[slice], prepared: Prepared) -> list[Solved]:
+        """Tiles that go through the channels together."""
+        parts, correction = [weight[rows] for rows in stack], prepared.correction
+        if correction is None:
+            found = self._codes(parts, stack, prepared)
+            energies = [row_products(part, prepared.gram) for part in parts]
+            return [_solved(*each, energy, prepared) for each, energy in zip(found, energies, strict=True)]
+        missing = [correction.lack.missing(part, rows) for part, rows in zip(parts, stack, strict=True)]
+        targets = [correction.target(*each) for each in zip(parts, missing, strict=True)]
+        solved = []
+        for part, rows, lacks, (codes, scales, _) in zip(
+            parts, stack, missing, self._codes(targets, stack, prepared), strict=True
+        ):
+            quantized, squares = values_of(codes, scales, prepared.grid), correction.lack.squares(part, rows)
+            errors = row_errors(part, quantized, lacks, squares, prepared.gram)
+            solved.append(_solved(codes, scales, *errors, prepared))
         return solved
 
-    def _solve_stack(
+    def _codes(
         self, parts: Sequence[Tensor], stack: Sequence[slice], prepared: Prepared
     ) -> list[tuple[Tensor, Scales, Tensor]]:
-        """Codes, scales and row errors of tiles that go through the channels together."""
+        """Codes, scales and row errors of what is quantized."""
         factor, gram, grid = prepared.factor, prepared.gram, prepared.grid
         assert factor is not None
         assert gram is not None
@@ -248,6 +253,10 @@ class Gptq(Algorithm):
             for part, codes, scale, before in zip(parts, codes_of, scales, tried, strict=True):
                 before.append((codes, scale, row_products(part.float() - values_of(codes, scale, grid), gram)))
         return [_best_rows(each) for each in tried]
+
+
+def _corrects(kinds: Kinds) -> bool:
+    return any(issubclass(kind, Drift) for kind in kinds)
 
 
 def _best_rows(tried: Sequence[tuple[Tensor, Scales, Tensor]]) -> tuple[Tensor, Scales, Tensor]:
