@@ -16,17 +16,13 @@ Published relatives: GPTAQ (arXiv 2504.02692) and Qronos (arXiv 2505.11695) corr
 full strength with the ridge of GPTQ's damping; `correct="inputs", strength=1, ridge=damping` has the same objective
 (they interleave the correction with the rounding of each column, which in exact arithmetic is the rounding of V).
 Neither knows the residual, and neither holds back.
-
-Scales: with the codes K of a row fixed, the scales of its groups that minimize (v - sK) C (v - sK)ᵀ solve a system of
-one equation per group; GPTQ finds new codes for them, in turns.
 """
 
 import torch
 from torch import Tensor
 
-from lightning_compress.algorithms.base import Correction
 from lightning_compress.algorithms.factor import cholesky
-from lightning_compress.algorithms.scales import Grid, Scales, stored
+from lightning_compress.algorithms.target import Correction, Judge
 from lightning_compress.errors import SolveError
 from lightning_compress.statistics import Drift, Lack, matrix_bytes, row_products
 
@@ -36,11 +32,15 @@ JUDGED = 128
 """At most so many outputs, evenly spaced, are judged by: a choice for the group needs no more."""
 WITHOUT_CHOICE = (0.5, 0.1)
 """Strength and ridge where there is nothing to choose by: one batch."""
-_TOWARDS_OLD = 1e-3  # how much refitted scales are drawn to those before, as a fraction of the mean diagonal
 
 
 def correct(
-    weight: Tensor, gram: Tensor, drift: Drift, strength: float | None = None, ridge: float | None = None
+    weight: Tensor,
+    gram: Tensor,
+    drift: Drift,
+    strength: float | None = None,
+    ridge: float | None = None,
+    keeps_judge: bool = False,
 ) -> Correction:
     """The correction of a weight [O, I].
 
@@ -49,12 +49,16 @@ def correct(
         gram: C of all tokens, float32 [I, I].
         drift: of the same tokens, for the same outputs.
         strength, ridge: None: choose.
+        keeps_judge: more is to be chosen by the batches that are held out.
 
     Raises:
         SolveError: the Gram cannot be factorized with the ridge.
     """
     strength, ridge, left = _chosen(weight, gram, drift, strength, ridge)
-    return Correction(drift.lack(), strength, ridge, None if strength == 0 else _factor(gram, ridge), left)
+    judge = None
+    if keeps_judge and 0 < drift.inputs.num_held_out < drift.num_tokens:
+        judge = Judge(drift.inputs.matrix_held_out(), drift.lack(held_out=True))
+    return Correction(drift.lack(), strength, ridge, None if strength == 0 else _factor(gram, ridge), left, judge)
 
 
 def _chosen(
@@ -102,7 +106,7 @@ def _factor(gram: Tensor, ridge: float) -> Tensor:
     return lower
 
 
-def correction_bytes(num_rows: int, num_channels: int, is_by_inputs: bool) -> tuple[int, int]:
+def correction_bytes(num_rows: int, num_channels: int, is_by_inputs: bool, keeps_judge: bool) -> tuple[int, int]:
     """At most alive inside `correct` of a weight [O, I], and of that what it returns.
 
     What is lacked takes two matrices [I, I] where it follows from the inputs, and nothing where it was summed. While
@@ -112,58 +116,5 @@ def correction_bytes(num_rows: int, num_channels: int, is_by_inputs: bool) -> tu
     gram, judged = 4 * num_channels**2, 4 * min(num_rows, JUDGED) * num_channels
     lack, block = 2 * gram if is_by_inputs else 0, matrix_bytes(num_channels) - gram
     making, comparing = lack + 2 * gram + block + 5 * judged, 3 * gram + 8 * judged
-    return max(making, comparing) + 24 * num_rows, lack + gram + 8 * num_rows
-
-
-def refit_bytes(num_rows: int, num_channels: int, num_groups: int) -> int:
-    """At most alive inside `refitted` for R rows of I channels."""
-    return 4 * num_rows * (5 * num_channels + 3 * num_groups**2)
-
-
-def refitted(target: Tensor, gram: Tensor, codes: Tensor, scales: Scales, grid: Grid) -> Scales:
-    """The scales that fit the codes best, min over s of (v - s K) C (v - s K)ᵀ for every row v.
-
-    Args:
-        target: [R, I].
-        gram: C, float32 [I, I].
-        codes: int8 [R, I].
-        scales: that the codes were found with; the result is drawn to them a little.
-        grid: the scheme; not per tensor.
-    """
-    num_rows, num_channels = codes.shape
-    size = grid.group_size
-    num_groups = num_channels // size
-    values = codes.float().view(num_rows, num_groups, size)
-    if scales.zero_point is not None:
-        values = values - scales.zero_point[..., None].float()
-    flat = values.reshape(num_rows, num_channels)
-    normal = torch.empty(num_rows, num_groups, num_groups, device=codes.device)
-    for group in range(num_groups):
-        rows = gram[group * size : (group + 1) * size]
-        normal[:, group] = ((values[:, group] @ rows) * flat).view(num_rows, num_groups, size).sum(-1)
-    right = ((target.float() @ gram) * flat).view(num_rows, num_groups, size).sum(-1)
-    before = scales.scale.float()
-    pull = _TOWARDS_OLD * normal.diagonal(dim1=1, dim2=2).mean(-1, keepdim=True)
-    normal.diagonal(dim1=1, dim2=2).add_(pull + torch.finfo(torch.float32).tiny)
-    found = torch.linalg.solve(normal, right + pull * before)
-    is_good = found.isfinite() & (found != 0)
-    if not grid.signed_scales:
-        is_good &= found > 0
-    return Scales(stored(torch.where(is_good, found, before), grid), scales.zero_point)
-
-
-def row_errors(
-    weight: Tensor, quantized: Tensor, missing: Tensor, squares: Tensor, gram: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Of rows W and Q against what the original model has there, t = W x + e: mean |t - Q x|² and mean t², [R] each.
-
-    Args:
-        weight, quantized: float [R, I].
-        missing, squares: M, float32 [R, I], and the mean of e², float64 [R].
-        gram: C, float32 [I, I].
-    """
-    weight = weight.float()
-    change = quantized - weight
-    error = squares - 2 * torch.linalg.vecdot(change, missing).double() + row_products(change, gram)
-    energy = squares + 2 * torch.linalg.vecdot(weight, missing).double() + row_products(weight, gram)
-    return error.clamp(min=0), energy.clamp(min=0)
+    judge = lack + gram if keeps_judge else 0
+    return max(making, comparing, judge + lack + gram + block) + 24 * num_rows, judge + lack + gram + 8 * num_rows

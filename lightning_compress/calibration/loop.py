@@ -306,7 +306,7 @@ def _record(
         bytes_before=weight.nbytes,
         bytes_after=packed,
         notes=quantized.solved.notes,
-        correction=quantized.solved.correction,
+        correction=quantized.solved.chosen,
     )
 
 

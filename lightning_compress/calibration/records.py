@@ -18,7 +18,8 @@ class ModuleRecord:
         bytes_before, bytes_after: of the weight as it was, and packed with its scales and zero points.
         notes: anything the solver did beyond the plain path.
         correction: of errors made before: its `strength` and `ridge`, and the error on batches that were held out as a
-            fraction of what it is without (`held_out`); none where nothing is corrected.
+            fraction of what it is without (`held_out`), and `rounds` of refitting, the mean of the rows, if these were
+            chosen too; none where nothing is corrected.
     """
 
     module: str

@@ -19,6 +19,7 @@ from helpers import (
 )
 from torch import Tensor, nn
 
+from lightning_compress.algorithms.target import row_errors
 from lightning_compress.memory.placement import MemoryConfig
 from lightning_compress.statistics import Drift, InputDrift, OutputDrift, Statistic
 
@@ -105,6 +106,44 @@ def test_what_is_missing_is_what_two_forwards_say(
             torch.testing.assert_close(lack.missing(weight, mine).double(), cross / count, **close)
             torch.testing.assert_close(lack.squares(weight, mine), squares / count, rtol=1e-3, atol=1e-8)
         assert bool(cross.any()) == (name.rpartition(".")[0] != "model.layers.0.self_attn" or local == ".o_proj")
+
+
+@pytest.mark.parametrize("refit", [0, None])
+def test_the_error_of_held_out_batches_is_that_of_running_them(
+    monkeypatch: pytest.MonkeyPatch, refit: int | None
+) -> None:
+    """Of every output of a Llama's linears with their corrected, quantized weights, where they are added to the stream
+    and where not: what the sums say, and what the forwards of both models do. Seen to fail: with the sums of all
+    batches for those that are held out, and with what is missing subtracted."""
+    batches = padded(token_batches(9, rows=3))
+    seen = seen_statistics(monkeypatch)
+    model = tiny_llama(2, **SIZES)
+    original = deepcopy(model)
+    options = recipe(3, group_size=8, correct="residual", refit=refit)
+    compress_in_memory(model, batches, options)
+    names = [name for name in linears(model) if name != "lm_head"]
+    streams = [f"model.layers.{layer}{norm}" for layer in range(2) for norm in ("", ".post_attention_layernorm")]
+    ours, theirs = (inputs_of(each, [batches[7]], names + streams) for each in (model, original))
+    forms = set()
+    for name in names:
+        layer = name.rpartition(".self_attn")[0] or name.rpartition(".mlp")[0]
+        stream = {"o_proj": layer, "down_proj": f"{layer}.post_attention_layernorm"}.get(name.rpartition(".")[2])
+        outputs = []
+        for each, inputs in ((model, ours), (original, theirs)):
+            output = each.get_submodule(name).double()(inputs[name][0]).detach()
+            outputs.append(output if stream is None else output + inputs[stream][0])
+        drift = drift_in(seen[name])
+        weights = [each.get_submodule(name).get_parameter("weight").detach().float() for each in (original, model)]
+        members = [each for each in names if drift_in(seen[each]) is drift]
+        before = sum(len(linears(original)[each].weight) for each in members[: members.index(name)])
+        rows, lack = slice(before, before + len(weights[0])), drift.lack(held_out=True)
+        said = row_errors(
+            *weights, lack.missing(weights[0], rows), lack.squares(weights[0], rows), drift.inputs.matrix_held_out()
+        )
+        measured = (outputs[0] - outputs[1]).square().mean(0)
+        torch.testing.assert_close(said, measured, rtol=2e-3, atol=1e-5 * float(outputs[1].square().mean()))
+        forms.add(type(drift))
+    assert forms == {InputDrift, OutputDrift}
 
 
 class InPlace(nn.Module):
