@@ -36,7 +36,7 @@ class Case:
     evaluate: bool
     algorithm: str  # ours only: "gptq" or "rtn"
     correct: str  # ours only
-    refit: int  # ours only
+    refit: int | None  # ours only; None: chosen
     schedule: str  # ours only
     activation_budget: int | None  # ours only
 
@@ -76,7 +76,7 @@ def read_case() -> Case:
     parser.add_argument("--evaluate", action="store_true")
     parser.add_argument("--algorithm", choices=("gptq", "rtn"), default="gptq")
     parser.add_argument("--correct", default="none")
-    parser.add_argument("--refit", type=int, default=0)
+    parser.add_argument("--refit", type=lambda number: None if number == "null" else int(number), default=0)
     parser.add_argument("--schedule", default="staged")
     parser.add_argument("--activation-budget", type=int)
     return Case(**vars(parser.parse_args()))

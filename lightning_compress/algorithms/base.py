@@ -23,8 +23,9 @@ from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
 from lightning_compress.algorithms.scales import Grid, Scales, choose_scales, num_groups
+from lightning_compress.algorithms.target import Correction
 from lightning_compress.errors import NonFiniteError, SolveError
-from lightning_compress.statistics import InputGram, Statistic
+from lightning_compress.statistics import Drift, InputGram, Statistic
 
 Item = TypeVar("Item")
 Kinds = Collection[type[Statistic]]
@@ -53,7 +54,8 @@ class Solved:
         damping: what was added to the Gram's diagonal, as a fraction of its mean; 0 where nothing was.
         notes: what the user should know, as sentences.
         per_tensor: the scheme has one scale per module.
-        correction: `strength`, `ridge` and `held_out` (see `Correction`) where one was made.
+        correction: what was chosen (see `Correction.record`) where a correction was made.
+        row_rounds: int8 [O], after how many rounds of refitting each row was best; None: their number was given.
     """
 
     codes: Tensor
@@ -65,6 +67,13 @@ class Solved:
     notes: tuple[str, ...] = ()
     per_tensor: bool = False
     correction: Mapping[str, float] = field(default_factory=dict)
+    row_rounds: Tensor | None = None
+
+    @property
+    def chosen(self) -> dict[str, float]:
+        """What was chosen by batches that were held out, by name; `rounds` is the mean of all rows."""
+        rounds = {} if self.row_rounds is None else {"rounds": float(self.row_rounds.float().mean())}
+        return {**self.correction, **rounds}
 
     def to(self, device: torch.device) -> "Solved":
         """The same, on `device`."""
@@ -75,6 +84,7 @@ class Solved:
             zero_point=None if self.zero_point is None else self.zero_point.to(device),
             row_error=self.row_error.to(device),
             row_energy=self.row_energy.to(device),
+            row_rounds=None if self.row_rounds is None else self.row_rounds.to(device),
         )
 
     @property
@@ -104,41 +114,6 @@ class Factor:
     damping: float
     added: float
     notes: tuple[str, ...] = ()
-
-
-@final
-@dataclass(frozen=True)
-class Correction:
-    """What is quantized in a weight's place, and what its result is measured by.
-
-    Attributes:
-        missing: M, float32 [O, I].
-        squares: mean e² of every output, float64 [O].
-        strength, ridge: that were chosen.
-        lower: float32 [I, I], the Cholesky factor of C + ridge mean(diag C) I; None where the strength is 0.
-        held_out: the error on batches that were held out, as a fraction of what it is without correction, before
-            anything is rounded; None: there were none.
-    """
-
-    missing: Tensor
-    squares: Tensor
-    strength: float
-    ridge: float
-    lower: Tensor | None
-    held_out: float | None
-
-    def target(self, weight: Tensor, rows: slice) -> Tensor:
-        """What to quantize in the place of these rows W [R, I]: V = W + strength * M (C + ..)⁻¹, float32."""
-        if self.lower is None:
-            return weight.float()
-        change = torch.cholesky_solve(self.missing[rows].t(), self.lower).t()
-        return change.mul_(self.strength).add_(weight)
-
-    @property
-    def record(self) -> dict[str, float]:
-        """What was chosen, by name."""
-        judged = {} if self.held_out is None else {"held_out": self.held_out}
-        return {"strength": self.strength, "ridge": self.ridge, **judged}
 
 
 @final
@@ -309,12 +284,12 @@ def runs(items: Sequence[Item], sizes: Sequence[int], limit: int) -> list[list[I
 
 
 def result_bytes(num_rows: int, num_channels: int, args: QuantizationArgs) -> int:
-    """At most the bytes of the `Solved` of a weight [O, I]: codes, float32 scales, zero-points, errors and energies.
+    """At most the bytes of the `Solved` of a weight [O, I]: codes, float32 scales, zero-points, and what rows have.
 
     >>> result_bytes(10, 256, QuantizationArgs(num_bits=4, strategy="group", group_size=128))
-    2820
+    2830
     """
-    return num_rows * (num_channels + 5 * num_groups(num_channels, args) + 16)
+    return num_rows * (num_channels + 5 * num_groups(num_channels, args) + 17)
 
 
 def join(parts: Sequence[Solved]) -> Solved:
@@ -322,6 +297,7 @@ def join(parts: Sequence[Solved]) -> Solved:
     if len(parts) == 1:
         return parts[0]
     zero_points = [part.zero_point for part in parts if part.zero_point is not None]
+    rounds = [part.row_rounds for part in parts if part.row_rounds is not None]
     return replace(
         parts[0],
         codes=torch.cat([part.codes for part in parts]),
@@ -329,6 +305,7 @@ def join(parts: Sequence[Solved]) -> Solved:
         zero_point=torch.cat(zero_points) if zero_points else None,
         row_error=torch.cat([part.row_error for part in parts]),
         row_energy=torch.cat([part.row_energy for part in parts]),
+        row_rounds=torch.cat(rounds) if rounds else None,
     )
 
 
@@ -351,6 +328,7 @@ def split(solved: Solved, row_splits: Sequence[int]) -> list[Solved]:
                 zero_point=zero_point,
                 row_error=solved.row_error[rows],
                 row_energy=solved.row_energy[rows],
+                row_rounds=None if solved.row_rounds is None else solved.row_rounds[rows],
             )
         )
         start += num_rows
@@ -369,25 +347,13 @@ def check_weight(weight: Tensor, args: QuantizationArgs) -> None:
 
 
 def input_gram(statistics: Mapping[type[Statistic], Statistic]) -> InputGram | None:
-    """The `InputGram` among `statistics`, or None."""
-    gram = statistics.get(InputGram)
+    """The `InputGram` among `statistics`, by itself or in a `Drift`, or None."""
+    drift = drift_of(statistics)
+    gram = statistics.get(InputGram) if drift is None else drift.inputs
     assert gram is None or isinstance(gram, InputGram)
     return gram
 
 
-def row_products(weight: Tensor, gram: Tensor | None) -> Tensor:
-    """w C wᵀ of every row w of `weight` [R, I], float64 [R]; w wᵀ without a Gram.
-
-    Block by block of the lower triangle, which is half the work of the full product.
-    """
-    if gram is None:
-        return weight.double().square().sum(1)
-    weight = weight.float()
-    total = torch.zeros(weight.shape[0], dtype=torch.float64, device=weight.device)
-    for start in range(0, weight.shape[1], 128):
-        end = min(start + 128, weight.shape[1])
-        block = weight[:, start:end]
-        product = weight[:, :start] @ gram[:start, start:end] if start else torch.zeros_like(block)
-        product = torch.addmm(product, block, gram[start:end, start:end], beta=2)
-        total.add_(torch.linalg.vecdot(product, block))
-    return total
+def drift_of(statistics: Mapping[type[Statistic], Statistic]) -> Drift | None:
+    """The `Drift` among `statistics`, in whichever form, or None."""
+    return next((statistic for statistic in statistics.values() if isinstance(statistic, Drift)), None)

@@ -26,7 +26,7 @@ the factorization fails (the user would not know): damping is raised, and said t
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import final
 
@@ -43,8 +43,8 @@ from lightning_compress.algorithms.base import (
     Prepared,
     Solved,
     check_weight,
+    drift_of,
     input_gram,
-    row_products,
     row_tiles,
     stacks,
 )
@@ -52,11 +52,9 @@ from lightning_compress.algorithms.correction import (
     JUDGED,
     correct,
     correction_bytes,
-    refit_bytes,
-    refitted,
-    row_errors,
 )
 from lightning_compress.algorithms.factor import MAX_DAMPING, PANEL, factorize
+from lightning_compress.algorithms.refit import ROUNDS, Candidate, best_rows, judged, refit_bytes, refitted
 from lightning_compress.algorithms.scales import (
     Grid,
     Scales,
@@ -66,8 +64,9 @@ from lightning_compress.algorithms.scales import (
     tensor_scales,
     values_of,
 )
+from lightning_compress.algorithms.target import row_errors
 from lightning_compress.errors import SolveError
-from lightning_compress.statistics import Drift, InputGram, Statistic, matrix_bytes
+from lightning_compress.statistics import Drift, InputDrift, InputGram, Statistic, matrix_bytes, row_products
 
 CORRECTS = ("none", "inputs", "residual")
 _NOT_CORRECTED = (
@@ -92,7 +91,8 @@ class Gptq(Algorithm):
             "residual" that its output is added to, or "none"; see `correction`. Takes a run of the original model
             beside the quantized one.
         strength, ridge: of the correction, fractions; None: chosen for every group by batches that are held out.
-        refit: how often scales are fitted to the codes, and codes found anew.
+        refit: how often scales are fitted to the codes, and codes found anew; None: chosen for every row, at most
+            `refit.ROUNDS`, by batches that are held out; 0 where there are none.
     """
 
     block_size: int = 128
@@ -102,7 +102,7 @@ class Gptq(Algorithm):
     correct: str = "none"
     strength: float | None = None
     ridge: float | None = None
-    refit: int = 0
+    refit: int | None = 0
 
     def __post_init__(self) -> None:
         if self.block_size < 1:
@@ -117,12 +117,19 @@ class Gptq(Algorithm):
             raise ValueError(
                 f"ridge must be more than 0, or null to choose it, not {self.ridge}; 0.1 is a good choice."
             )
-        if self.refit < 0:
-            raise ValueError(f"refit must be at least 0, not {self.refit}; 1 or 2 help at 2 bits.")
+        if self.refit is not None and self.refit < 0:
+            raise ValueError(
+                f"refit must be at least 0, or null to choose it, not {self.refit}; 1 or 2 help at 2 bits."
+            )
 
     @property
     def corrects_residual(self) -> bool:
         return self.correct == "residual"
+
+    @property
+    def _most_rounds(self) -> int:
+        """Of refitting."""
+        return ROUNDS if self.refit is None else self.refit
 
     def statistics(self, weights: QuantizationArgs) -> tuple[type[Statistic], ...]:
         return (InputGram,) if self.correct == "none" else (InputGram, Drift)
@@ -134,15 +141,15 @@ class Gptq(Algorithm):
         if self.correct != "none":  # factors and judged outputs for every ridge, and the last; a solution per row
             serial += 4 * num_channels**3 / 3 + 12 * min(num_rows, JUDGED) * num_channels**2
             rows += 4 * num_rows * num_channels**2
-        return serial, rows + self.refit * 6 * num_rows * num_channels**2
+        return serial, rows + self._most_rounds * 6 * num_rows * num_channels**2
 
     def prepare_bytes(self, num_rows: int, num_channels: int, args: QuantizationArgs, kinds: Kinds) -> tuple[int, int]:
         gram, vectors = 4 * num_channels**2, 40 * num_channels
         panels = 3 * 4 * PANEL * num_channels  # of the reordered Gram, and of the factor that takes its place
         scales = scales_bytes(num_rows, num_channels, args, self.scale_search) if args.strategy == "tensor" else 0
         held = 2 * gram + vectors
-        if Drift in kinds:
-            correcting, corrected = correction_bytes(num_rows, num_channels)
+        if _corrects(kinds):
+            correcting, corrected = correction_bytes(num_rows, num_channels, InputDrift in kinds, self.refit is None)
             whole = 8 * num_rows * num_channels if args.strategy == "tensor" else 0  # what is quantized, of all rows
             scales, held = max(scales + corrected + whole, correcting), held + corrected
         return max(matrix_bytes(num_channels), 2 * gram + vectors + max(panels, scales)), held
@@ -153,14 +160,14 @@ class Gptq(Algorithm):
         matrices = num_rows * num_channels * (4 + 4 + 1 + 1 + 1)
         blocks = 3 * 4 * num_rows * min(self.block_size, num_channels)  # targets, rounded values, a product
         stored = num_rows * (13 * num_groups(num_channels, args) + 32)
-        targets = 0 if Drift not in kinds else 2 * 4 * num_rows * num_channels
+        targets = 2 * 4 * num_rows * num_channels if _corrects(kinds) else 0  # what is quantized, and M
         solving = targets + max(
             matrices + blocks + stored, scales_bytes(num_rows, num_channels, args, self.scale_search)
         )
-        codes = num_rows * num_channels * (2 + self.refit)  # of every round, and of the result
-        measuring = 0 if Drift not in kinds else targets + 5 * 4 * num_rows * num_channels
-        refitting = 0 if not self.refit else refit_bytes(num_rows, num_channels, num_groups(num_channels, args))
-        return max(solving, codes + stored * (1 + self.refit) + max(measuring, refitting))
+        codes = num_rows * num_channels * (2 + self._most_rounds)  # of every round, and of the result
+        measuring = targets + 5 * 4 * num_rows * num_channels if _corrects(kinds) else 0
+        refitting = 0 if not self._most_rounds else refit_bytes(num_rows, num_channels, num_groups(num_channels, args))
+        return max(solving, codes + stored * (1 + self._most_rounds) + max(measuring, refitting))
 
     @torch.no_grad()
     def prepare(
@@ -184,11 +191,12 @@ class Gptq(Algorithm):
             raise SolveError(f"The weight {tuple(weight.shape)} does not fit a Gram of {gram.shape[0]} channels.")
         factor = factorize(gram, self.damping, self.activation_order)
         notes = list(factor.notes)
-        drift, correction = statistics.get(Drift), None
-        if isinstance(drift, Drift):
-            correction = correct(gram, drift, self.strength, self.ridge)
+        drift, correction = drift_of(statistics), None
+        if drift is not None:
+            correction = correct(weight, gram, drift, self.strength, self.ridge, self.refit is None)
             if grid.per_tensor:
-                weight = torch.cat([correction.target(weight[rows], rows) for rows in row_tiles(len(weight))])
+                tiles = [(weight[rows], rows) for rows in row_tiles(len(weight))]
+                weight = torch.cat([correction.target(w, correction.lack.missing(w, rows)) for w, rows in tiles])
         elif self.correct != "none":
             notes.append(_NOT_CORRECTED)
         num_dead = int((gram.diagonal() == 0).sum())
@@ -211,33 +219,41 @@ class Gptq(Algorithm):
 
     @torch.no_grad()
     def solve_tiles(self, weight: Tensor, tiles: Sequence[slice], prepared: Prepared) -> list[Solved]:
-        correction = prepared.correction
-        solved: list[Solved] = []
-        for stack in stacks(tiles):
-            parts = [weight[rows] for rows in stack]
-            if correction is not None:
-                parts = [correction.target(part, rows) for part, rows in zip(parts, stack, strict=True)]
-            found = self._solve_stack(parts, stack, prepared)
-            for rows, (codes, scales, row_error) in zip(stack, found, strict=True):
-                if correction is None:
-                    row_energy = row_products(weight[rows], prepared.gram)
-                else:
-                    quantized = values_of(codes, scales, prepared.grid)
-                    row_error, row_energy = row_errors(weight[rows], quantized, rows, correction, prepared.gram)
-                solved.append(_solved(codes, scales, row_error, row_energy, prepared))
+        return [solved for stack in stacks(tiles) for solved in self._solve_stack(weight, stack, prepared)]
+
+    def _solve_stack(self, weight: Tensor, stack: Sequence[slice], prepared: Prepared) -> list[Solved]:
+        """Tiles that go through the channels together."""
+        parts, correction = [weight[rows] for rows in stack], prepared.correction
+        if correction is None:
+            best = [best_rows(each) for each in self._candidates(parts, stack, prepared)]
+            energies = [row_products(part, prepared.gram) for part in parts]
+            return [_solved(*each[:3], energy, prepared) for each, energy in zip(best, energies, strict=True)]
+        missing = [correction.lack.missing(part, rows) for part, rows in zip(parts, stack, strict=True)]
+        targets = [correction.target(*each) for each in zip(parts, missing, strict=True)]
+        solved = []
+        for part, rows, lacks, candidates in zip(
+            parts, stack, missing, self._candidates(targets, stack, prepared), strict=True
+        ):
+            if self.refit is None and correction.judge is not None:
+                candidates = judged(candidates, part, rows, correction.judge, prepared.grid)
+            codes, scales, _, rounds = best_rows(candidates)
+            quantized, squares = values_of(codes, scales, prepared.grid), correction.lack.squares(part, rows)
+            assert prepared.gram is not None
+            error = row_errors(part, quantized, lacks, squares, prepared.gram)
+            energy = row_errors(part, torch.zeros_like(lacks), lacks, squares, prepared.gram)
+            made = _solved(codes, scales, error, energy, prepared)
+            solved.append(made if self.refit is not None else replace(made, row_rounds=rounds.to(torch.int8)))
         return solved
 
-    def _solve_stack(
-        self, parts: Sequence[Tensor], stack: Sequence[slice], prepared: Prepared
-    ) -> list[tuple[Tensor, Scales, Tensor]]:
-        """Codes, scales and row errors of tiles that go through the channels together."""
+    def _candidates(self, parts: Sequence[Tensor], stack: Sequence[slice], prepared: Prepared) -> list[list[Candidate]]:
+        """Codes, scales and row errors of what is quantized, of every tile, after every round."""
         factor, gram, grid = prepared.factor, prepared.gram, prepared.grid
         assert factor is not None
         assert gram is not None
         scales = [prepared.scales_of(part, rows) for part, rows in zip(parts, stack, strict=True)]
         found = nearest_plane(parts, factor, scales, grid, self.block_size)
         tried = [[(codes, scale, error)] for scale, (codes, error) in zip(scales, found, strict=True)]
-        for number in range(0 if grid.per_tensor else self.refit):
+        for number in range(self._rounds(prepared)):
             if number:
                 found = nearest_plane(parts, factor, scales, grid, self.block_size)
             codes_of = [codes for codes, _ in found]
@@ -247,16 +263,18 @@ class Gptq(Algorithm):
             ]
             for part, codes, scale, before in zip(parts, codes_of, scales, tried, strict=True):
                 before.append((codes, scale, row_products(part.float() - values_of(codes, scale, grid), gram)))
-        return [_best_rows(each) for each in tried]
+        return tried
+
+    def _rounds(self, prepared: Prepared) -> int:
+        if prepared.grid.per_tensor:
+            return 0
+        if self.refit is not None:
+            return self.refit
+        return ROUNDS if prepared.correction is not None and prepared.correction.judge is not None else 0
 
 
-def _best_rows(tried: Sequence[tuple[Tensor, Scales, Tensor]]) -> tuple[Tensor, Scales, Tensor]:
-    """Of several solutions of the same rows, for every row the one of least error."""
-    errors = torch.stack([error for _, _, error in tried])
-    best, rows = errors.argmin(0), torch.arange(errors.shape[1], device=errors.device)
-    codes = torch.stack([codes for codes, _, _ in tried])[best, rows]
-    scale = torch.stack([scales.scale for _, scales, _ in tried])[best, rows]
-    return codes, Scales(scale, tried[0][1].zero_point), errors[best, rows]
+def _corrects(kinds: Kinds) -> bool:
+    return any(issubclass(kind, Drift) for kind in kinds)
 
 
 def _solved(codes: Tensor, scales: Scales, row_error: Tensor, row_energy: Tensor, prepared: Prepared) -> Solved:

@@ -25,7 +25,6 @@ from lightning_compress.algorithms.base import (
     check_weight,
     input_gram,
     result_bytes,
-    row_products,
 )
 from lightning_compress.algorithms.scales import (
     make_grid,
@@ -35,7 +34,7 @@ from lightning_compress.algorithms.scales import (
     tensor_scales,
     values_of,
 )
-from lightning_compress.statistics import InputGram, Statistic, matrix_bytes
+from lightning_compress.statistics import InputGram, Statistic, matrix_bytes, row_products
 
 
 @final

@@ -32,7 +32,7 @@ from lightning_compress.algorithms.base import result_bytes
 from lightning_compress.calibration.flow import Values, run_step
 from lightning_compress.calibration.loop import Calibration
 from lightning_compress.calibration.observe import Statistics, begin_statistics, observing
-from lightning_compress.calibration.reference import missing_outputs
+from lightning_compress.calibration.reference import differences
 from lightning_compress.calibration.repeats import repeated
 from lightning_compress.calibration.solve import bytes_together
 from lightning_compress.calibration.stand_ins import LikeQuantizing, allowance
@@ -152,9 +152,7 @@ class _Meter:
             observed |= self._flow.reference.residual_nodes(step.observe)
         self._memory.reset_peak()
         try:
-            begin_statistics(
-                step.observe, self._run.needs, self._run.channels, self._run.outputs, _CPU, self._statistics
-            )
+            begin_statistics(step.observe, self._run.needs, self._run.sizes, _CPU, self._statistics)
             self._work.work.clear()
             deque(run_step(self._flow, step, number, self._watch), maxlen=0)
         except Exception as error:
@@ -318,8 +316,8 @@ class _Meter:
             for source in sources
             if source in run.flow.masks
         ]
-        missing = partial(missing_outputs, values=values, root=self._root, reference=self._flow.reference)
-        with observing(self._root, sources, values, {}, self._statistics, missing):
+        beside = partial(differences, values=values, root=self._root, reference=self._flow.reference)
+        with observing(self._root, sources, values, {}, self._statistics, beside):
             copied = torch.empty(max(masked, default=0), dtype=torch.uint8)
             yield
         del copied

@@ -36,7 +36,7 @@ from lightning_compress.calibration.observe import (
     settle_statistics,
 )
 from lightning_compress.calibration.records import ModuleRecord, SubgraphRecord
-from lightning_compress.calibration.reference import missing_outputs
+from lightning_compress.calibration.reference import differences
 from lightning_compress.calibration.solve import QuantizedModule, Restored, apply, describe_scheme, put, solve_groups
 from lightning_compress.distributed.collective import Collective
 from lightning_compress.errors import SolveError
@@ -74,8 +74,7 @@ class Calibration:
         flow: the model's subgraphs, and where their weights and the values between them are.
         resolved: what happens to each module.
         needs: which statistics each source has to gather.
-        channels: how many input channels each source has.
-        outputs: how many rows the modules that read it have.
+        sizes: of each source the input channels, and the rows of all modules that read it.
         shares: for each rank the numbers of the batches that flow there, ascending.
         collective: all ranks of the run; each has the whole model, and its share of the batches.
     """
@@ -83,8 +82,7 @@ class Calibration:
     flow: Flow
     resolved: ResolvedRecipe
     needs: Mapping[Source, tuple[type[Statistic], ...]]
-    channels: Mapping[Source, int]
-    outputs: Mapping[Source, int]
+    sizes: Mapping[Source, tuple[int, int]]
     shares: tuple[tuple[int, ...], ...]
     collective: Collective
 
@@ -242,11 +240,11 @@ def _run_step(progress: _Progress, step: Step, number: int) -> None:
     run, flow, statistics = progress.run, progress.run.flow, progress.statistics
 
     def watch(batch: int, sources: Sequence[Source], values: Values) -> AbstractContextManager[None]:
-        missing = partial(missing_outputs, values=values, root=flow.root, reference=flow.reference)
+        beside = partial(differences, values=values, root=flow.root, reference=flow.reference)
         is_held_out = flow.reference is not None and run.share[batch] in flow.reference.held_out
-        return observing(flow.root, sources, values, flow.masks, statistics, missing, is_held_out)
+        return observing(flow.root, sources, values, flow.masks, statistics, beside, is_held_out)
 
-    begin_statistics(step.observe, run.needs, run.channels, run.outputs, flow.device, statistics)
+    begin_statistics(step.observe, run.needs, run.sizes, flow.device, statistics)
     batches = run_step(flow, step, number, watch)
     next(batches, None)
     if step.observe:
@@ -314,7 +312,7 @@ def _record(
         bytes_before=weight.nbytes,
         bytes_after=packed,
         notes=quantized.solved.notes,
-        correction=quantized.solved.correction,
+        correction=quantized.solved.chosen,
         num_lent=_num_lent(group, statistics),
     )
 

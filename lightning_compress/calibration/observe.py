@@ -24,12 +24,12 @@ def observing(
     values: Mapping[Key, object],
     masks: Mapping[Source, fx.Node],
     statistics: Statistics,
-    missing: Callable[[Source], Tensor | None] = lambda source: None,
+    differences: Callable[[Source], Tensor | None] = lambda source: None,
     held_out: bool = False,
 ) -> Iterator[None]:
     """Update the statistics of `sources`, which have begun, with what one batch computes inside the context.
 
-    `missing` tells what the outputs of a source's modules lack, [..., O], before the batch has changed it; `held_out`,
+    `differences` tells what `Beside` does of a source, with padding, before the batch has changed it; `held_out`,
     whether the batch is one to judge by.
 
     A value of the graph is read from `values` at the end; the input of a module inside an opaque leaf is caught by a
@@ -56,8 +56,8 @@ def observing(
             beside = None
             if source.inner is None:
                 x = unpadded(source, values[source.node])
-                lacking = missing(source)
-                beside = None if lacking is None else Beside(unpadded(source, lacking), held_out)
+                difference = differences(source)
+                beside = None if difference is None else Beside(unpadded(source, difference), held_out)
             elif source in caught:
                 parts = caught.pop(source)
                 x = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -91,14 +91,14 @@ def _reader(values: Mapping[Key, object], masks: Mapping[Source, fx.Node]) -> Ca
 def begin_statistics(
     sources: Sequence[Source],
     needs: Mapping[Source, tuple[type[Statistic], ...]],
-    channels: Mapping[Source, int],
-    outputs: Mapping[Source, int],
+    sizes: Mapping[Source, tuple[int, int]],
     device: torch.device,
     statistics: Statistics,
 ) -> None:
     """Let `sources` have the statistics that they need, which have seen nothing yet."""
     for source in sources:
-        statistics[source] = {kind: kind(channels[source], device, outputs[source]) for kind in needs[source]}
+        channels, outputs = sizes[source]
+        statistics[source] = {kind: kind(channels, device, outputs) for kind in needs[source]}
 
 
 def routed(x: Tensor, token: Tensor, mine: slice, mask: Tensor | None, *, gathers: bool) -> Tensor:
@@ -123,11 +123,11 @@ def settle_statistics(
         agree = partial(collective.broadcast, what=f"the first batch at {_title(together[0])}", source=first_rank)
         for kind in statistics[together[0]]:
             found = [statistics[source][kind] for source in together]
-            if len(found) > 1:
-                largest = agree(max(statistic.largest() for statistic in found))
-                agree = partial(_agreed, largest)
+            settled = agree
+            if together[0].rows is not None:
+                settled = partial(_agreed, agree(max(statistic.largest() for statistic in found)))
             for statistic in found:
-                statistic.settle(agree)
+                statistic.settle(settled)
 
 
 def reduce_statistics(sources: Sequence[Source], statistics: Statistics, collective: Collective) -> None:

@@ -1,6 +1,6 @@
 """Everything before the first subgraph: the model's state, the graph, the stages, the caches."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import cache
@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from lightning_compress.calibration.batches import CalibrationSet
 from lightning_compress.calibration.flow import Flow, last_uses
 from lightning_compress.calibration.loop import Calibration
-from lightning_compress.calibration.reference import Reference, correctable, reference_for
+from lightning_compress.calibration.reference import Kinds, Reference, correctable, reference_for
 from lightning_compress.calibration.solve import group_key, needed_statistics
 from lightning_compress.calibration.target import Target
 from lightning_compress.distributed.collective import Collective, SingleProcess
@@ -97,7 +97,7 @@ def prepare(
         parts = datafree_subgraphs(_by_boundary(names, boundaries))
         cache = ActivationCache([], device=device)
         flow = Flow(target.root, parts, None, cache, store, placement, {}, {})
-        return Calibration(flow, resolved, {}, {}, {}, ((),) * collective.size, collective)
+        return Calibration(flow, resolved, {}, {}, ((),) * collective.size, collective)
     if data is None:
         raise CalibrationDataError(
             "This recipe needs calibration data: give `dataloaders`, a datamodule, or `calibration`."
@@ -111,31 +111,36 @@ def prepare(
     )
     _check_all_called(parts, names, target)
     shares = assign([_num_elements(batch) for batch in data.batches], collective.size)
-    needs = _needs(parts, resolved)
-    reference = _reference(traced, parts, needs, resolved, len(data.batches))
-    diverging = frozenset[fx.Node]() if reference is None else reference.diverging
+    needs, sizes = _needs(parts, resolved), _sizes(parts, target.root)
+    reference, needs = _reference(traced, parts, needs, resolved, sizes, len(data.batches))
     batches = [data.batches[number] for number in shares[collective.rank]]
+    diverging = frozenset[fx.Node]() if reference is None else reference.diverging
     cache = cached_inputs(traced, batches, placement, diverging)
     masks = _masks(traced, needs)
     last = last_uses(parts, tuple(masks.values()), reference)
     flow = Flow(target.root, parts, traced, cache, store, placement, last, masks, reference)
-    return Calibration(flow, resolved, needs, *_sizes(parts, target.root), shares, collective)
+    return Calibration(flow, resolved, needs, sizes, shares, collective)
 
 
 def _reference(
     traced: Traced,
     parts: Sequence[Subgraph],
-    needs: Mapping[Source, Collection[type[Statistic]]],
+    needs: dict[Source, Kinds],
     resolved: ResolvedRecipe,
+    sizes: Mapping[Source, tuple[int, int]],
     num_batches: int,
-) -> Reference | None:
-    """The run of the original model beside the quantized one, if any statistic asks for it."""
+) -> tuple[Reference | None, dict[Source, Kinds]]:
+    """The run of the original model beside the quantized one, if any statistic asks for it; and what each source has to
+    gather then."""
     corrected = [source for source, kinds in needs.items() if Drift in kinds]
 
     def with_residual(name: str) -> bool:
         return resolved.assignments[name].algorithm.corrects_residual
 
-    return reference_for(traced, parts, corrected, with_residual, num_batches) if corrected else None
+    if not corrected:
+        return None, needs
+    reference = reference_for(traced, parts, corrected, with_residual, sizes, num_batches)
+    return reference, reference.in_their_forms(needs)
 
 
 @contextmanager
@@ -227,16 +232,15 @@ def _needs(parts: Sequence[Subgraph], resolved: ResolvedRecipe) -> dict[Source, 
     }
 
 
-def _sizes(parts: Sequence[Subgraph], root: nn.Module) -> tuple[dict[Source, int], dict[Source, int]]:
+def _sizes(parts: Sequence[Subgraph], root: nn.Module) -> dict[Source, tuple[int, int]]:
     """Of each source the channels, and the rows of all modules that read it."""
-    channels: dict[Source, int] = {}
-    outputs: dict[Source, int] = {}
+    found: dict[Source, tuple[int, int]] = {}
     for group in (group for part in parts for step in part.steps for group in step.solve):
         shapes = [root.get_submodule(name).get_parameter("weight").shape for name in group.members]
         for source in group.sources:
-            channels[source] = shapes[0][1]
-            outputs[source] = outputs.get(source, 0) + sum(shape[0] for shape in shapes)
-    return channels, outputs
+            _, outputs = found.get(source, (0, 0))
+            found[source] = shapes[0][1], outputs + sum(shape[0] for shape in shapes)
+    return found
 
 
 def _masks(traced: Traced, needs: Mapping[Source, Any]) -> dict[Source, fx.Node]:

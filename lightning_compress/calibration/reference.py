@@ -20,7 +20,9 @@ from lightning_compress.graph.residual import Residual, residuals
 from lightning_compress.graph.shadow import Key, SecondRun, diverging_nodes
 from lightning_compress.graph.stages import Source, Subgraph, quantizable_calls
 from lightning_compress.graph.trace import Traced
+from lightning_compress.statistics import Drift, InputDrift, InputGram, Statistic, drift_form
 
+Kinds = tuple[type[Statistic], ...]
 _EVERY = 8
 """One batch of so many is held out."""
 
@@ -33,6 +35,7 @@ class Reference:
     Attributes:
         diverging: values that both have of their own.
         members: the modules that are corrected, by the one value that they read; their rows one after the other.
+        forms: in which form what they lack is summed.
         residuals: what the outputs of some of them are added to.
         held_out: numbers of the batches of the calibration set that are kept apart, to judge by.
         last_calls: for each quantized module the number of the last subgraph that runs it.
@@ -41,6 +44,7 @@ class Reference:
 
     diverging: frozenset[fx.Node]
     members: Mapping[Source, tuple[str, ...]]
+    forms: Mapping[Source, type[Drift]]
     residuals: Mapping[str, Residual]
     held_out: frozenset[int]
     last_calls: Mapping[str, int]
@@ -50,6 +54,14 @@ class Reference:
         """The values that are read to observe these sources, beside their own."""
         found = (self.residuals.get(name) for source in sources for name in self.members.get(source, ()))
         return {node for residual in found if residual is not None for node, _ in residual.terms}
+
+    def in_their_forms(self, needs: Mapping[Source, Kinds]) -> dict[Source, Kinds]:
+        """What each source has to gather, with the form of a `Drift` for it and for the Gram, which it brings."""
+
+        def others(kinds: Kinds) -> Kinds:
+            return tuple(kind for kind in kinds if kind not in (Drift, InputGram))
+
+        return {**needs, **{source: (form, *others(needs[source])) for source, form in self.forms.items()}}
 
     def keep(self, name: str, root: nn.Module, index: int) -> None:
         """Remember the weight of a module that is about to be quantized in subgraph `index`."""
@@ -67,6 +79,7 @@ def reference_for(
     parts: Sequence[Subgraph],
     corrected: Collection[Source],
     with_residual: Callable[[str], bool],
+    sizes: Mapping[Source, tuple[int, int]],
     num_batches: int,
 ) -> Reference:
     """The reference run that the statistics of some sources ask for.
@@ -76,6 +89,7 @@ def reference_for(
         parts: its subgraphs.
         corrected: sources whose modules are to be corrected.
         with_residual: of which modules the residual counts.
+        sizes: of each source the channels, and the rows of all modules that read it.
         num_batches: of the calibration set.
     """
     solved = frozenset(name for part in parts for name in part.solved)
@@ -89,10 +103,16 @@ def reference_for(
     groups = [group for part in parts for step in part.steps for group in step.solve]
     members = {group.sources[0]: group.members for group in groups if group.sources[0] in corrected}
     every = min(_EVERY, num_batches)
+    added_to = residuals(traced.graph, [group for group in groups if with_residual(group.members[0])])
+    forms = {
+        source: drift_form(*sizes[source], is_alone=not any(name in added_to for name in names))
+        for source, names in members.items()
+    }
     return Reference(
         diverging=diverging_nodes(traced.graph, lambda node: bool(quantizable_calls(node, solved))),
         members=members,
-        residuals=residuals(traced.graph, [group for group in groups if with_residual(group.members[0])]),
+        forms=forms,
+        residuals=added_to,
         held_out=frozenset(range(every - 1, num_batches, every)) if num_batches > 1 else frozenset(),
         last_calls=last_calls,
     )
@@ -150,15 +170,17 @@ def _original_weights(root: nn.Module, originals: Mapping[str, Tensor], called: 
             weight.data, module._forward_pre_hooks = data, own
 
 
-def missing_outputs(
+def differences(
     source: Source, values: MutableMapping[Key, object], root: nn.Module, reference: Reference | None
 ) -> Tensor | None:
-    """What the outputs of a source's modules lack, e = W (x_ref - x) + r_ref - r, float32 [..., O]; None: they are not
-    corrected."""
+    """What the original model says of a source, as its statistic asks for it, float32: x_ref - x [..., I]; or what
+    the outputs of its modules lack, W (x_ref - x) + r_ref - r [..., O]. None: they are not corrected."""
     if reference is None or source not in reference.members:
         return None
     original = SecondRun(values)
     drift = _difference(source.node, values, original)
+    if reference.forms[source] is InputDrift:
+        return drift
     parts = []
     for name in reference.members[source]:
         part = drift @ root.get_submodule(name).get_parameter("weight").float().t()

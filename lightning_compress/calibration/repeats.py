@@ -103,8 +103,7 @@ class _Match:
             and (one.inner is None) == (other.inner is None)
             and one.writes == other.writes
             and run.needs.get(one) == run.needs.get(other)
-            and run.channels.get(one) == run.channels.get(other)
-            and run.outputs.get(one) == run.outputs.get(other)
+            and run.sizes.get(one) == run.sizes.get(other)
             for one, other in zip(ours, theirs, strict=True)
         )
 

@@ -160,7 +160,8 @@ def _corrected(correction: Mapping[str, float]) -> tuple[str, ...]:
     if not correction:
         return ()
     judged = f", {correction['held_out']:.3f} of the error of held-out batches" if "held_out" in correction else ""
-    return (f"corrected with strength {correction['strength']:.2f}, ridge {correction['ridge']:g}{judged}",)
+    rounds = f", {correction['rounds']:.1f} rounds of refitting" if "rounds" in correction else ""
+    return (f"corrected with strength {correction['strength']:.2f}, ridge {correction['ridge']:g}{rounds}{judged}",)
 
 
 def _subgraph_row(part: Mapping[str, Any]) -> tuple[str, ...]:

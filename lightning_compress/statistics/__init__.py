@@ -2,8 +2,22 @@
 model's (`drift`); as exact sums (`sums`)."""
 
 from lightning_compress.statistics.base import Beside, Reduction, Statistic
-from lightning_compress.statistics.drift import Drift, HeldOut
+from lightning_compress.statistics.drift import Drift, InputDrift, Lack, OutputDrift, drift_form
 from lightning_compress.statistics.inputs import AbsMax, InputGram, MinMax
-from lightning_compress.statistics.sums import matrix_bytes
+from lightning_compress.statistics.sums import matrix_bytes, row_products
 
-__all__ = ["AbsMax", "Beside", "Drift", "HeldOut", "InputGram", "MinMax", "Reduction", "Statistic", "matrix_bytes"]
+__all__ = [
+    "AbsMax",
+    "Beside",
+    "Drift",
+    "InputDrift",
+    "InputGram",
+    "Lack",
+    "MinMax",
+    "OutputDrift",
+    "Reduction",
+    "Statistic",
+    "drift_form",
+    "matrix_bytes",
+    "row_products",
+]

@@ -25,12 +25,12 @@ class Beside:
     """What the original model has to say of the tokens of a batch.
 
     Attributes:
-        missing: float32 [T, O], what the linears' outputs lack: their original outputs, and the original residual that
-            these are added to, less what they would be now.
+        difference: float32, original values less those of now: of the linears' inputs, [T, I]; or of their outputs with
+            the original weights, and the residual that these are added to, [T, O]. The statistic says which.
         held_out: the batch is kept apart, to judge by.
     """
 
-    missing: Tensor
+    difference: Tensor
     held_out: bool
 
 

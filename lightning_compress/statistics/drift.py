@@ -1,5 +1,18 @@
-"""How far a quantized model's linears are from what the original model computes: what error correction learns from."""
+"""How far a quantized model's linears are from what the original model computes: what error correction learns from.
 
+With e = W (x_ref - x) + r_ref - r, what the outputs of a token lack (see `Beside`): M = mean of e xᵀ, [O, I], and the
+mean of e² of every output. For any other weight V the output error is then exact, without another forward:
+mean |e - (V - W) x|² = mean e² - 2 (V - W) M ᵀ + (V - W) C (V - W)ᵀ, row by row, with the Gram C.
+
+Two forms say the same. Of outputs that are added to nothing, M = W D, D = mean of (x_ref - x) xᵀ, and e² follows from
+the Gram of x_ref - x, whatever W is: I by I (`InputDrift`). Of others M is summed as it is, O by I (`OutputDrift`): it
+would take D, and the residual's part beside it. In both, the difference is made before the product, so that it loses no
+digits. `drift_form` says which is less work.
+
+Batches that are held out are in all sums, and once more in sums of their own.
+"""
+
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import final
@@ -8,109 +21,198 @@ import torch
 from torch import Tensor
 
 from lightning_compress.statistics.base import Beside, Reduction, Statistic
-from lightning_compress.statistics.sums import ExactSum, GramSum, full_float32
+from lightning_compress.statistics.inputs import InputGram
+from lightning_compress.statistics.sums import ExactSum, full_float32, row_products
+
+
+class Lack(ABC):
+    """What the outputs of linears W [O, I] lack, as means over some tokens; asked row by row."""
+
+    @abstractmethod
+    def missing(self, weight: Tensor, rows: slice | Tensor) -> Tensor:
+        """M, the mean of e xᵀ, float32 [R, I], of these rows of W, which are `weight` [R, I]."""
+
+    @abstractmethod
+    def squares(self, weight: Tensor, rows: slice | Tensor) -> Tensor:
+        """Mean of e², float64 [R]; the arguments are those of `missing`."""
+
+
+class Drift(Statistic):
+    """How far the outputs of linears are from what they are to be, as far as their inputs can tell.
+
+    Attributes:
+        inputs: the Gram of the same tokens, which is gathered along with it.
+    """
+
+    def __init__(self, num_channels: int, device: torch.device | str, num_outputs: int = 0) -> None:
+        self.inputs = InputGram(num_channels, device, keeps_held_out=True)
+
+    @property
+    @final
+    def num_tokens(self) -> int:
+        return self.inputs.num_tokens
+
+    @abstractmethod
+    def lack(self, held_out: bool = False) -> Lack:
+        """Of all tokens, or of those of batches that were held out."""
 
 
 @final
 @dataclass(frozen=True)
-class HeldOut:
-    """What batches that are kept apart say, as means over their tokens.
+class OutputLack(Lack):
+    """M and e² as they were summed.
 
     Attributes:
-        num_tokens: of them.
-        gram: float32 [I, I], of their inputs.
-        missing: float32 [R, I], mean of e xᵀ of some outputs; see `Drift`.
-        squares: float64 [R], mean of e².
+        total: float64 [O, I].
+        total_squares: float64 [O].
+        num_tokens: that they were summed over.
     """
 
+    total: Tensor
+    total_squares: Tensor
     num_tokens: int
-    gram: Tensor
-    missing: Tensor
-    squares: Tensor
+
+    def missing(self, weight: Tensor, rows: slice | Tensor) -> Tensor:
+        return self.total[rows].float().div_(self.num_tokens)
+
+    def squares(self, weight: Tensor, rows: slice | Tensor) -> Tensor:
+        return self.total_squares[rows] / self.num_tokens
 
 
 @final
-class Drift(Statistic):
-    """How far the outputs of linears are from what they are to be, as far as their inputs can tell.
+@dataclass(frozen=True)
+class InputLack(Lack):
+    """M and e² as they follow from the inputs.
 
-    With e = W (x_ref - x) + r_ref - r, what the outputs of a token lack (see `Beside`): M = mean of e xᵀ, [O, I], and
-    the mean of e² of every output. For any other weight V the output error is then exact, without another forward:
-    mean |e - (V - W) x|² = mean e² - 2 (V - W) M ᵀ + (V - W) C (V - W)ᵀ, row by row, with the Gram C.
-
-    M is W D + R of the sums D of (x_ref - x) xᵀ and R of (r_ref - r) xᵀ. Summed as one it takes [O, I] in place of
-    [I, I] and [O, I], and the difference is made before the product, so it loses no digits.
-
-    Batches that are held out are summed apart, with a Gram of their own.
+    Attributes:
+        cross: D, the mean of (x_ref - x) xᵀ, float32 [I, I].
+        gram: the mean of (x_ref - x) (x_ref - x)ᵀ, float32 [I, I].
     """
 
-    def __init__(self, num_channels: int, device: torch.device | str, num_outputs: int = 0) -> None:
-        self._shape = (num_outputs, num_channels)
-        self._counts = torch.zeros(2, dtype=torch.int64, device=device)  # of all tokens, and of those held out
-        self._is_empty = True
-        self._sums = ExactSum(num_outputs * num_channels, device), ExactSum(num_outputs * num_channels, device)
-        self._squares = ExactSum(num_outputs, device), ExactSum(num_outputs, device)
-        self._gram = GramSum(num_channels, device)
-        self._largest_square: Tensor | None = None  # of the first batch's inputs
+    cross: Tensor
+    gram: Tensor
 
-    @property
-    def num_tokens(self) -> int:
-        return int(self._counts[0])
+    def missing(self, weight: Tensor, rows: slice | Tensor) -> Tensor:
+        with full_float32(weight.device):
+            return weight.float() @ self.cross
+
+    def squares(self, weight: Tensor, rows: slice | Tensor) -> Tensor:
+        return row_products(weight, self.gram).clamp(min=0)
+
+
+@final
+class OutputDrift(Drift):
+    """The sums of e xᵀ and e²; `Beside.difference` is e, [T, O]."""
+
+    def __init__(self, num_channels: int, device: torch.device | str, num_outputs: int = 0) -> None:
+        super().__init__(num_channels, device, num_outputs)
+        self._shape = (num_outputs, num_channels)
+        self._missing = _Twice(num_outputs * num_channels, device)
+        self._squares = _Twice(num_outputs, device)
 
     @torch.no_grad()
     def update(self, x: Tensor, beside: Beside | None = None) -> None:
         assert beside is not None
-        assert beside.missing.shape == (x.shape[0], self._shape[0])
-        self._counts += torch.tensor([len(x), len(x) if beside.held_out else 0], device=self._counts.device)
-        if len(x) == 0:
-            return
-        x = x.float()
-        if self._is_empty:
-            self._largest_square = x.square().sum(0).max()
-        else:
-            self.settle(lambda largest: largest)
-        self._is_empty = False
-        into = self._sums[beside.held_out]
-        with full_float32(x.device):
-            into.values.view(self._shape).add_(beside.missing.t() @ x, alpha=into.begin())
-        squares = self._squares[beside.held_out]
-        squares.values.add_(beside.missing.square().sum(0), alpha=squares.begin())
-        if beside.held_out:
-            self._gram.add(x)
+        assert beside.difference.shape == (x.shape[0], self._shape[0])
+        if len(x):
+            self._missing.add(_product(beside.difference, x), beside.held_out)
+            self._squares.add(beside.difference.square().sum(0), beside.held_out)
+        self.inputs.update(x, beside)
 
     @torch.no_grad()
     def settle(self, agree: Callable[[float], float]) -> None:
-        """See `Statistic`; the sums of batches that are held out have the grid of the others."""
-        if self._gram.sum.quantum is not None:
-            return
-        for parts in (self._sums, self._squares):
-            largest = agree(max(float(part.values.abs().max()) if part.values.numel() else 0.0 for part in parts))
-            for part in parts:
-                part.settle(largest)
-        self._gram.sum.settle(agree(0.0 if self._largest_square is None else float(self._largest_square)))
+        for part in (self._missing, self._squares, self.inputs):
+            part.settle(agree)
 
     def reductions(self) -> Mapping[str, tuple[Tensor, Reduction]]:
-        parts = {"missing": self._sums, "squares": self._squares}
-        sums: dict[str, tuple[Tensor, Reduction]] = {
-            f"{name}{' held out' * number}": (part.read(), "sum")
-            for name, pair in parts.items()
-            for number, part in enumerate(pair)
-        }
-        sums["gram held out"] = (self._gram.sum.read(), "sum")
-        return {**sums, "num_tokens": (self._counts, "sum")}
+        sums = {**self._missing.reductions("missing"), **self._squares.reductions("squares")}
+        return {**sums, **self.inputs.reductions()}
 
-    def missing(self) -> Tensor:
-        """M of all tokens, float32 [O, I]."""
-        total = self._sums[0].read() + self._sums[1].read()
-        return total.div_(max(self.num_tokens, 1)).float().view(self._shape)
+    def lack(self, held_out: bool = False) -> Lack:
+        count = self.inputs.num_held_out if held_out else self.inputs.num_tokens
+        missing, squares = self._missing.read(held_out), self._squares.read(held_out)
+        return OutputLack(missing.view(self._shape), squares, max(count, 1))
 
-    def squares(self) -> Tensor:
-        """Mean of e² over all tokens, float64 [O]."""
-        return (self._squares[0].read() + self._squares[1].read()) / max(self.num_tokens, 1)
 
-    def held_out(self, rows: Tensor) -> HeldOut | None:
-        """Of the batches that were kept apart, for these outputs (int64 [R]); None: there were none."""
-        count = int(self._counts[1])
-        if count == 0:
-            return None
-        missing = self._sums[1].read().view(self._shape)[rows].div_(count).float()
-        return HeldOut(count, self._gram.mean(count), missing, self._squares[1].read()[rows] / count)
+@final
+class InputDrift(Drift):
+    """The sums of (x_ref - x) xᵀ and of the Gram of x_ref - x; `Beside.difference` is x_ref - x, [T, I]."""
+
+    def __init__(self, num_channels: int, device: torch.device | str, num_outputs: int = 0) -> None:
+        super().__init__(num_channels, device, num_outputs)
+        self._shape = (num_channels, num_channels)
+        self._cross = _Twice(num_channels**2, device)
+        self._differences = InputGram(num_channels, device, keeps_held_out=True)
+
+    @torch.no_grad()
+    def update(self, x: Tensor, beside: Beside | None = None) -> None:
+        assert beside is not None
+        assert beside.difference.shape == x.shape
+        if len(x):
+            self._cross.add(_product(beside.difference, x), beside.held_out)
+        self._differences.update(beside.difference, beside)
+        self.inputs.update(x, beside)
+
+    @torch.no_grad()
+    def settle(self, agree: Callable[[float], float]) -> None:
+        for part in (self._cross, self._differences, self.inputs):
+            part.settle(agree)
+
+    def reductions(self) -> Mapping[str, tuple[Tensor, Reduction]]:
+        differences = {f"{name} of differences": of for name, of in self._differences.reductions().items()}
+        return {**self._cross.reductions("cross"), **differences, **self.inputs.reductions()}
+
+    def lack(self, held_out: bool = False) -> Lack:
+        count = self.inputs.num_held_out if held_out else self.inputs.num_tokens
+        cross = self._cross.read(held_out).float().div_(max(count, 1)).view(self._shape)
+        gram = self._differences.matrix_held_out() if held_out else self._differences.matrix()
+        return InputLack(cross, gram)
+
+
+def drift_form(num_channels: int, num_outputs: int, is_alone: bool) -> type[Drift]:
+    """The form that is less work for a linear [O, I], alone or with what its output is added to.
+
+    For every token, e and e xᵀ take 4 O I operations; (x_ref - x) xᵀ and half the Gram of the first take 3 I².
+
+    >>> [drift_form(*sizes, is_alone=True).__name__ for sizes in ((768, 2304), (2048, 768))]
+    ['InputDrift', 'OutputDrift']
+    >>> drift_form(768, 2304, is_alone=False).__name__
+    'OutputDrift'
+    """
+    return InputDrift if is_alone and 4 * num_outputs >= 3 * num_channels else OutputDrift
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """AᵀB of [T, n] and [T, m], float32 [n m]."""
+    with full_float32(a.device):
+        return (a.t() @ b.float()).view(-1)
+
+
+@final
+class _Twice:
+    """A sum of float32 terms over all batches, and one over those held out, on one grid."""
+
+    def __init__(self, size: int, device: torch.device | str) -> None:
+        self._sums = ExactSum(size, device), ExactSum(size, device)
+        self._is_empty = True
+
+    def add(self, terms: Tensor, held_out: bool) -> None:
+        """Of one batch, float32 [n]."""
+        if not self._is_empty:
+            self.settle(lambda largest: largest)
+        self._is_empty = False
+        for part in self._sums[: 1 + held_out]:
+            part.values.add_(terms, alpha=part.begin())
+
+    def settle(self, agree: Callable[[float], float]) -> None:
+        everything, apart = self._sums
+        if everything.quantum is None:
+            largest = agree(float(everything.values.abs().max()) if everything.values.numel() else 0.0)
+            everything.settle(largest)
+            apart.settle(largest)
+
+    def read(self, held_out: bool) -> Tensor:
+        return self._sums[int(held_out)].read()
+
+    def reductions(self, name: str) -> dict[str, tuple[Tensor, Reduction]]:
+        return {name: (self.read(False), "sum"), f"{name} held out": (self.read(True), "sum")}

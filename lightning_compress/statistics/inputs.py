@@ -7,52 +7,65 @@ import torch
 from torch import Tensor
 
 from lightning_compress.statistics.base import Beside, Reduction, Statistic
-from lightning_compress.statistics.sums import GramSum
+from lightning_compress.statistics.sums import GramSum, add_gram, settle_grams
 
 
 @final
 class InputGram(Statistic):
-    """The Gram matrix of the inputs, C = mean over tokens of x xᵀ, shape [I, I].
+    """The Gram matrix of the inputs, C = mean over tokens of x xᵀ, shape [I, I]; if asked for, that of batches that are
+    held out beside it.
 
     Every `update` is one product and one term of the sum; ranks have to form the same ones. Without `settle`, the
     second update settles by what the first has brought, which is what a run on one rank does.
     """
 
-    def __init__(self, num_channels: int, device: torch.device | str, num_outputs: int = 0) -> None:
-        self._num_tokens = torch.zeros((), dtype=torch.int64, device=device)
+    def __init__(
+        self, num_channels: int, device: torch.device | str, num_outputs: int = 0, keeps_held_out: bool = False
+    ) -> None:
+        self._grams = tuple(GramSum(num_channels, device) for _ in range(1 + keeps_held_out))
+        self._counts = torch.zeros(len(self._grams), dtype=torch.int64, device=device)
         self._is_empty = True
-        self._gram = GramSum(num_channels, device)
         self._prior: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
-        return int(self._num_tokens)
+        return int(self._counts[0])
+
+    @property
+    def num_held_out(self) -> int:
+        """Of the tokens, those held out; 0 where nobody asked for them."""
+        return int(self._counts[1]) if len(self._counts) > 1 else 0
 
     @torch.no_grad()
     def update(self, x: Tensor, beside: Beside | None = None) -> None:
-        if x.ndim != 2 or x.shape[1] != self._gram.num_channels:
+        num_channels = self._grams[0].num_channels
+        if x.ndim != 2 or x.shape[1] != num_channels:
             raise ValueError(
-                f"An InputGram of {self._gram.num_channels} channels was given an input of shape {tuple(x.shape)}, "
+                f"An InputGram of {num_channels} channels was given an input of shape {tuple(x.shape)}, "
                 "but needs [tokens, channels]."
             )
-        self._num_tokens += x.shape[0]
+        number = 2 if beside is not None and beside.held_out else 1  # of the sums that this is a term of
+        self._counts[:number] += x.shape[0]
         if x.shape[0] == 0:
             return
         if not self._is_empty:
             self.settle(lambda largest: largest)
         self._is_empty = False
-        self._gram.add(x.float())
+        add_gram(x.float(), self._grams[:number])
 
     @torch.no_grad()
     def settle(self, agree: Callable[[float], float]) -> None:
-        if self._gram.sum.quantum is None:
-            self._gram.sum.settle(agree(self.largest()))
+        settle_grams(self._grams, agree)
 
     def largest(self) -> float:
-        return float(self._gram.diagonal().max())
+        return float(self._grams[0].diagonal().max())
 
     def reductions(self) -> Mapping[str, tuple[Tensor, Reduction]]:
-        return {"gram": (self._gram.sum.read(), "sum"), "num_tokens": (self._num_tokens, "sum")}
+        names = ("gram", "gram held out")
+        grams: dict[str, tuple[Tensor, Reduction]] = {
+            name: (gram.sum.read(), "sum") for name, gram in zip(names, self._grams, strict=False)
+        }
+        return {**grams, "num_tokens": (self._counts, "sum")}
 
     @classmethod
     @torch.no_grad()
@@ -60,16 +73,16 @@ class InputGram(Statistic):
         """Fewer tokens than channels leave directions that none of them has shown. As many as are missing are lent: of
         the mean Gram of all siblings; of its mean diagonal alone, where channels mean something else to each."""
         grams = [sibling for sibling in siblings if isinstance(sibling, InputGram)]
-        width = grams[0]._gram.num_channels
+        width = grams[0]._grams[0].num_channels
         total = sum(gram.num_tokens for gram in grams)
         starved = [gram for gram in grams if gram.num_tokens < width]
         if not starved or not total:
             return
-        prior = torch.zeros(width, width, device=grams[0]._num_tokens.device)
+        prior = torch.zeros(width, width, device=grams[0]._counts.device)
         for gram in grams:
             share = gram.num_tokens / total
             if same_channels:
-                prior.add_(gram._gram.mean(gram.num_tokens), alpha=share)
+                prior.add_(gram.matrix(), alpha=share)
             else:
                 prior.diagonal().add_(float(gram.diagonal().mean(dtype=torch.float64)) * share)
         for gram in starved:
@@ -77,17 +90,21 @@ class InputGram(Statistic):
 
     def matrix(self) -> Tensor:
         """The mean Gram, float32 [I, I], exactly symmetric; all zeros when no token was seen and none lent."""
-        gram = self._gram.mean(self.num_tokens)
+        gram = self._grams[0].mean(self.num_tokens)
         if self._prior is not None:
             share = self.num_lent / (self.num_tokens + self.num_lent)
             gram.mul_(1 - share).add_(self._prior, alpha=share)
         return gram
 
+    def matrix_held_out(self) -> Tensor:
+        """As `matrix`, of batches that were held out."""
+        return self._grams[1].mean(self.num_held_out)
+
     def diagonal(self) -> Tensor:
         """The mean square of every input channel, float32 [I]."""
         if self._prior is not None:
             return self.matrix().diagonal().clone()
-        return self._gram.diagonal().div(max(self.num_tokens, 1)).float()
+        return self._grams[0].diagonal().div(max(self.num_tokens, 1)).float()
 
 
 @final

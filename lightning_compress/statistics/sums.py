@@ -13,7 +13,7 @@ Rounding each product before it is added takes 2.6 times as long as the addition
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import final
 
@@ -73,32 +73,61 @@ class GramSum:
         sizes = [(end - start) * end for start, end in _spans(num_channels)]
         self.sum = ExactSum(sum(sizes), device)
         parts = zip(self.sum.values.split(sizes), _spans(num_channels), strict=True)
-        self._blocks = [part.view(-1, end) for part, (_, end) in parts]
-
-    def add(self, x: Tensor) -> None:
-        """Tokens float32 [T, I]."""
-        factor = self.sum.begin()
-        with full_float32(x.device):
-            for (start, end), block in zip(_spans(self.num_channels), self._blocks, strict=True):
-                block.add_(x[:, start:end].t() @ x[:, :end], alpha=factor)
+        self.blocks = [part.view(-1, end) for part, (_, end) in parts]
 
     def diagonal(self) -> Tensor:
         """float64 [I]."""
         self.sum.read()
         starts = [start for start, _ in _spans(self.num_channels)]
-        return torch.cat([block[:, start:].diagonal() for start, block in zip(starts, self._blocks, strict=True)])
+        return torch.cat([block[:, start:].diagonal() for start, block in zip(starts, self.blocks, strict=True)])
 
     def mean(self, count: int) -> Tensor:
         """Over so many tokens, float32 [I, I], exactly symmetric; all zeros when there were none."""
         self.sum.read()
         gram = torch.empty(self.num_channels, self.num_channels, device=self.sum.values.device)
-        for (start, end), block in zip(_spans(self.num_channels), self._blocks, strict=True):
+        for (start, end), block in zip(_spans(self.num_channels), self.blocks, strict=True):
             rows = block.div(max(count, 1)).float()
             gram[start:end, :start] = rows[:, :start]
             gram[:start, start:end] = rows[:, :start].t()
             corner = rows[:, start:].tril()
             gram[start:end, start:end] = corner + corner.tril(-1).t()
         return gram
+
+
+def add_gram(x: Tensor, to: Sequence[GramSum]) -> None:
+    """Add the tokens float32 [T, I] to several sums; the product is made once."""
+    factors = [gram.sum.begin() for gram in to]
+    with full_float32(x.device):
+        for number, (start, end) in enumerate(_spans(x.shape[1])):
+            product = x[:, start:end].t() @ x[:, :end]
+            for gram, factor in zip(to, factors, strict=True):
+                gram.blocks[number].add_(product, alpha=factor)
+
+
+def settle_grams(grams: Sequence[GramSum], agree: Callable[[float], float]) -> None:
+    """Give several sums the grid of the first; see `statistics.base.Statistic.settle`."""
+    if grams[0].sum.quantum is None:
+        largest = agree(float(grams[0].diagonal().max()))
+        for gram in grams:
+            gram.sum.settle(largest)
+
+
+def row_products(weight: Tensor, gram: Tensor | None) -> Tensor:
+    """w C wᵀ of every row w of `weight` [R, I], float64 [R]; w wᵀ without a Gram.
+
+    Block by block of the lower triangle, which is half the work of the full product.
+    """
+    if gram is None:
+        return weight.double().square().sum(1)
+    weight = weight.float()
+    total = torch.zeros(weight.shape[0], dtype=torch.float64, device=weight.device)
+    for start in range(0, weight.shape[1], 128):
+        end = min(start + 128, weight.shape[1])
+        block = weight[:, start:end]
+        product = weight[:, :start] @ gram[:start, start:end] if start else torch.zeros_like(block)
+        product = torch.addmm(product, block, gram[start:end, start:end], beta=2)
+        total.add_(torch.linalg.vecdot(product, block))
+    return total
 
 
 def matrix_bytes(num_channels: int) -> int:

@@ -4,13 +4,13 @@ import pytest
 import torch
 from reference import relative_error, scheme, values, weight_and_gram
 
-from lightning_compress.algorithms.base import Algorithm, row_products, row_tiles, split
+from lightning_compress.algorithms.base import Algorithm, row_tiles, split
 from lightning_compress.algorithms.catalog import ALGORITHMS
 from lightning_compress.algorithms.gptq import Gptq
 from lightning_compress.algorithms.rtn import Rtn
 from lightning_compress.distributed.share import assign
 from lightning_compress.errors import NonFiniteError, SolveError
-from lightning_compress.statistics import InputGram
+from lightning_compress.statistics import InputGram, row_products
 
 
 @pytest.mark.parametrize("symmetric", [True, False])

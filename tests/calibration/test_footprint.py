@@ -84,7 +84,7 @@ def taken(job: Job, memory: LiveMemory | None = None) -> list[int]:
         recipe(algorithm="rtn", scheme=STATIC),
         recipe(algorithm="gptq", scheme=DYNAMIC),
         recipe(4, group_size=64, correct="residual"),
-        recipe(2, group_size=64, correct="inputs", refit=2),
+        recipe(2, group_size=64, correct="inputs", refit=None),
     ],
     ids=["gptq", "rtn", "static", "dynamic", "corrected", "refitted"],
 )

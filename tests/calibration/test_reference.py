@@ -19,8 +19,9 @@ from helpers import (
 )
 from torch import Tensor, nn
 
+from lightning_compress.algorithms.target import row_errors
 from lightning_compress.memory.placement import MemoryConfig
-from lightning_compress.statistics import Drift
+from lightning_compress.statistics import Drift, InputDrift, OutputDrift, Statistic
 
 Inputs = dict[str, list[Tensor]]
 SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64}
@@ -49,6 +50,13 @@ def inputs_of(model: nn.Module, batches: list[Any], names: list[str]) -> Inputs:
     return found
 
 
+def drift_in(statistics: Mapping[type[Statistic], Statistic]) -> Drift:
+    """Of a corrected module, which has gathered nothing else."""
+    (drift,) = statistics.values()
+    assert isinstance(drift, Drift)
+    return drift
+
+
 @pytest.mark.parametrize("schedule", ["staged", "recompute"])
 @pytest.mark.parametrize("correct", ["inputs", "residual"])
 @pytest.mark.parametrize("has_padding", [False, True])
@@ -71,9 +79,10 @@ def test_what_is_missing_is_what_two_forwards_say(
         layer, _, local = name.partition(".self_attn") if "self_attn" in name else name.partition(".mlp")
         stream = {".o_proj": layer, ".down_proj": f"{layer}.post_attention_layernorm"}.get(local)
         weight = original.get_submodule(name).get_parameter("weight").detach().double()
-        drift = seen[name][Drift]
-        assert isinstance(drift, Drift)
-        members = [each for each in names if seen[each][Drift] is drift]
+        drift = drift_in(seen[name])
+        is_by_inputs = stream is None or (correct, local) == ("inputs", ".o_proj")
+        assert isinstance(drift, InputDrift if is_by_inputs else OutputDrift)
+        members = [each for each in names if drift_in(seen[each]) is drift]
         rows = [len(original.get_submodule(each).get_parameter("weight")) for each in members]
         at = members.index(name)
         sums = {held: (torch.zeros_like(weight), torch.zeros(len(weight)).double(), 0) for held in (False, True)}
@@ -84,17 +93,57 @@ def test_what_is_missing_is_what_two_forwards_say(
                 missing += theirs[stream][number] - ours[stream][number]
             cross, squares, count = sums[number == 7]  # one of eight is held out
             sums[number == 7] = cross + missing.t() @ x, squares + missing.square().sum(0), count + len(x)
-        held = drift.held_out(torch.arange(sum(rows)))
-        assert held is not None
-        assert (held.num_tokens, drift.num_tokens) == (sums[True][2], sums[True][2] + sums[False][2])
+        num_tokens = drift.inputs.num_held_out, drift.num_tokens
+        assert num_tokens == (sums[True][2], sums[True][2] + sums[False][2])
         mine = slice(sum(rows[:at]), sum(rows[: at + 1]))
         close = {"rtol": 1e-3, "atol": 1e-5 * float(weight.abs().max() * x.square().mean())}
-        torch.testing.assert_close(held.missing[mine].double(), sums[True][0] / held.num_tokens, **close)
         both = sums[True][0] + sums[False][0], sums[True][1] + sums[False][1]
-        torch.testing.assert_close(drift.missing()[mine].double(), both[0] / drift.num_tokens, **close)
-        torch.testing.assert_close(drift.squares()[mine], both[1] / drift.num_tokens, rtol=1e-3, atol=1e-8)
-    assert not seen["model.layers.0.self_attn.q_proj"][Drift].missing().any(), "nothing is quantized before it"  # type: ignore[attr-defined]
-    assert seen["model.layers.1.mlp.down_proj"][Drift].missing().any()  # type: ignore[attr-defined]
+        for held_out, (cross, squares), count in (
+            (True, sums[True][:2], num_tokens[0]),
+            (False, both, num_tokens[1]),
+        ):
+            lack = drift.lack(held_out)
+            torch.testing.assert_close(lack.missing(weight, mine).double(), cross / count, **close)
+            torch.testing.assert_close(lack.squares(weight, mine), squares / count, rtol=1e-3, atol=1e-8)
+        assert bool(cross.any()) == (name.rpartition(".")[0] != "model.layers.0.self_attn" or local == ".o_proj")
+
+
+@pytest.mark.parametrize("refit", [0, None])
+def test_the_error_of_held_out_batches_is_that_of_running_them(
+    monkeypatch: pytest.MonkeyPatch, refit: int | None
+) -> None:
+    """Of every output of a Llama's linears with their corrected, quantized weights, where they are added to the stream
+    and where not: what the sums say, and what the forwards of both models do. Seen to fail: with the sums of all
+    batches for those that are held out, and with what is missing subtracted."""
+    batches = padded(token_batches(9, rows=3))
+    seen = seen_statistics(monkeypatch)
+    model = tiny_llama(2, **SIZES)
+    original = deepcopy(model)
+    options = recipe(3, group_size=8, correct="residual", refit=refit)
+    compress_in_memory(model, batches, options)
+    names = [name for name in linears(model) if name != "lm_head"]
+    streams = [f"model.layers.{layer}{norm}" for layer in range(2) for norm in ("", ".post_attention_layernorm")]
+    ours, theirs = (inputs_of(each, [batches[7]], names + streams) for each in (model, original))
+    forms = set()
+    for name in names:
+        layer = name.rpartition(".self_attn")[0] or name.rpartition(".mlp")[0]
+        stream = {"o_proj": layer, "down_proj": f"{layer}.post_attention_layernorm"}.get(name.rpartition(".")[2])
+        outputs = []
+        for each, inputs in ((model, ours), (original, theirs)):
+            output = each.get_submodule(name).double()(inputs[name][0]).detach()
+            outputs.append(output if stream is None else output + inputs[stream][0])
+        drift = drift_in(seen[name])
+        weights = [each.get_submodule(name).get_parameter("weight").detach().float() for each in (original, model)]
+        members = [each for each in names if drift_in(seen[each]) is drift]
+        before = sum(len(linears(original)[each].weight) for each in members[: members.index(name)])
+        rows, lack = slice(before, before + len(weights[0])), drift.lack(held_out=True)
+        said = row_errors(
+            *weights, lack.missing(weights[0], rows), lack.squares(weights[0], rows), drift.inputs.matrix_held_out()
+        )
+        measured = (outputs[0] - outputs[1]).square().mean(0)
+        torch.testing.assert_close(said, measured, rtol=2e-3, atol=1e-5 * float(outputs[1].square().mean()))
+        forms.add(type(drift))
+    assert forms == {InputDrift, OutputDrift}
 
 
 class InPlace(nn.Module):
@@ -132,9 +181,9 @@ def test_streams_that_are_changed_in_place_stay_apart(monkeypatch: pytest.Monkey
             x, reference = ours.tanh().double(), theirs.tanh().double()
             missing = (reference - x) @ original.blocks[block].weight.double().t() + (theirs - ours).double()
             cross += (missing.t() @ x).detach()
-        drift = seen[f"blocks.{block}"][Drift]
-        assert isinstance(drift, Drift)
-        torch.testing.assert_close(drift.missing().double(), cross / 180, rtol=1e-3, atol=1e-5)
+        weight = original.blocks[block].get_parameter("weight").detach()
+        missing = drift_in(seen[f"blocks.{block}"]).lack().missing(weight, slice(0, 16))
+        torch.testing.assert_close(missing.double(), cross / 180, rtol=1e-3, atol=1e-5)
 
 
 def test_corrected_weights_are_nearer_to_the_original_model() -> None:

@@ -35,7 +35,7 @@ CASES: dict[str, Any] = {
     "one batch": lambda: (tiny_llama(2), token_batches(1), recipe(4), {}),
     "padded": lambda: (tiny_llama(2), padded(token_batches(5)), recipe(4), {"schedule": Schedule.BLOCK}),
     "ragged": lambda: (tiny_llama(2), ragged_batches(), recipe(3), {"schedule": Schedule.RECOMPUTE}),
-    "corrected": lambda: (tiny_llama(2), padded(token_batches(9)), recipe(3, correct="residual", refit=1), {}),
+    "corrected": lambda: (tiny_llama(2), padded(token_batches(9)), recipe(3, correct="residual", refit=None), {}),
     "static": lambda: (tiny_llama(2), token_batches(5), recipe(algorithm="gptq", scheme=STATIC), {}),
     "experts": lambda: (tiny_mixtral(2, 4), token_batches(5), recipe(4), {"verify": False}),
     "row tiles": lambda: (

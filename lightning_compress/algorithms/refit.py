@@ -1,0 +1,79 @@
+"""Scales that fit the codes, and the choice between the solutions that come of it.
+
+With the codes K of a row fixed, the scales of its groups that minimize (v - sK) C (v - sK)ᵀ solve a system of one
+equation per group; GPTQ finds new codes for them, in turns. No round has to be better than the one before. So every
+row takes its best: by the error that GPTQ minimizes, or by that on batches that were held out, against the original
+model (`target.Judge`). The codes of all candidates were found with sums that hold those batches too, one in eight: a
+solve without them, to choose by, would cost as much as the one that counts.
+
+A row chooses for itself, so that ranks, which have rows each, need not agree on anything.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_compress.algorithms.scales import Grid, Scales, stored, values_of
+from lightning_compress.algorithms.target import Judge, row_errors
+
+ROUNDS = 2
+"""At most so many are tried where their number is chosen."""
+Candidate = tuple[Tensor, Scales, Tensor]
+"""Codes int8 [R, I], scales and an error of every row, float64 [R]."""
+_TOWARDS_OLD = 1e-3  # how much refitted scales are drawn to those before, as a fraction of the mean diagonal
+
+
+def refit_bytes(num_rows: int, num_channels: int, num_groups: int) -> int:
+    """At most alive inside `refitted` for R rows of I channels."""
+    return 4 * num_rows * (5 * num_channels + 3 * num_groups**2)
+
+
+def refitted(target: Tensor, gram: Tensor, codes: Tensor, scales: Scales, grid: Grid) -> Scales:
+    """The scales that fit the codes best, min over s of (v - s K) C (v - s K)ᵀ for every row v.
+
+    Args:
+        target: [R, I].
+        gram: C, float32 [I, I].
+        codes: int8 [R, I].
+        scales: that the codes were found with; the result is drawn to them a little.
+        grid: the scheme; not per tensor.
+    """
+    num_rows, num_channels = codes.shape
+    size = grid.group_size
+    num_groups = num_channels // size
+    values = codes.float().view(num_rows, num_groups, size)
+    if scales.zero_point is not None:
+        values = values - scales.zero_point[..., None].float()
+    flat = values.reshape(num_rows, num_channels)
+    normal = torch.empty(num_rows, num_groups, num_groups, device=codes.device)
+    for group in range(num_groups):
+        rows = gram[group * size : (group + 1) * size]
+        normal[:, group] = ((values[:, group] @ rows) * flat).view(num_rows, num_groups, size).sum(-1)
+    right = ((target.float() @ gram) * flat).view(num_rows, num_groups, size).sum(-1)
+    before = scales.scale.float()
+    pull = _TOWARDS_OLD * normal.diagonal(dim1=1, dim2=2).mean(-1, keepdim=True)
+    normal.diagonal(dim1=1, dim2=2).add_(pull + torch.finfo(torch.float32).tiny)
+    found = torch.linalg.solve(normal, right + pull * before)
+    is_good = found.isfinite() & (found != 0)
+    if not grid.signed_scales:
+        is_good &= found > 0
+    return Scales(stored(torch.where(is_good, found, before), grid), scales.zero_point)
+
+
+def judged(candidates: Sequence[Candidate], weight: Tensor, rows: slice, judge: Judge, grid: Grid) -> list[Candidate]:
+    """Solutions for these rows of a weight W, which are `weight`, with the errors that the judge finds."""
+    missing, squares = judge.lack.missing(weight, rows), judge.lack.squares(weight, rows)
+    return [
+        (codes, scales, row_errors(weight, values_of(codes, scales, grid), missing, squares, judge.gram))
+        for codes, scales, _ in candidates
+    ]
+
+
+def best_rows(candidates: Sequence[Candidate]) -> tuple[Tensor, Scales, Tensor, Tensor]:
+    """Of several solutions of the same rows, for every row the one of least error: its codes, scales, error, number."""
+    errors = torch.stack([error for _, _, error in candidates])
+    best, rows = errors.argmin(0), torch.arange(errors.shape[1], device=errors.device)
+    codes = torch.stack([codes for codes, _, _ in candidates])[best, rows]
+    scale = torch.stack([scales.scale for _, scales, _ in candidates])[best, rows]
+    return codes, Scales(scale, candidates[0][1].zero_point), errors[best, rows], best
