@@ -17,10 +17,10 @@ class ModuleRecord:
         damping: fraction of the mean diagonal that was added to the Gram matrix; 0 where there is none.
         bytes_before, bytes_after: of the weight as it was, and packed with its scales and zero points.
         notes: anything the solver did beyond the plain path.
-    correction: of errors made before: its `strength` and `ridge`, the error on batches that were held out as a
-        fraction of what it is without (`held_out`), and `rounds` of refitting, the mean of the rows, if these were
-        chosen too; none where nothing is corrected.
-    num_lent: tokens that an expert was lent of those that all experts of its layer saw; None: it is no expert.
+        correction: of errors made before: its `strength` and `ridge`, the error on batches that were held out as a
+            fraction of what it is without (`held_out`), and `rounds` of refitting, the mean of the rows, if these were
+            chosen too; none where nothing is corrected.
+        num_lent: tokens that an expert was lent of those that all experts of its layer saw; None: it is no expert.
     """
 
     module: str
