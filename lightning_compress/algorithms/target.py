@@ -36,8 +36,8 @@ class Correction:
         lack: what the outputs lack.
         strength, ridge: that were chosen.
         lower: float32 [I, I], the Cholesky factor of C + ridge mean(diag C) I; None where the strength is 0.
-        held_out: the error on batches that were held out, as a fraction of what it is without correction, before anything
-            is rounded; None: there were none.
+        held_out: the error on batches that were held out, as a fraction of what it is without correction, before
+            anything is rounded; None: there were none.
         judge: those batches, where more is to be chosen by them.
     """
 
