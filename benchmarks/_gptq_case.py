@@ -91,11 +91,11 @@ def run(tool: str, case: Case, solve: Solve) -> None:
     assert len(rows) == case.num_samples, f"{case.tokens} holds {len(rows)} calibration samples only"
     loader: DataLoader[Batch] = DataLoader(rows, batch_size=case.batch_size)  # type: ignore[arg-type]
     original = perplexity(model, tokens["evaluation"], case.batch_size) if case.evaluate else None
-    start = time.perf_counter()
+    start, cpu_start = time.perf_counter(), time.process_time()
     solve(model, loader, case)
-    solve_s = time.perf_counter() - start
+    solve_s, cpu_s = time.perf_counter() - start, time.process_time() - cpu_start
     peak_rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    result = {"tool": tool, "solve_s": solve_s, "peak_rss_bytes": peak_rss_bytes}
+    result = {"tool": tool, "solve_s": solve_s, "cpu_s": cpu_s, "peak_rss_bytes": peak_rss_bytes}
     if case.evaluate:
         result |= {
             "original_perplexity": original,

@@ -55,7 +55,7 @@ class Solved:
         notes: what the user should know, as sentences.
         per_tensor: the scheme has one scale per module.
         correction: what was chosen (see `Correction.record`) where a correction was made.
-        row_rounds: int8 [O], after how many rounds of refitting each row was best; None: their number was given.
+        row_rounds: int8 [O], how many rounds of refitting were chosen for each row; None: their number was given.
     """
 
     codes: Tensor

@@ -54,7 +54,7 @@ from lightning_compress.algorithms.correction import (
     correction_bytes,
 )
 from lightning_compress.algorithms.factor import MAX_DAMPING, PANEL, factorize
-from lightning_compress.algorithms.refit import ROUNDS, Candidate, best_rows, judged, refit_bytes, refitted
+from lightning_compress.algorithms.refit import ROUNDS, Candidate, best_rows, errors_held_out, refit_bytes, refitted
 from lightning_compress.algorithms.scales import (
     Grid,
     Scales,
@@ -91,7 +91,7 @@ class Gptq(Algorithm):
             "residual" that its output is added to, or "none"; see `correction`. Takes a run of the original model
             beside the quantized one.
         strength, ridge: of the correction, fractions; None: chosen for every group by batches that are held out.
-        refit: how often scales are fitted to the codes, and codes found anew; None: chosen for every row, at most
+        refit: how often scales are fitted to the codes, and codes found anew; None: chosen for every row tile, at most
             `refit.ROUNDS`, by batches that are held out; 0 where there are none.
     """
 
@@ -234,15 +234,17 @@ class Gptq(Algorithm):
         for part, rows, lacks, candidates in zip(
             parts, stack, missing, self._candidates(targets, stack, prepared), strict=True
         ):
-            if self.refit is None and correction.judge is not None:
-                candidates = judged(candidates, part, rows, correction.judge, prepared.grid)
-            codes, scales, _, rounds = best_rows(candidates)
+            held_out = None
+            if correction.judge is not None:
+                held_out = errors_held_out(candidates, part, rows, correction.judge, prepared.grid)
+            codes, scales, _, rounds = best_rows(candidates, held_out)
             quantized, squares = values_of(codes, scales, prepared.grid), correction.lack.squares(part, rows)
             assert prepared.gram is not None
             error = row_errors(part, quantized, lacks, squares, prepared.gram)
             energy = row_errors(part, torch.zeros_like(lacks), lacks, squares, prepared.gram)
             made = _solved(codes, scales, error, energy, prepared)
-            solved.append(made if self.refit is not None else replace(made, row_rounds=rounds.to(torch.int8)))
+            row_rounds = torch.full(error.shape, rounds, dtype=torch.int8, device=error.device)
+            solved.append(made if self.refit is not None else replace(made, row_rounds=row_rounds))
         return solved
 
     def _candidates(self, parts: Sequence[Tensor], stack: Sequence[slice], prepared: Prepared) -> list[list[Candidate]]:

@@ -1,12 +1,14 @@
 """Scales that fit the codes, and the choice between the solutions that come of it.
 
 With the codes K of a row fixed, the scales of its groups that minimize (v - sK) C (v - sK)ᵀ solve a system of one
-equation per group; GPTQ finds new codes for them, in turns. No round has to be better than the one before. So every
-row takes its best: by the error that GPTQ minimizes, or by that on batches that were held out, against the original
-model (`target.Judge`). The codes of all candidates were found with sums that hold those batches too, one in eight: a
-solve without them, to choose by, would cost as much as the one that counts.
+equation per group; GPTQ finds new codes for them, in turns. No round has to be better than the one before, so
+every row takes its best of them, by the error that GPTQ minimizes.
 
-A row chooses for itself, so that ranks, which have rows each, need not agree on anything.
+How many rounds there are to choose from can be chosen: by the error on batches that were held out, against the original
+model (`target.Judge`), of all rows of a tile. Tiles choose for themselves, so ranks need not agree on anything. (Rows
+that choose for themselves follow the noise of those batches: they gave away a third of the gain at 2 bits.) The codes
+of all candidates were found with sums that hold those batches too, one in eight: a solve without them, to choose by,
+would cost as much as the one that counts.
 """
 
 from collections.abc import Sequence
@@ -61,19 +63,30 @@ def refitted(target: Tensor, gram: Tensor, codes: Tensor, scales: Scales, grid: 
     return Scales(stored(torch.where(is_good, found, before), grid), scales.zero_point)
 
 
-def judged(candidates: Sequence[Candidate], weight: Tensor, rows: slice, judge: Judge, grid: Grid) -> list[Candidate]:
-    """Solutions for these rows of a weight W, which are `weight`, with the errors that the judge finds."""
-    missing, squares = judge.lack.missing(weight, rows), judge.lack.squares(weight, rows)
-    return [
-        (codes, scales, row_errors(weight, values_of(codes, scales, grid), missing, squares, judge.gram))
-        for codes, scales, _ in candidates
-    ]
+def best_rows(candidates: Sequence[Candidate], held_out: Tensor | None = None) -> tuple[Tensor, Scales, Tensor, int]:
+    """Of solutions of the same rows, for every row the one of least error: codes, scales, error.
 
+    Args:
+        candidates: without refitting, and after every round.
+        held_out: their errors on batches that were held out, float64 [candidates, R]: as many of the candidates as are
+            best by the sum of these may be taken; None: all.
 
-def best_rows(candidates: Sequence[Candidate]) -> tuple[Tensor, Scales, Tensor, Tensor]:
-    """Of several solutions of the same rows, for every row the one of least error: its codes, scales, error, number."""
+    Returns:
+        also the number of rounds after which those that may be taken end.
+    """
     errors = torch.stack([error for _, _, error in candidates])
-    best, rows = errors.argmin(0), torch.arange(errors.shape[1], device=errors.device)
+    best_of = [errors[: last + 1].argmin(0) for last in range(len(candidates))]
+    last = len(candidates) - 1
+    if held_out is not None:
+        last = int(torch.stack([held_out.gather(0, best[None]).sum() for best in best_of]).argmin())
+    best, rows = best_of[last], torch.arange(errors.shape[1], device=errors.device)
     codes = torch.stack([codes for codes, _, _ in candidates])[best, rows]
     scale = torch.stack([scales.scale for _, scales, _ in candidates])[best, rows]
-    return codes, Scales(scale, candidates[0][1].zero_point), errors[best, rows], best
+    return codes, Scales(scale, candidates[0][1].zero_point), errors[best, rows], last
+
+
+def errors_held_out(candidates: Sequence[Candidate], weight: Tensor, rows: slice, judge: Judge, grid: Grid) -> Tensor:
+    """Of solutions for these rows of a weight W, which are `weight`, float64 [candidates, R]."""
+    missing, squares = judge.lack.missing(weight, rows), judge.lack.squares(weight, rows)
+    values = (values_of(codes, scales, grid) for codes, scales, _ in candidates)
+    return torch.stack([row_errors(weight, value, missing, squares, judge.gram) for value in values])

@@ -10,6 +10,7 @@ import torch
 from reference import scheme
 from torch import Tensor
 
+from lightning_compress.algorithms.base import row_tiles
 from lightning_compress.algorithms.correction import correct
 from lightning_compress.algorithms.gptq import Gptq
 from lightning_compress.algorithms.refit import refitted
@@ -178,28 +179,31 @@ def test_refitting_never_makes_a_row_worse() -> None:
 
 @pytest.mark.parametrize("form", [InputDrift, OutputDrift])
 def test_rounds_of_refitting_are_chosen_by_batches_held_out(form: type[InputDrift] | type[OutputDrift]) -> None:
-    """No row has a larger error on their tokens than with any number of rounds that is given, for those are among what
-    it chooses from; and tiles that are solved apart choose the same. Seen to fail: with the error that GPTQ minimizes,
-    and with the sums of all batches."""
-    weight, by_inputs, by_outputs = differences(num_outputs=800)
-    drift = drift_from(form, by_inputs if form is InputDrift else by_outputs)
-    args = scheme(3, group_size=8)
+    """Every tile is solved as with the number of rounds that leaves the least error on their tokens, measured: on few
+    and other ones, so that more rounds are not always better. And tiles that are solved apart choose the same. Seen to
+    fail: with the most rounds in any case, and with the sums of all batches."""
+    weight, *both = differences(num_outputs=800, is_other=True)
+    few = [[(x[:3], difference[:3], held_out) for x, difference, held_out in given] for given in both]
+    drift, args = drift_from(form, few[form is OutputDrift]), scheme(8, strategy="channel")
     grid = make_grid(args, weight.shape, torch.float32)
-    x, missing = stacked(by_outputs, held_out=True)
+    x, missing = stacked(few[1], held_out=True)
 
     def solved(refit: int | None, **options: Any) -> tuple[Any, Tensor]:
         found = Gptq(correct="inputs", refit=refit).solve(weight, {form: drift}, args, torch.float32, **options)
         quantized = values_of(found.codes, Scales(found.scale, found.zero_point), grid).double()
         return found, (x @ weight.double().t() + missing - x @ quantized.t()).square().mean(0)
 
-    chosen, least = solved(None)
-    for rounds in (0, 1, 2):
-        given, error = solved(rounds)
-        assert bool((least <= error * 1.0001).all())
-        assert float(least.sum()) < 0.9999 * float(error.sum())
-        assert given.row_rounds is None
-    assert set(chosen.row_rounds.tolist()) == {0, 1, 2}
+    chosen, _ = solved(None)
+    given = [solved(rounds) for rounds in (0, 1, 2)]
+    for tile in row_tiles(len(weight)):
+        totals = [float(error[tile].sum()) for _, error in given]
+        rounds = totals.index(min(totals))
+        assert chosen.row_rounds[tile].eq(rounds).all()
+        assert torch.equal(chosen.codes[tile], given[rounds][0].codes[tile])
+        assert torch.equal(chosen.scale[tile], given[rounds][0].scale[tile])
+    assert 0 < chosen.row_rounds.float().mean() < 2
     assert chosen.chosen["rounds"] == pytest.approx(float(chosen.row_rounds.float().mean()))
+    assert all(each.row_rounds is None for each, _ in given)
     apart, _ = solved(None, share_out=lambda solve, tiles: [solve([tile])[0] for tile in tiles])
     assert torch.equal(chosen.codes, apart.codes)
     assert torch.equal(chosen.scale, apart.scale)
@@ -220,13 +224,14 @@ def test_without_batches_held_out_no_round_is_chosen() -> None:
     assert found[0].chosen["rounds"] == 0
 
 
-def differences(num_outputs: int = 40) -> tuple[Tensor, list[Batch], list[Batch]]:
+def differences(num_outputs: int = 40, is_other: bool = False) -> tuple[Tensor, list[Batch], list[Batch]]:
     """A weight W, and batches of inputs x with x_ref - x, and with W (x_ref - x): differences that are correlated, with
-    each other and with the inputs, and small beside these."""
+    each other and with the inputs, and small beside these. Batches that are held out may be of other inputs."""
     generator = torch.Generator().manual_seed(1)
     weight, change = torch.randn(num_outputs, 32, generator=generator), torch.randn(32, 32, generator=generator)
     by_inputs, by_outputs = [], []
-    for x, _, held_out in batches():
+    for inputs, _, held_out in batches():
+        x = 6 * torch.randn(inputs.shape, generator=generator) if is_other and held_out else inputs
         difference = 0.01 * (x @ change.t() + torch.randn(x.shape, generator=generator))
         by_inputs.append((x, difference, held_out))
         by_outputs.append((x, difference @ weight.t(), held_out))
