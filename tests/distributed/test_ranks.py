@@ -1,5 +1,6 @@
 """Real processes: the same files and the same model, whatever the number of ranks."""
 
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -106,3 +107,4 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
         assert "ends all" in said
         assert "Nothing is heard from ranks 1." in said
     processes[1].kill()
+    assert processes[1].wait().returncode == -signal.SIGKILL
