@@ -20,7 +20,7 @@ lint: $(VENV)/.installed
 	$(BIN)/mypy
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/gptq_vs_llmcompressor.py
@@ -30,7 +30,7 @@ test-lowest: constraints-lowest.txt
 	test -x .venv-lowest/bin/python || $(PYTHON) -m venv .venv-lowest
 	.venv-lowest/bin/pip install --quiet --constraint constraints.txt torch
 	.venv-lowest/bin/pip install --quiet --constraint constraints-lowest.txt --editable '.[dev,report]'
-	OMP_NUM_THREADS=1 .venv-lowest/bin/python -m pytest --numprocesses 2
+	OMP_NUM_THREADS=1 .venv-lowest/bin/python -m pytest --numprocesses 2 --dist worksteal
 
 clean:
 	rm -rf $(VENV) .venv-lowest outputs multirun

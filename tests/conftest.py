@@ -1,5 +1,6 @@
 """For all tests: one thread and a fixed seed, so that every number is the same wherever this runs."""
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,13 @@ import transformers
 def quiet() -> None:
     """No progress bars of transformers between the dots."""
     transformers.logging.disable_progress_bar()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def imported() -> None:
+    """What was imported stays: the garbage collector need not look at it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

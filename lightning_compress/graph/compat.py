@@ -8,6 +8,7 @@ Written against torch 2.11-2.13 and transformers 5.15-5.23. What is used and why
 - `nn.Module._compiled_call_impl`: an instance-level hook around `__call__`, made for `nn.Module.compile`. It sees a
   call with the module's own hooks inside and leaves `forward` alone, whoever else has replaced it.
 - `masking_utils.find_packed_sequence_indices` reads values; on fake tensors it assumes packing (no fast path).
+- `op_implementations_dict`: what fake tensors do in an operation.
 - `config._experts_implementation`: mixture-of-experts modules loop over the experts that were hit, which fake tensors
   cannot tell; `batched_mm` has the same result shape and no such loop.
 """
@@ -27,6 +28,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._guards import SLoc
+from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import (
@@ -58,6 +60,8 @@ SIZE_READERS = (
 """Targets of nodes that ask a tensor for a number and do not need its data."""
 TRACE_DEVICE = torch.device("cpu")
 """Where fake tensors claim to be: one device, wherever the weights are, so that an offloaded model traces too."""
+# of this, torch would make real tensors of all the parameters
+op_implementations_dict.setdefault(torch.ops.aten._fused_sgd_.default, lambda *_, **__: None)
 
 
 class UnrecordedTensorError(RuntimeError):
@@ -155,9 +159,12 @@ class Shapes(ShapeEnv):
             self.decisions.append(g)
 
 
-def new_fake_mode(symbolic: bool = True) -> FakeTensorMode:
-    """A fake-tensor mode, with symbolic or with plain sizes, that takes the model's real constants."""
-    return FakeTensorMode(shape_env=Shapes() if symbolic else None, allow_non_fake_inputs=True)
+def new_fake_mode(symbolic: bool = True, cached: bool = True) -> FakeTensorMode:
+    """A fake-tensor mode, with symbolic or with plain sizes, that takes the model's real constants.
+    `cached`: operations that are done again on like inputs are looked up."""
+    mode = FakeTensorMode(shape_env=Shapes() if symbolic else None, allow_non_fake_inputs=True)
+    mode.cache_enabled &= cached
+    return mode
 
 
 def shapes_of(fake_mode: FakeTensorMode) -> Shapes:

@@ -22,6 +22,7 @@ from lightning_compress.memory import activations
 from lightning_compress.memory.placement import MemoryConfig
 from lightning_compress.plugin.job import Job, run_job
 
+pytestmark = pytest.mark.usefixtures("one_model")
 SIZE = 1 << 20
 PAGE = 4096
 

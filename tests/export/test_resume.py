@@ -7,10 +7,7 @@ read-ahead that fails before its turn.
 """
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import compress, contents, padded, prepare, recipe, run, saved, tiny_llama, token_batches
+from processes import Script
 from torch import nn
 from transformers import AlbertConfig, AlbertModel, AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 
@@ -86,6 +84,7 @@ def with_weights(where: str, build: Callable[[], nn.Module], folder: Path) -> Ca
     return lambda *args, **settings: prepare(empty, *args, weights=folder, **settings)
 
 
+@pytest.mark.usefixtures("one_model")
 @pytest.mark.parametrize(("case", "where"), [*((case, "memory") for case in CASES), *ON_DISK])
 def test_stopped_after_every_subgraph(case: str, where: str, tmp_path: Path) -> None:
     build, batches, options, schedule = CASES[case]
@@ -247,13 +246,6 @@ def test_killed_at_any_instant(where: str, tmp_path: Path) -> None:
 
 def killed(mode: str, where: str, folder: Path) -> int:
     """What `killed_runs.py` counts."""
-    script = Path(__file__).with_name("killed_runs.py")
-    paths = [str(script.parents[1]), os.environ.get("PYTHONPATH", "")]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", script, mode, where, folder],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-        capture_output=True,
-        text=True,
-    )
+    done = Script(Path(__file__).with_name("killed_runs.py"), mode, where, str(folder)).wait()
     assert done.returncode == 0, done.stderr
     return int(done.stdout.splitlines()[-1])

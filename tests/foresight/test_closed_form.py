@@ -31,12 +31,12 @@ FINE_TUNING: dict[str, dict[str, Any]] = {
 
 
 def llama(dtype: torch.dtype) -> tuple[LlamaForCausalLM, Decoder]:
-    """Two thirds the width of Llama-3-8B, without values."""
+    """Half the width of Llama-3-8B and 12 of its 32 layers, without values."""
     config = LlamaConfig(
         vocab_size=32000,
         hidden_size=2048,
         intermediate_size=7168,
-        num_hidden_layers=16,
+        num_hidden_layers=12,
         num_attention_heads=16,
         num_key_value_heads=4,
         tie_word_embeddings=False,

@@ -34,6 +34,7 @@ from transformers import (
 )
 from transformers.modeling_outputs import BaseModelOutput
 
+from lightning_compress.graph import trace as tracing
 from lightning_compress.graph.trace import (
     Leaf,
     flatten_batch,
@@ -206,6 +207,19 @@ def test_spans_hold_the_calls_of_their_modules() -> None:
         assert all(name.startswith(span.name + ".") for name in names)
         outside = [*nodes[: span.first], *nodes[span.last + 1 :]]
         assert not [n for n in outside if isinstance(n.target, Leaf) and n.target.name.startswith(span.name + ".")]
+
+
+def test_looking_repeated_operations_up_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As models of many layers have it."""
+    model, batch = causal_lm("llama"), token_batch(2, 9)
+    found = []
+    for least in (0, 1000):
+        monkeypatch.setattr(tracing, "_LAYERS_TO_CACHE", least)
+        graph = traced(model, batch)
+        order = {node: number for number, node in enumerate(graph.graph.nodes)}
+        nodes = [(n.op, n.target, [order[i] for i in n.all_input_nodes], str(n.meta.get("val"))) for n in order]
+        found.append((nodes, graph.spans, list(map(str, graph.guards)), graph.fallbacks))
+    assert found[0] == found[1]
 
 
 def test_model_is_left_as_it_was() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from helpers import contents
+from processes import Script
 
 from lightning_compress.calibration.resume import MANIFEST
 
@@ -79,8 +80,8 @@ def start(nodes: tuple[str, str], folder: Path) -> list[subprocess.Popen[str]]:
 
 
 def alone(folder: Path) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, SCRIPT, str(folder), LAYERS], env=environment, check=True, capture_output=True)
+    ended = Script(SCRIPT, str(folder), LAYERS).wait()
+    assert ended.returncode == 0, ended.stderr
 
 
 @pytest.mark.slow

@@ -17,6 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from lightning_compress import CompressionCallback, load_compressed
 from lightning_compress.data.config import load_data_config
 from lightning_compress.data.sources import load_documents
+from lightning_compress.foresight.machine import Machine, Rate, cache_file, named_gpu, save_machine
+from lightning_compress.plugin import cli
 from lightning_compress.plugin.loop import CompressionLoop
 
 VOCABULARY, LENGTH, BATCH_SIZE = 64, 12, 4
@@ -129,6 +131,40 @@ def make_trainer(tmp_path: Path) -> Callable[..., pl.Trainer]:
         return pl.Trainer(callbacks=list(callbacks), **{**defaults, **options})
 
     return make
+
+
+Command = Callable[..., str]
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs `lightning-compress` in this process, and returns what it said."""
+
+    def run(*given: str) -> str:
+        monkeypatch.setattr("sys.argv", ["lightning-compress", *given])
+        monkeypatch.setenv("COLUMNS", "200")
+        capsys.readouterr()
+        cli.main()
+        return capsys.readouterr().out
+
+    return run
+
+
+def refused(command: Command, *given: str) -> str:
+    """What a command that is refused says."""
+    with pytest.raises(SystemExit) as error:
+        command(*given)
+    return str(error.value)
+
+
+@pytest.fixture
+def rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """What a probe would have found of this machine."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    found = {kind: Rate(rate.value / 100, "measured") for kind, rate in named_gpu("t4", None).rates.items()}
+    machine = Machine("here", "cpu", found)
+    save_machine(machine, cache_file("cpu"))
+    return machine
 
 
 @pytest.fixture

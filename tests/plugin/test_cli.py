@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+from processes import Ended, Script
 from transformers import AutoModelForCausalLM
 
 from lightning_compress.data.config import load_data_config
@@ -21,9 +21,8 @@ from lightning_compress.recipe.load import config_dir, load_recipe
 SMALL = ["data.num_samples=4", "data.max_length=32", "data.batch_size=2", "trainer=cpu"]
 
 
-def run_command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    program = Path(sys.executable).with_name("lightning-compress")
-    return subprocess.run([program, *arguments], cwd=cwd, capture_output=True, text=True, timeout=300, check=False)
+def run_command(*arguments: str, cwd: Path) -> Ended:
+    return Script(Path(sys.executable).with_name("lightning-compress"), *arguments, cwd=cwd).wait()
 
 
 def options(group: str) -> list[str]:

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,53 +13,22 @@ from transformers import LlamaConfig
 
 from lightning_compress.calibration.target import find_target
 from lightning_compress.foresight.jobs import CalibrationJob
-from lightning_compress.foresight.machine import Machine, Rate, cache_file, known_gpus, named_gpu, save_machine
+from lightning_compress.foresight.machine import Machine, Rate, known_gpus, named_gpu
 from lightning_compress.foresight.plan import Candidate, Choice, foreseen
 from lightning_compress.memory.budget import Waiting
 from lightning_compress.memory.placement import MemoryConfig
-from lightning_compress.plugin import cli
 from lightning_compress.plugin.measure import measured
 from lightning_compress.recipe.load import load_recipe
 from lightning_compress.recipe.resolve import resolve
 
-from .conftest import GPTQ
+from .conftest import GPTQ, Command, refused
 
-Run = Callable[..., str]
+pytestmark = pytest.mark.usefixtures("rates")
 DATA = ("data.num_samples=6", "data.max_length=32")
 
 
-@pytest.fixture
-def rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """What a probe would have found of this machine."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    found = {kind: Rate(rate.value / 100, "measured") for kind, rate in named_gpu("t4", None).rates.items()}
-    machine = Machine("here", "cpu", found)
-    save_machine(machine, cache_file("cpu"))
-    return machine
-
-
-@pytest.fixture
-def command(rates: Machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs a command in this process, and returns what it said."""
-
-    def run(*given: str) -> str:
-        monkeypatch.setattr("sys.argv", ["lightning-compress", *given])
-        monkeypatch.setenv("COLUMNS", "200")
-        capsys.readouterr()
-        cli.main()
-        return capsys.readouterr().out
-
-    return run
-
-
-def refused(command: Run, *given: str) -> str:
-    with pytest.raises(SystemExit) as error:
-        command(*given)
-    return str(error.value)
-
-
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
-def test_a_plan_is_made_kept_and_run(command: Run, checkpoint: Path, tmp_path: Path) -> None:
+def test_a_plan_is_made_kept_and_run(command: Command, checkpoint: Path, tmp_path: Path) -> None:
     file, out = tmp_path / "plan.json", tmp_path / "out"
     where = (f"model.path={checkpoint}", *DATA)
     said = command("plan", *where, "choices.batch_size=[2,4]", "host=100GiB", "disk=1GiB", f"json={file}")
@@ -101,7 +70,7 @@ def known() -> list[str]:
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
-def test_compress_makes_its_own_plan(command: Run, checkpoint: Path, tmp_path: Path) -> None:
+def test_compress_makes_its_own_plan(command: Command, checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     given = (f"model.path={checkpoint}", *DATA, "trainer=cpu", "plan=auto", f"output_dir={out}", "model.load=disk")
     said = command("compress", *given, "data.batch_size=3", "calibration.schedule=block")
@@ -115,7 +84,7 @@ def test_compress_makes_its_own_plan(command: Run, checkpoint: Path, tmp_path: P
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
-def test_recipes_that_run_nothing_are_planned_as_such(command: Run, checkpoint: Path, tmp_path: Path) -> None:
+def test_recipes_that_run_nothing_are_planned_as_such(command: Command, checkpoint: Path, tmp_path: Path) -> None:
     given = (
         "compress",
         f"model.path={checkpoint}",
@@ -128,9 +97,9 @@ def test_recipes_that_run_nothing_are_planned_as_such(command: Run, checkpoint: 
     assert "Schedule 'datafree' runs nothing, but" in refused(command, *given, "calibration.schedule=datafree")
 
 
-def test_another_machine(command: Run, tmp_path: Path) -> None:
+def test_another_machine(command: Command, tmp_path: Path) -> None:
     """With a configuration alone, and with less memory than a layer's batch of 8 takes."""
-    LlamaConfig(hidden_size=2048, intermediate_size=4096, num_hidden_layers=3, dtype="bfloat16").save_pretrained(
+    LlamaConfig(hidden_size=2048, intermediate_size=4096, num_hidden_layers=2, dtype="bfloat16").save_pretrained(
         tmp_path
     )
     given = ("plan", f"model.path={tmp_path}", "gpu=rtx4090", "host=64GiB", "disk=1TiB", "data.max_length=2048")
@@ -165,7 +134,7 @@ def test_another_machine(command: Run, tmp_path: Path) -> None:
         (["json=/nowhere/plan.json"], "json=/nowhere/plan.json cannot be written"),
     ],
 )
-def test_wrong_input(command: Run, checkpoint: Path, options: list[str], message: str) -> None:
+def test_wrong_input(command: Command, checkpoint: Path, options: list[str], message: str) -> None:
     if options == ["run_on=cuda"] and torch.cuda.is_available():
         pytest.skip("there is one")
     few = [] if any(option.startswith("choices.batch") for option in options) else ["choices.batch_size=[2]"]
@@ -173,7 +142,7 @@ def test_wrong_input(command: Run, checkpoint: Path, options: list[str], message
     assert re.search(message, said), said
 
 
-def test_generation_is_planned_too(command: Run, tmp_path: Path) -> None:
+def test_generation_is_planned_too(command: Command, tmp_path: Path) -> None:
     LlamaConfig(hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, dtype="bfloat16").save_pretrained(
         tmp_path
     )
@@ -188,15 +157,16 @@ def test_generation_is_planned_too(command: Run, tmp_path: Path) -> None:
     assert "there is none here" in refused(command, *given[:2], "job=inference", "run_on=cpu")
 
 
-def test_a_file_that_is_no_plan(command: Run, checkpoint: Path, tmp_path: Path) -> None:
+def test_a_file_that_is_no_plan(command: Command, checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text("{}")
     given = ("compress", f"model.path={checkpoint}", "trainer=cpu", f"output_dir={tmp_path / 'out'}")
     assert "cannot be read (KeyError" in refused(command, *given, f"plan={tmp_path / 'plan.json'}")
     assert "cannot be read (FileNotFoundError" in refused(command, *given, f"plan={tmp_path / 'none.json'}")
 
 
-@pytest.mark.parametrize("schedule", ["staged", "recompute", "block"])
-@pytest.mark.parametrize("activations", [0, 800_000, None])
+@pytest.mark.parametrize(
+    ("activations", "schedule"), [*product((0, 800_000), ("staged", "recompute", "block")), (None, "staged")]
+)
 def test_bytes_that_a_run_moves_are_those_foreseen(schedule: str, activations: int | None) -> None:
     """What waits in the file is a share of all values in the plan, and whole values in the run, which fill memory as
     they come. Seen to fail: with small values, too, taking of the run's budget."""

@@ -8,12 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import BertConfig, GPT2Config, LlamaConfig
+from transformers import (
+    BertConfig,
+    GPT2Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 
+from lightning_compress.foresight.jobs import FineTuningJob
 from lightning_compress.foresight.planned import card_for
-from lightning_compress.plugin import cli
+from lightning_compress.foresight.training import finetune, rehearse
+from lightning_compress.plugin import estimate, finetuning
 
-Run = Callable[..., str]
+from .conftest import Command, refused
+
 SIZES: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -35,23 +44,37 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-@pytest.fixture
-def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs a command in this process, and returns what it said; nothing was probed here."""
+@pytest.fixture(autouse=True)
+def _nothing_probed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
-    def run(*given: str) -> str:
-        monkeypatch.setattr("sys.argv", ["lightning-compress", *given])
-        monkeypatch.setenv("COLUMNS", "200")
-        capsys.readouterr()
-        cli.main()
-        return capsys.readouterr().out
 
-    return run
+@pytest.fixture(scope="module")
+def known() -> dict[Any, Any]:
+    """What was found of `folder`'s model, by command and job."""
+    return {}
+
+
+@pytest.fixture(autouse=True)
+def _run_once(known: dict[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each command runs a job once for all tests of one model in this file; neither sees what the other found."""
+
+    def remembering(run: Callable[..., Any]) -> Callable[..., Any]:
+        def remembered(model: PreTrainedModel, job: FineTuningJob, *followed: Any) -> Any:
+            if not isinstance(model, LlamaForCausalLM) or job.lora_targets is not None:
+                return run(model, job, *followed)
+            if (run, job) not in known:
+                known[run, job] = run(model, job, *followed)
+            return known[run, job]
+
+        return remembered
+
+    monkeypatch.setattr(finetuning, "rehearse", remembering(rehearse))
+    monkeypatch.setattr(estimate, "finetune", remembering(finetune))
 
 
 @pytest.fixture
-def planned(command: Run, folder: Path, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+def planned(command: Command, folder: Path, tmp_path: Path) -> Callable[..., dict[str, Any]]:
     """The plan, from its file."""
 
     def run(*options: str) -> dict[str, Any]:
@@ -61,12 +84,6 @@ def planned(command: Run, folder: Path, tmp_path: Path) -> Callable[..., dict[st
         return found
 
     return run
-
-
-def refused(command: Run, *given: str) -> str:
-    with pytest.raises(SystemExit) as error:
-        command(*given)
-    return str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +99,7 @@ def refused(command: Run, *given: str) -> str:
     ids=lambda options: " ".join(options),
 )
 def test_memory_is_that_of_estimate(
-    planned: Callable[..., dict[str, Any]], command: Run, folder: Path, tmp_path: Path, options: tuple[str, ...]
+    planned: Callable[..., dict[str, Any]], command: Command, folder: Path, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
     """To the byte, for the plan and those behind it.
 
@@ -108,7 +125,7 @@ def test_memory_is_that_of_estimate(
         assert sum(step["host_parts"].values()) == step["peaks"]["host"]
 
 
-def test_a_plan_in_words(command: Run, folder: Path, tmp_path: Path) -> None:
+def test_a_plan_in_words(command: Command, folder: Path, tmp_path: Path) -> None:
     """Seen to fail: with tokens of one replica."""
     file = tmp_path / "plan.json"
     given = ("plan", f"model.path={folder}", *MACHINE, *JOB, "ranks=4", "job.batch_size=1", "job.accumulate=3")
@@ -147,7 +164,7 @@ def test_less_memory_is_slower_and_takes_other_ways(planned: Callable[..., dict[
     assert max(plans[1]["saved_s"].values()) == pytest.approx(plans[1]["best"]["seconds"] - roomiest["seconds"])
 
 
-def test_what_does_not_fit(command: Run, folder: Path) -> None:
+def test_what_does_not_fit(command: Command, folder: Path) -> None:
     """The budgets that would do are said, and do. Seen to fail: with bytes of tensors for the card's."""
     given = ("plan", f"model.path={folder}", "gpu=rtx4090", *JOB, "ranks=2")
     said = refused(command, *given, "device=604MiB", "host=1KiB")
@@ -163,7 +180,7 @@ def test_what_does_not_fit(command: Run, folder: Path) -> None:
     assert "No plan fits" in refused(command, *given, f"device={int(alone[1]) - 4}", "host=1KiB")
 
 
-def test_what_a_model_cannot_do_is_not_planned(command: Run, tmp_path: Path) -> None:
+def test_what_a_model_cannot_do_is_not_planned(command: Command, tmp_path: Path) -> None:
     """GPT-2 has three heads here, which no two ranks share; it has no closed form either."""
     GPT2Config(n_embd=48, n_layer=2, n_head=3, vocab_size=101, architectures=["GPT2LMHeadModel"]).save_pretrained(
         tmp_path / "gpt2"
@@ -197,6 +214,7 @@ def test_what_a_model_cannot_do_is_not_planned(command: Run, tmp_path: Path) -> 
         (["job=inference", "layout.zero=1"], "layout.zero=1: only plans of job=finetuning have these"),
     ],
 )
-def test_wrong_input(command: Run, folder: Path, options: list[str], message: str) -> None:
+@pytest.mark.usefixtures("rates")
+def test_wrong_input(command: Command, folder: Path, options: list[str], message: str) -> None:
     job = [] if options[0].startswith("job=") else JOB
     assert message in refused(command, "plan", f"model.path={folder}", *MACHINE, *job, *options)

@@ -1,6 +1,5 @@
 """A user's script and the command on several ranks, under Lightning's own launchers and torchrun."""
 
-import os
 import socket
 import subprocess
 import sys
@@ -10,6 +9,7 @@ import lightning.pytorch as pl
 import pytest
 from helpers import contents
 from lightning.pytorch.strategies import FSDPStrategy
+from processes import Script
 
 from lightning_compress import CompressionCallback
 from lightning_compress.errors import UnsupportedModelError
@@ -17,42 +17,41 @@ from lightning_compress.errors import UnsupportedModelError
 from .conftest import TinyModule
 
 SCRIPT = str(Path(__file__).with_name("trainer_of_ranks.py"))
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
-def run(*command: str, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, *command],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def run(*arguments: str) -> str:
+    """The script on rank 0; Lightning's launcher starts the other ranks, if any."""
+    ended = Script(SCRIPT, *arguments).wait()
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
 
 
-def test_instead_of_training(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """What a run of one rank writes."""
+    folder = tmp_path_factory.mktemp("ranks") / "whole"
+    run(str(folder))
+    return contents(folder)
+
+
+def test_instead_of_training(whole: dict[str, bytes], tmp_path: Path) -> None:
     """Eleven samples, shuffled: Lightning's own samplers would pad them, and take every second one for a rank."""
-    folders = [tmp_path / name for name in ("one", "popen", "torchrun")]
-    run(SCRIPT, str(folders[0]))
-    said = run(SCRIPT, str(folders[1]), "--devices=2")
+    said = run(str(tmp_path / "popen"), "--devices=2")
     assert all(f"rank {rank} of 2, 6 batches" in said for rank in (0, 1))
-    run(*TORCHRUN, SCRIPT, str(folders[2]), "--devices=2")
-    assert contents(folders[0]) == contents(folders[1]) == contents(folders[2])
+    subprocess.run([*TORCHRUN, SCRIPT, str(tmp_path / "torchrun"), "--devices=2"], check=True, timeout=300)
+    assert contents(tmp_path / "popen") == contents(tmp_path / "torchrun") == whole
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_sigterm_to_one_rank(rank: int, tmp_path: Path) -> None:
+def test_sigterm_to_one_rank(rank: int, whole: dict[str, bytes], tmp_path: Path) -> None:
     """All end behind the subgraph at hand (with code 0, as Lightning has it), and the run can be continued. Seen to
     hang with Lightning's own handler, which waits for the other ranks."""
-    run(SCRIPT, str(tmp_path / "whole"))
-    run(SCRIPT, str(tmp_path / "out"), "--devices=2", f"--preempted={rank}")
+    run(str(tmp_path / "out"), "--devices=2", f"--preempted={rank}")
     assert (tmp_path / "out" / "INCOMPLETE").is_file()
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == 2
-    run(SCRIPT, str(tmp_path / "out"), "--devices=2")
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    run(str(tmp_path / "out"))
+    assert contents(tmp_path / "out") == whole
 
 
 def run_by_slurm(folder: Path, *options: str) -> list[str]:
@@ -63,37 +62,29 @@ def run_by_slurm(folder: Path, *options: str) -> list[str]:
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2"}
     job |= {"SLURM_NNODES": "1", "SLURM_NODEID": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     tasks = [
-        subprocess.Popen(
-            [sys.executable, SCRIPT, "out", "--devices=2", *options],
-            cwd=folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **job, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in (0, 1)
+        Script(SCRIPT, "out", "--devices=2", *options, cwd=folder, **job, SLURM_PROCID=rank, SLURM_LOCALID=rank)
+        for rank in ("0", "1")
     ]
-    said = [task.communicate(timeout=300)[0] for task in tasks]
-    assert [task.returncode for task in tasks] == [0, 0], "\n".join(said)
-    return said
+    ends = [task.wait() for task in tasks]
+    assert [end.returncode for end in ends] == [0, 0], "\n".join(end.stderr for end in ends)
+    return [end.stdout for end in ends]
 
 
-def test_preempted_and_requeued_by_slurm(tmp_path: Path) -> None:
+def test_preempted_and_requeued_by_slurm(whole: dict[str, bytes], tmp_path: Path) -> None:
     """The requeue signal reaches one rank in the midst of a subgraph; Lightning's handler, which saves a checkpoint
     behind a barrier, is called on both at its end. The requeued job finds that checkpoint."""
-    run(SCRIPT, str(tmp_path / "whole"))
     run_by_slurm(tmp_path, "--preempted=1", "--signals", "SIGUSR1", "SIGTERM")
     assert (tmp_path / "hpc_ckpt_1.ckpt").stat().st_size < 100_000
     assert (tmp_path / "out" / "INCOMPLETE").is_file()
     said = run_by_slurm(tmp_path)
     assert all(f"rank {rank} of 2, 6 batches" in said[rank] for rank in (0, 1))
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    assert contents(tmp_path / "out") == whole
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
 def test_after_a_training(strategy: str, tmp_path: Path) -> None:
     """The calibration data is the training data, undivided; what is spawned takes its report with it."""
-    said = run(SCRIPT, str(tmp_path / "out"), "--devices=2", f"--strategy={strategy}", "--when=after_train")
+    said = run(str(tmp_path / "out"), "--devices=2", f"--strategy={strategy}", "--when=after_train")
     assert ("rank 1 of 2, 6 batches" if strategy == "ddp" else "no report in this process") in said
     assert (tmp_path / "out" / "report.html").is_file()
 
