@@ -19,6 +19,7 @@ from lightning_compress.distributed.collective import Collective, SingleProcess
 from lightning_compress.distributed.share import assign
 from lightning_compress.errors import CalibrationDataError, UnsupportedModelError
 from lightning_compress.graph.compat import pytree
+from lightning_compress.graph.masks import row_mask_for, token_mask_for
 from lightning_compress.graph.shadow import Key, Shadow
 from lightning_compress.graph.stages import Schedule, Source, Subgraph, datafree_subgraphs, subgraphs
 from lightning_compress.graph.targets import sequential_modules
@@ -26,8 +27,6 @@ from lightning_compress.graph.trace import (
     Traced,
     flatten_batch,
     leaf_input,
-    row_mask_for,
-    token_mask_for,
     trace,
     violated_guards,
 )

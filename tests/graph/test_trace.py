@@ -35,11 +35,11 @@ from transformers import (
 from transformers.modeling_outputs import BaseModelOutput
 
 from lightning_compress.graph import trace as tracing
+from lightning_compress.graph.masks import token_mask_for
 from lightning_compress.graph.trace import (
     Leaf,
     flatten_batch,
     leaf_input,
-    token_mask_for,
     trace,
     violated_guards,
 )
