@@ -118,9 +118,10 @@ def _routers(root: nn.Module) -> list[nn.Linear]:
     """Linears beside experts that choose among them or weigh them: as many outputs as there are experts, or one."""
     found = []
     for parent in root.modules():
-        sizes = {getattr(child, "num_experts", None) for child in parent.children()}
-        linears = [child for child in parent.children() if isinstance(child, nn.Linear)]
-        found += [linear for linear in linears if sizes - {None} and linear.out_features in {1, *sizes}]
+        declared = (getattr(child, "num_experts", None) for child in parent.children())
+        sizes = {size for size in declared if isinstance(size, int)}
+        linears = (child for child in parent.children() if isinstance(child, nn.Linear))
+        found += [linear for linear in linears if sizes and linear.out_features in {1, *sizes}]
     return found
 
 
