@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any, final
 
 import lightning as L
-import torch
-from _gptq_inputs import stacked, train
+from _gptq_inputs import train, write_tokens
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -30,13 +29,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from lightning_compress.data import DocsConfig, calibration_dataloader, evaluation_dataloader
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
-from finetune_then_compress import ALL_OF_IT, DocsDataModule, LanguageModel, build_tokenizer, model_config
+from finetune_then_compress import DocsDataModule, LanguageModel, build_tokenizer, model_config
 
-NUM_SEEDS = 3
 NUM_SAMPLES = 128
 LENGTH = 128
 
@@ -92,16 +88,6 @@ def write_model(folder: Path, name: str, num_steps: int) -> None:
     tokenizer.save_pretrained(folder / name)
 
 
-def write_tokens(folder: Path) -> None:
-    tokenizer = build_tokenizer()
-    held_out = DocsConfig(split="test", num_samples=ALL_OF_IT, max_length=LENGTH)
-    evaluation = stacked(evaluation_dataloader(held_out, tokenizer))
-    for seed in range(NUM_SEEDS):
-        config = DocsConfig(num_samples=NUM_SAMPLES, max_length=LENGTH, seed=seed)
-        calibration = stacked(calibration_dataloader(config, tokenizer))
-        torch.save({"calibration": calibration, "evaluation": evaluation}, folder / f"tokens_{seed}.pt")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
@@ -111,7 +97,7 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
     if arguments.tokens:
-        write_tokens(arguments.folder)
+        write_tokens(arguments.folder, build_tokenizer(), NUM_SAMPLES, LENGTH)
     if arguments.model is not None:
         write_model(arguments.folder, arguments.model, arguments.train_steps)
 

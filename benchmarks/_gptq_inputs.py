@@ -56,6 +56,16 @@ def stacked(loader: DataLoader[dict[str, Tensor]]) -> Tensor:
     return torch.cat([batch["input_ids"] for batch in loader])
 
 
+def write_tokens(folder: Path, tokenizer: PreTrainedTokenizerFast, num_samples: int, length: int) -> None:
+    """Calibration samples of every seed, and the whole test split, as tokens_S.pt."""
+    held_out = DocsConfig(split="test", num_samples=ALL_OF_IT, max_length=length)
+    evaluation = stacked(evaluation_dataloader(held_out, tokenizer))
+    for seed in range(NUM_SEEDS):
+        config = DocsConfig(num_samples=num_samples, max_length=length, seed=seed)
+        calibration = stacked(calibration_dataloader(config, tokenizer))
+        torch.save({"calibration": calibration, "evaluation": evaluation}, folder / f"tokens_{seed}.pt")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
@@ -67,11 +77,7 @@ def main() -> None:
     for name, model in (("large", large), ("trained", train(tokenizer, arguments.train_steps))):
         model.save_pretrained(arguments.folder / name)
         tokenizer.save_pretrained(arguments.folder / name)
-    evaluation = stacked(evaluation_dataloader(DocsConfig(split="test", num_samples=ALL_OF_IT), tokenizer))
-    for seed in range(NUM_SEEDS):
-        config = DocsConfig(num_samples=NUM_SAMPLES, max_length=LENGTH, seed=seed)
-        calibration = stacked(calibration_dataloader(config, tokenizer))
-        torch.save({"calibration": calibration, "evaluation": evaluation}, arguments.folder / f"tokens_{seed}.pt")
+    write_tokens(arguments.folder, tokenizer, NUM_SAMPLES, LENGTH)
 
 
 if __name__ == "__main__":

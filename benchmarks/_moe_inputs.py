@@ -16,7 +16,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from _gptq_inputs import stacked
+from _gptq_inputs import write_tokens
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -27,13 +27,10 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from lightning_compress.data import DocsConfig, calibration_dataloader, evaluation_dataloader
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
-from finetune_then_compress import ALL_OF_IT, DocsDataModule, LanguageModel, build_tokenizer, model_config
+from finetune_then_compress import DocsDataModule, LanguageModel, build_tokenizer, model_config
 
-NUM_SEEDS = 3
 NUM_SAMPLES = 128
 LENGTH = 256
 
@@ -98,12 +95,7 @@ def main() -> None:
         if not (arguments.folder / name / "tokenizer.json").exists():
             make().save_pretrained(arguments.folder / name)
             tokenizer.save_pretrained(arguments.folder / name)
-    held_out = DocsConfig(split="test", num_samples=ALL_OF_IT, max_length=LENGTH)
-    evaluation = stacked(evaluation_dataloader(held_out, tokenizer))
-    for seed in range(NUM_SEEDS):
-        config = DocsConfig(num_samples=NUM_SAMPLES, max_length=LENGTH, seed=seed)
-        calibration = stacked(calibration_dataloader(config, tokenizer))
-        torch.save({"calibration": calibration, "evaluation": evaluation}, arguments.folder / f"tokens_{seed}.pt")
+    write_tokens(arguments.folder, tokenizer, NUM_SAMPLES, LENGTH)
 
 
 if __name__ == "__main__":
