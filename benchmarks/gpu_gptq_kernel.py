@@ -18,8 +18,9 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 
 from lightning_compress.algorithms import gptq_triton
-from lightning_compress.algorithms.base import row_tiles, stacks
-from lightning_compress.algorithms.gptq import factorize, nearest_plane, quantize_block
+from lightning_compress.algorithms.base import STACK, row_tiles, runs
+from lightning_compress.algorithms.factor import factorize
+from lightning_compress.algorithms.nearest_plane import nearest_plane, quantize_block
 from lightning_compress.algorithms.scales import make_grid, minmax_scales
 
 LLAMA_3_8B = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
@@ -48,12 +49,12 @@ def block(num_channels: int, num_rows: int, repeats: int) -> None:
     groups = torch.zeros(num_channels, dtype=torch.int64, device="cuda")
     target, codes, delta = weight.clone(), torch.empty_like(weight), torch.zeros_like(weight)
 
-    def run(function: Callable[..., None]) -> Callable[[], None]:
-        return lambda: function(target.copy_(weight), weight, lower, scale, None, groups, grid, codes, delta.zero_())
+    def run(function: Callable[..., None], factor: object) -> Callable[[], None]:
+        return lambda: function(target.copy_(weight), weight, factor, scale, None, groups, grid, codes, delta.zero_())
 
-    eager = median_us(run(quantize_block), max(repeats // 5, 3))
+    eager = median_us(run(quantize_block, [lower]), max(repeats // 5, 3))
     eager_codes = codes.clone()
-    fused = median_us(run(gptq_triton.quantize_block), repeats)
+    fused = median_us(run(gptq_triton.quantize_block, lower), repeats)
     different = float((codes != eager_codes).float().mean())
     print(f"{num_channels:>8} {num_rows:>8} {eager:>12.0f} {fused:>12.0f} {eager / fused:>8.1f}x {different:>10.1e}")
 
@@ -67,9 +68,10 @@ def whole(name: str, num_rows: int, num_channels: int) -> None:
     scales = minmax_scales(weight, grid)
 
     def run() -> None:
-        for stack in stacks(row_tiles(num_rows)):
-            parts = [weight[rows] for rows in stack], factor, [scales.rows(rows) for rows in stack]
-            nearest_plane(*parts, grid)
+        tiles = row_tiles(num_rows)
+        for stack in runs(tiles, [tile.stop - tile.start for tile in tiles], STACK):
+            scales_of = [scales.rows(rows) for rows in stack]
+            nearest_plane([weight[rows] for rows in stack], [factor] * len(stack), scales_of, grid)
 
     fused = median_us(run, 5)
     with mock.patch.object(gptq_triton, "usable", return_value=False):

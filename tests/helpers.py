@@ -209,15 +209,15 @@ def input_grams(model: nn.Module, batches: Iterable[Any], call: Any = None) -> d
 def seen_statistics(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[type[Statistic], Statistic]]:
     """What each module is solved with, filled while the engine runs."""
     seen: dict[str, dict[type[Statistic], Statistic]] = {}
-    solve = solving._solve_group
+    stacked = solving._stacked
 
-    def solve_group(
-        group: Group, root: Any, resolved: Any, statistics: Mapping[type[Statistic], Statistic], collective: Any
-    ) -> Any:
+    def stack(
+        group: Group, root: Any, resolved: Any, statistics: Mapping[type[Statistic], Statistic]
+    ) -> solving._Stacked:
         seen.update({name: dict(statistics) for name in group.members})
-        return solve(group, root, resolved, statistics, collective)
+        return stacked(group, root, resolved, statistics)
 
-    monkeypatch.setattr(solving, "_solve_group", solve_group)
+    monkeypatch.setattr(solving, "_stacked", stack)
     return seen
 
 

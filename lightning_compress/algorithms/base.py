@@ -1,11 +1,11 @@
 """What every algorithm is: a frozen set of options with a pure function (weight, statistics, scheme) -> `Solved`.
 
 Method: solving has a serial part, done once for all output rows (`prepare`: factorize the Gram, choose per-tensor
-scales), and a part in which every output row is independent of the others (`solve_tiles`). The unit of the second is a
+scales), and a part in which every output row is independent of the others (`solve_parts`). The unit of the second is a
 *row tile*, whose height depends on the number of rows alone (`row_tiles`), never on who solves it: products are made
 tile by tile, and the same matrix shapes give the same last bits, so ranks can share the tiles of one weight and end in
-the codes that one rank finds. What is done element by element takes several tiles together (`stacks`), which saves the
-cost of calls.
+the codes that one rank finds. What is done element by element takes several tiles together (`stacks`), also of several
+weights (experts), which saves the cost of calls.
 
 Alternative not taken: one `solve` per module. Modules that read the same input (q, k, v; gate, up) share their Gram, so
 their rows are stacked and the factor is computed once; `split` takes the result apart again.
@@ -14,7 +14,6 @@ their rows are stacked and the factor is computed once; `split` takes the result
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import pairwise
 from typing import TypeVar, final
 
@@ -30,7 +29,7 @@ from lightning_compress.statistics import Drift, InputGram, Statistic
 Item = TypeVar("Item")
 Kinds = Collection[type[Statistic]]
 """Statistics that there are, whether an algorithm asks for them or not."""
-SolveTiles = Callable[[Sequence[slice]], list["Solved"]]
+SolveParts = Callable[[Sequence["Part"]], list["Solved"]]
 STACK = 2048
 """At most so many rows are solved at a time: enough to amortize the cost of a call per column."""
 TILE = 512  # rows at most
@@ -148,6 +147,26 @@ class Prepared:
         return choose_scales(weight, self.weighting, self.grid, self.scale_search)
 
 
+@final
+@dataclass(frozen=True)
+class Part:
+    """A row tile of a weight [O, I], and what is prepared of it."""
+
+    weight: Tensor
+    rows: slice
+    prepared: Prepared
+
+    @property
+    def values(self) -> Tensor:
+        """[R, I]."""
+        return self.weight[self.rows]
+
+    @property
+    def height(self) -> int:
+        """R."""
+        return int(self.rows.stop - self.rows.start)
+
+
 @dataclass(frozen=True)
 class Algorithm(ABC):
     """A solver. Subclasses are final frozen dataclasses of their options.
@@ -180,8 +199,8 @@ class Algorithm(ABC):
         """The serial part. The arguments and errors are those of `solve`."""
 
     @abstractmethod
-    def solve_tiles(self, weight: Tensor, tiles: Sequence[slice], prepared: Prepared) -> list[Solved]:
-        """Solve some of the `row_tiles` of `weight` [O, I], each as it would be without the others."""
+    def solve_parts(self, parts: Sequence[Part]) -> list[Solved]:
+        """Solve row tiles of weights that have one scheme and one width, each as it would be without the others."""
 
     @abstractmethod
     def costs(self, num_rows: int, num_channels: int) -> tuple[float, float]:
@@ -193,21 +212,27 @@ class Algorithm(ABC):
         """At most alive while `prepare` runs on a weight [O, I], and of that what it returns, beside its arguments."""
 
     @abstractmethod
-    def tile_bytes(self, num_rows: int, num_channels: int, args: QuantizationArgs, kinds: Kinds) -> int:
-        """At most alive inside `solve_tiles` for R rows of I channels, with its result, beside its arguments."""
+    def tile_bytes(
+        self, num_rows: int, num_channels: int, args: QuantizationArgs, kinds: Kinds, number: int = 1
+    ) -> int:
+        """At most alive inside `solve_parts` for R rows of I channels in all, of a `number` of weights, with the result,
+        beside its arguments."""
 
-    def workspace_bytes(self, num_rows: int, num_channels: int, args: QuantizationArgs, kinds: Kinds) -> int:
-        """At most alive inside `solve` of a weight [O, I], with its result, beside weight and statistics.
+    def workspace_bytes(
+        self, num_rows: int, num_channels: int, args: QuantizationArgs, kinds: Kinds, number: int = 1
+    ) -> int:
+        """At most alive while a `number` of weights [O, I] are solved together, with the results, beside weights and
+        statistics.
 
-        A closed form of those above: while preparing; then beside what is prepared a stack of tiles with the results of
-        all others, or all results twice, when they are joined.
+        A closed form of those above: while the last is prepared; then beside what is prepared a stack of tiles with the
+        results of all others, or all results twice, when they are joined.
         """
-        height = min(num_rows, STACK)
+        height = min(number * num_rows, STACK)
         peak, held = self.prepare_bytes(num_rows, num_channels, args, kinds)
-        tile = self.tile_bytes(height, num_channels, args, kinds)
-        others = result_bytes(num_rows - height, num_channels, args)
-        joined = 2 * result_bytes(num_rows, num_channels, args) if len(row_tiles(num_rows)) > 1 else 0
-        return max(peak, held + max(tile + others, joined))
+        tile = self.tile_bytes(height, num_channels, args, kinds, number)
+        others = result_bytes(number * num_rows - height, num_channels, args)
+        joined = 2 * result_bytes(number * num_rows, num_channels, args) if len(row_tiles(num_rows)) > 1 else 0
+        return max((number - 1) * held + peak, number * held + max(tile + others, joined))
 
     def solve(
         self,
@@ -216,7 +241,7 @@ class Algorithm(ABC):
         args: QuantizationArgs,
         scale_dtype: torch.dtype,
         row_splits: Sequence[int] | None = None,
-        share_out: Callable[[SolveTiles, Sequence[slice]], list[Solved]] | None = None,
+        share_out: Callable[[SolveParts, Sequence[Part]], list[Solved]] | None = None,
     ) -> Solved:
         """Quantize `weight` [O, I], the stacked rows of all modules that share an input.
 
@@ -226,7 +251,7 @@ class Algorithm(ABC):
             args: the scheme of the weights: int, 2 to 8 bits, tensor, channel or group strategy.
             scale_dtype: the dtype in which scales are stored; they are rounded to it before solving.
             row_splits: the rows of each module, which sum to O; one module by default.
-            share_out: given what solves tiles, and all of them, returns what all were solved to; None: solve them here.
+            share_out: given what solves parts, and all of them, returns what all were solved to; None: solve them here.
 
         Raises:
             SolveError: the scheme does not fit the weight, or the Gram cannot be factorized.
@@ -234,9 +259,8 @@ class Algorithm(ABC):
         """
         splits = [weight.shape[0]] if row_splits is None else row_splits
         prepared = self.prepare(weight, statistics, args, scale_dtype, splits)
-        tiles = row_tiles(weight.shape[0])
-        solve = partial(self.solve_tiles, weight, prepared=prepared)
-        return join(solve(tiles) if share_out is None else share_out(solve, tiles))
+        parts = [Part(weight, rows, prepared) for rows in row_tiles(weight.shape[0])]
+        return join(self.solve_parts(parts) if share_out is None else share_out(self.solve_parts, parts))
 
 
 def row_tiles(num_rows: int) -> list[slice]:
@@ -257,13 +281,9 @@ def row_tiles(num_rows: int) -> list[slice]:
     return [slice(start, stop) for start, stop in pairwise(bounds)]
 
 
-def stacks(tiles: Sequence[slice]) -> list[list[slice]]:
-    """Tiles in runs of at most `STACK` rows (or one tile).
-
-    >>> [[tile.stop for tile in stack] for stack in stacks(row_tiles(4096))]
-    [[512, 1024, 1536, 2048], [2560, 3072, 3584, 4096]]
-    """
-    return runs(tiles, [tile.stop - tile.start for tile in tiles], STACK)
+def stacks(parts: Sequence[Part]) -> list[list[Part]]:
+    """Parts in runs of at most `STACK` rows (or one tile)."""
+    return runs(parts, [part.height for part in parts], STACK)
 
 
 def runs(items: Sequence[Item], sizes: Sequence[int], limit: int) -> list[list[Item]]:

@@ -14,10 +14,6 @@ Scales are searched with the weights L_kk² of that sum: what a rounding error c
 it. The Gram's diagonal, which is what it would cost alone (and what other tools use), overrates channels that others
 can stand in for.
 
-Layout: everything is transposed to [I, O], so that a channel is one contiguous vector over the rows. Three levels:
-products with all earlier blocks (of `block_size` channels), products within the block, and a thin matrix-vector product
-within 16 channels. On a GPU with Triton, one kernel does the two inner levels (`gptq_triton`).
-
 A channel that was always zero in calibration neither influences the others nor is influenced: it is rounded to nearest.
 The reference sets its weights to zero; keeping them costs nothing, and is right if the channel comes alive later.
 
@@ -27,19 +23,19 @@ the factorization fails (the user would not know): damping is raised, and said t
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import groupby
 from typing import final
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
-from torch.nn import functional as F
 
 from lightning_compress.algorithms import gptq_triton
 from lightning_compress.algorithms.base import (
     Algorithm,
     Factor,
     Kinds,
+    Part,
     Prepared,
     Solved,
     check_weight,
@@ -54,9 +50,9 @@ from lightning_compress.algorithms.correction import (
     correction_bytes,
 )
 from lightning_compress.algorithms.factor import MAX_DAMPING, PANEL, factorize
+from lightning_compress.algorithms.nearest_plane import ALIGNMENT, nearest_plane
 from lightning_compress.algorithms.refit import ROUNDS, Candidate, best_rows, errors_held_out, refit_bytes, refitted
 from lightning_compress.algorithms.scales import (
-    Grid,
     Scales,
     make_grid,
     num_groups,
@@ -73,8 +69,6 @@ _NOT_CORRECTED = (
     "Not corrected: it is called several times, or inside a module that cannot be traced, or shares its input with "
     "modules of another scheme."
 )
-_SUB_BLOCK = 16
-_ALIGNMENT = 32  # of the matrices' rows, in elements
 
 
 @final
@@ -154,10 +148,14 @@ class Gptq(Algorithm):
             scales, held = max(scales + corrected + whole, correcting), held + corrected
         return max(matrix_bytes(num_channels), 2 * gram + vectors + max(panels, scales)), held
 
-    def tile_bytes(self, num_rows: int, num_channels: int, args: QuantizationArgs, kinds: Kinds) -> int:
-        num_rows += -num_rows % _ALIGNMENT
+    def tile_bytes(
+        self, num_rows: int, num_channels: int, args: QuantizationArgs, kinds: Kinds, number: int = 1
+    ) -> int:
+        num_rows += -num_rows % ALIGNMENT
         # [R, I] each: the weight and w - q as float32, codes, codes in their own order, and transposed
         matrices = num_rows * num_channels * (4 + 4 + 1 + 1 + 1)
+        if number > 1:  # scales, and zero points, of every place
+            matrices += num_rows * num_channels * (4 if args.symmetric else 8)
         blocks = 3 * 4 * num_rows * min(self.block_size, num_channels)  # targets, rounded values, a product
         stored = num_rows * (13 * num_groups(num_channels, args) + 32)
         targets = 2 * 4 * num_rows * num_channels if _corrects(kinds) else 0  # what is quantized, and M
@@ -218,54 +216,57 @@ class Gptq(Algorithm):
         )
 
     @torch.no_grad()
-    def solve_tiles(self, weight: Tensor, tiles: Sequence[slice], prepared: Prepared) -> list[Solved]:
-        return [solved for stack in stacks(tiles) for solved in self._solve_stack(weight, stack, prepared)]
+    def solve_parts(self, parts: Sequence[Part]) -> list[Solved]:
+        return [solved for stack in _stacks(parts) for solved in self._solve_stack(stack)]
 
-    def _solve_stack(self, weight: Tensor, stack: Sequence[slice], prepared: Prepared) -> list[Solved]:
+    def _solve_stack(self, stack: Sequence[Part]) -> list[Solved]:
         """Tiles that go through the channels together."""
-        parts, correction = [weight[rows] for rows in stack], prepared.correction
-        if correction is None:
-            best = [best_rows(each) for each in self._candidates(parts, stack, prepared)]
-            energies = [row_products(part, prepared.gram) for part in parts]
-            return [_solved(*each[:3], energy, prepared) for each, energy in zip(best, energies, strict=True)]
-        missing = [correction.lack.missing(part, rows) for part, rows in zip(parts, stack, strict=True)]
-        targets = [correction.target(*each) for each in zip(parts, missing, strict=True)]
-        solved = []
-        for part, rows, lacks, candidates in zip(
-            parts, stack, missing, self._candidates(targets, stack, prepared), strict=True
-        ):
-            held_out = None
-            if correction.judge is not None:
-                held_out = errors_held_out(candidates, part, rows, correction.judge, prepared.grid)
-            codes, scales, _, rounds = best_rows(candidates, held_out)
-            quantized, squares = values_of(codes, scales, prepared.grid), correction.lack.squares(part, rows)
-            assert prepared.gram is not None
-            error = row_errors(part, quantized, lacks, squares, prepared.gram)
-            energy = row_errors(part, torch.zeros_like(lacks), lacks, squares, prepared.gram)
-            made = _solved(codes, scales, error, energy, prepared)
-            row_rounds = torch.full(error.shape, rounds, dtype=torch.int8, device=error.device)
-            solved.append(made if self.refit is not None else replace(made, row_rounds=row_rounds))
-        return solved
+        missing = [_missing(part) for part in stack]
+        targets = [
+            part.values
+            if lacks is None or part.prepared.correction is None
+            else part.prepared.correction.target(part.values, lacks)
+            for part, lacks in zip(stack, missing, strict=True)
+        ]
+        found = self._candidates(targets, stack)
+        return [self._best(*each) for each in zip(stack, missing, found, strict=True)]
 
-    def _candidates(self, parts: Sequence[Tensor], stack: Sequence[slice], prepared: Prepared) -> list[list[Candidate]]:
+    def _best(self, part: Part, lacks: Tensor | None, candidates: Sequence[Candidate]) -> Solved:
+        """What a tile is solved to; `lacks`: see `Lack.missing`."""
+        weight, prepared, correction = part.values, part.prepared, part.prepared.correction
+        assert prepared.gram is not None
+        if correction is None or lacks is None:
+            codes, scales, error, _ = best_rows(candidates)
+            return _solved(codes, scales, error, row_products(weight, prepared.gram), prepared)
+        held_out = None
+        if correction.judge is not None:
+            held_out = errors_held_out(candidates, weight, part.rows, correction.judge, prepared.grid)
+        codes, scales, _, rounds = best_rows(candidates, held_out)
+        quantized, squares = values_of(codes, scales, prepared.grid), correction.lack.squares(weight, part.rows)
+        error = row_errors(weight, quantized, lacks, squares, prepared.gram)
+        energy = row_errors(weight, torch.zeros_like(lacks), lacks, squares, prepared.gram)
+        made = _solved(codes, scales, error, energy, prepared)
+        row_rounds = torch.full(error.shape, rounds, dtype=torch.int8, device=error.device)
+        return made if self.refit is not None else replace(made, row_rounds=row_rounds)
+
+    def _candidates(self, targets: Sequence[Tensor], stack: Sequence[Part]) -> list[list[Candidate]]:
         """Codes, scales and row errors of what is quantized, of every tile, after every round."""
-        factor, gram, grid = prepared.factor, prepared.gram, prepared.grid
-        assert factor is not None
-        assert gram is not None
-        scales = [prepared.scales_of(part, rows) for part, rows in zip(parts, stack, strict=True)]
-        found = nearest_plane(parts, factor, scales, grid, self.block_size)
+        factors = [_factor_of(part) for part in stack]
+        scales = [part.prepared.scales_of(target, part.rows) for target, part in zip(targets, stack, strict=True)]
+        grid = stack[0].prepared.grid
+        found = nearest_plane(targets, factors, scales, grid, self.block_size)
         tried = [[(codes, scale, error)] for scale, (codes, error) in zip(scales, found, strict=True)]
-        for number in range(self._rounds(prepared)):
+        rounds = [self._rounds(part.prepared) for part in stack]
+        for number in range(max(rounds)):
             if number:
-                found = nearest_plane(parts, factor, scales, grid, self.block_size)
-            codes_of = [codes for codes, _ in found]
-            scales = [
-                refitted(part, gram, codes, scale, grid)
-                for part, codes, scale in zip(parts, codes_of, scales, strict=True)
-            ]
-            for part, codes, scale, before in zip(parts, codes_of, scales, tried, strict=True):
-                before.append((codes, scale, row_products(part.float() - values_of(codes, scale, grid), gram)))
-        return tried
+                found = nearest_plane(targets, factors, scales, grid, self.block_size)
+            for place, (target, part) in enumerate(zip(targets, stack, strict=True)):
+                codes, gram = found[place][0], part.prepared.gram
+                assert gram is not None
+                scales[place] = refitted(target, gram, codes, scales[place], grid)
+                error = row_products(target.float() - values_of(codes, scales[place], grid), gram)
+                tried[place].append((codes, scales[place], error))
+        return [each[: 1 + most] for each, most in zip(tried, rounds, strict=True)]
 
     def _rounds(self, prepared: Prepared) -> int:
         if prepared.grid.per_tensor:
@@ -273,6 +274,25 @@ class Gptq(Algorithm):
         if self.refit is not None:
             return self.refit
         return ROUNDS if prepared.correction is not None and prepared.correction.judge is not None else 0
+
+
+def _stacks(parts: Sequence[Part]) -> list[list[Part]]:
+    """Those of one weight together, where the kernel for GPUs runs, which knows one factor; else of several."""
+    if not parts or not gptq_triton.usable(parts[0].weight):
+        return stacks(parts)
+    of_one = ([part for _, part in found] for _, found in groupby(enumerate(parts), lambda each: id(each[1].prepared)))
+    return [stack for group in of_one for stack in stacks(group)]
+
+
+def _factor_of(part: Part) -> Factor:
+    assert part.prepared.factor is not None
+    return part.prepared.factor
+
+
+def _missing(part: Part) -> Tensor | None:
+    """What the outputs of a tile lack; None: it is not corrected."""
+    correction = part.prepared.correction
+    return None if correction is None else correction.lack.missing(part.values, part.rows)
 
 
 def _corrects(kinds: Kinds) -> bool:
@@ -292,95 +312,3 @@ def _solved(codes: Tensor, scales: Scales, row_error: Tensor, row_energy: Tensor
         per_tensor=prepared.grid.per_tensor,
         correction={} if prepared.correction is None else prepared.correction.record,
     )
-
-
-def nearest_plane(
-    tiles: Sequence[Tensor], factor: Factor, scales: Sequence[Scales], grid: Grid, block_size: int = 128
-) -> list[tuple[Tensor, Tensor]]:
-    """Codes int8 [R, I] of each row tile [R, I], and the output error of its rows without damping, float64 [R].
-
-    The tiles go through the channels together, which saves calls; all products are made tile by tile, because the last
-    bits of a product depend on its shape and on how its rows are aligned. So a tile's result does not depend on the
-    others.
-    """
-    order, lower = factor.order, factor.lower
-    ends = list(accumulate(len(tile) for tile in tiles))
-    spans = [slice(end - len(tile), end) for tile, end in zip(tiles, ends, strict=True)]
-    padding = -ends[-1] % _ALIGNMENT
-    places = F.pad(torch.cat([tile.float().t() for tile in tiles], 1), (0, padding)).index_select(0, order)  # [I, R]
-    groups = order // grid.group_size
-    scale = F.pad(torch.cat([tile.scale.float().t() for tile in scales], 1), (0, padding), value=1.0)
-    shifts = [tile.zero_point.float().t() for tile in scales if tile.zero_point is not None]
-    zero_point = F.pad(torch.cat(shifts, 1), (0, padding)) if shifts else None
-    num_channels, num_rows = places.shape
-    delta = torch.zeros_like(places)  # w - q
-    codes = torch.empty(places.shape, dtype=torch.int8, device=places.device)
-    target, rounded = places.new_empty(2, min(block_size, num_channels), num_rows)
-    row_error = torch.zeros(num_rows, dtype=torch.float64, device=places.device)
-    for end in range(num_channels, 0, -block_size):
-        start = max(end - block_size, 0)
-        t, q, w, d = target[: end - start], rounded[: end - start], places[start:end], delta[start:end]
-        for span in spans:
-            torch.addmm(w[:, span], lower[end:, start:end].t(), delta[end:, span], out=t[:, span])
-        block = (t, w, lower[start:end, start:end], scale, zero_point, groups[start:end], grid, q, d)
-        if gptq_triton.usable(places):
-            gptq_triton.quantize_block(*block)
-        else:
-            quantize_block(*block, spans)
-        codes[start:end].copy_(q)
-        t.sub_(w).add_(d).square_()
-        for span in spans:
-            row_error[span] += factor.pivots[start:end] @ t[:, span]
-            row_error[span] -= factor.added * d[:, span].square().sum(0)
-    inverse = order.argsort()
-    return [(codes[:, span].index_select(0, inverse).t().contiguous(), row_error[span].clamp(min=0)) for span in spans]
-
-
-def quantize_block(
-    target: Tensor,
-    weight: Tensor,
-    lower: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    groups: Tensor,
-    grid: Grid,
-    codes: Tensor,
-    delta: Tensor,
-    spans: Sequence[slice] = (slice(None),),
-) -> None:
-    """Quantize the channels of one block, last to first; all matrices are [n, R], n channels by R rows.
-
-    Args:
-        target: w plus what earlier blocks left to make up for; the block's own corrections are added in place.
-        weight: w.
-        lower: [n, n], the unit lower triangular factor within the block.
-        scale: float32 [G, R].
-        zero_point: float32 [G, R]; None for symmetric grids.
-        groups: int64 [n], the group of each channel.
-        grid: the codes' limits.
-        codes: written, as floats.
-        delta: written, w - q; zero on entry.
-        spans: the row tiles; products are made for each.
-    """
-    scales, shifts = scale.unbind(0), () if zero_point is None else zero_point.unbind(0)
-    for end in range(len(target), 0, -_SUB_BLOCK):
-        start = max(end - _SUB_BLOCK, 0)
-        if end < len(target):
-            for span in spans:
-                target[start:end, span].addmm_(lower[end:, start:end].t(), delta[end:, span])
-        # Channels not quantized yet have zero coefficients and zero deltas, so every product has the same shape.
-        coefficients = lower[start:end, start:end].tril(-1).t().contiguous()
-        earlier = [delta[start:end, span].t() for span in spans]
-        targets = zip(*(target[start:end, span].unbind(0) for span in spans), strict=True)
-        channels = (matrix[start:end].unbind(0) for matrix in (target, codes, delta, weight))  # views made all at once
-        numbered = zip(*channels, targets, coefficients.unbind(0), groups[start:end].tolist(), strict=True)
-        for t, q, d, w, parts, coefficient, group in reversed(list(numbered)):
-            s = scales[group]
-            for part, errors in zip(parts, earlier, strict=True):
-                torch.addmv(part, errors, coefficient, out=part)
-            if zero_point is None:
-                torch.div(t, s, out=q).round_().clamp_(grid.low, grid.high)
-                torch.addcmul(w, q, s, value=-1, out=d)
-            else:
-                torch.addcdiv(shifts[group], t, s, out=q).round_().clamp_(grid.low, grid.high)
-                torch.addcmul(w, q - shifts[group], s, value=-1, out=d)

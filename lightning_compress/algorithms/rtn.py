@@ -20,6 +20,7 @@ from lightning_compress.algorithms.base import (
     TILE,
     Algorithm,
     Kinds,
+    Part,
     Prepared,
     Solved,
     check_weight,
@@ -61,7 +62,9 @@ class Rtn(Algorithm):
         scales = scales_bytes(num_rows, num_channels, args, self.scale_search) if args.strategy == "tensor" else 0
         return max(matrix_bytes(num_channels) if has_gram else 0, gram + scales), gram
 
-    def tile_bytes(self, num_rows: int, num_channels: int, args: QuantizationArgs, kinds: Kinds) -> int:
+    def tile_bytes(
+        self, num_rows: int, num_channels: int, args: QuantizationArgs, kinds: Kinds, number: int = 1
+    ) -> int:
         # [R, I] each: codes, weight, values and their factor as float32; or codes, a difference, its double, the square
         per_weight = 1 + 4 + 4 + 4 if InputGram in kinds else 1 + 4 + 8 + 8
         height = min(num_rows, TILE)
@@ -91,8 +94,8 @@ class Rtn(Algorithm):
         )
 
     @torch.no_grad()
-    def solve_tiles(self, weight: Tensor, tiles: Sequence[slice], prepared: Prepared) -> list[Solved]:
-        return [_solve_rows(weight[rows], rows, prepared) for rows in tiles]
+    def solve_parts(self, parts: Sequence[Part]) -> list[Solved]:
+        return [_solve_rows(part.values, part.rows, part.prepared) for part in parts]
 
 
 def _solve_rows(weight: Tensor, rows: slice, prepared: Prepared) -> Solved:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any
 
 import sympy
@@ -34,7 +34,7 @@ from lightning_compress.calibration.loop import Calibration
 from lightning_compress.calibration.observe import Statistics, begin_statistics, observing
 from lightning_compress.calibration.reference import differences
 from lightning_compress.calibration.repeats import repeated
-from lightning_compress.calibration.solve import bytes_together
+from lightning_compress.calibration.solve import bytes_together, stacked_groups
 from lightning_compress.calibration.stand_ins import LikeQuantizing, allowance
 from lightning_compress.errors import BudgetError
 from lightning_compress.graph.compat import (
@@ -83,11 +83,12 @@ def footprint(run: Calibration, batches: Sequence[Sequence[Tensor]]) -> tuple[Ne
             for step in subgraph.steps:
                 moments += meter.run(step, number, packed)
                 together = bytes_together(step.solve, run.flow.root) if run.collective.size > 1 else 0
-                for group in step.solve:
-                    solve, size = meter.solve(group, packed + together)
+                for groups in stacked_groups(step.solve, run.flow.root, run.resolved):
+                    solve, size = meter.solve(groups, packed + together)
                     moments.append(solve)
                     packed += size
-                    meter.keep(group, index)
+                    for group in groups:
+                        meter.keep(group, index)
                 meter.forget(step)
                 number += 1
             moments.append(meter.write(subgraph, packed))
@@ -219,31 +220,33 @@ class _Meter:
         self._flow.cache.rename(0, nodes)
         return True
 
-    def solve(self, group: Group, packed: int) -> tuple[Moment, int]:
-        """The moment at which a group is solved or packed, with `packed` bytes there already, and how many it adds."""
+    def solve(self, groups: Sequence[Group], packed: int) -> tuple[Moment, int]:
+        """The moment at which groups of one kind are solved together or packed, with `packed` bytes there already, and
+        how many they add."""
+        group, number = groups[0], len(groups)
         assignment = self._run.resolved.assignments[group.members[0]]
         weights = [self._root.get_submodule(name).get_parameter("weight") for name in group.members]
         num_rows, num_channels = sum(len(weight) for weight in weights), weights[0].shape[1]
         gathered = [self._statistics[source] for source in group.sources if source in self._statistics]
         kinds = {kind for found in gathered for kind in found}
-        workspace = assignment.algorithm.workspace_bytes(num_rows, num_channels, assignment.weights, kinds)
-        merged = _nbytes_of(gathered[:1]) if len(gathered) > 1 else 0
-        stacked = num_rows * num_channels * weights[0].itemsize
-        results = result_bytes(num_rows, num_channels, assignment.weights)
-        added = results - num_rows * num_channels * (8 - assignment.weights.num_bits) // 8
+        workspace = assignment.algorithm.workspace_bytes(num_rows, num_channels, assignment.weights, kinds, number)
+        merged = number * _nbytes_of(gathered[:1]) if len(gathered) > 1 else 0
+        stacked = number * num_rows * num_channels * weights[0].itemsize
+        results = number * result_bytes(num_rows, num_channels, assignment.weights)
+        added = results - number * num_rows * num_channels * (8 - assignment.weights.num_bits) // 8
         packing = PACKING * max(weight.numel() for weight in weights)
         large, small = (sum(sizes) for sizes in self._waiting())
         most = packed + self._originals + merged + max(stacked + workspace, results + added + packing)
         size = self._run.collective.size
-        serial, shared = assignment.algorithm.costs(num_rows, num_channels)
+        serial, shared = (number * cost for cost in assignment.algorithm.costs(num_rows, num_channels))
         moment = Moment(
             "solve",
-            ", ".join(group.members),
+            ", ".join(name for group in groups for name in group.members),
             waiting=large,
             fixed=small,
             statistics=_nbytes_of(self._statistics.values()),
             workspace=most,
-            work={"solve": serial + shared / size, "packing": num_rows * num_channels / size},
+            work={"solve": serial + shared / size, "packing": number * num_rows * num_channels / size},
         )
         return moment, added
 
@@ -352,8 +355,11 @@ class _Meter:
 
 def _of_another(row: Needs, subgraph: Subgraph, brought: int) -> Needs:
     """The row of a subgraph that is like the one whose row is given."""
-    members = iter(", ".join(group.members) for step in subgraph.steps for group in step.solve)
-    moments = (replace(each, of=next(members)) if each.what == "solve" else each for each in row.moments)
+    members = iter([name for step in subgraph.steps for group in step.solve for name in group.members])
+    moments = (
+        replace(each, of=", ".join(islice(members, each.of.count(", ") + 1))) if each.what == "solve" else each
+        for each in row.moments
+    )
     return Needs(subgraph.name, brought, tuple(moments))
 
 

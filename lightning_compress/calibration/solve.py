@@ -7,8 +7,9 @@ memory holds bit for bit what a reader of the checkpoint computes.
 import json
 from abc import ABC
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, groupby
 from typing import final
 
 import torch
@@ -17,8 +18,8 @@ from compressed_tensors.quantization.lifecycle.forward import dequantize, fake_q
 from compressed_tensors.quantization.utils import calculate_qparams, compute_dynamic_scales_and_zp
 from torch import Tensor, nn
 
-from lightning_compress.algorithms.base import Solved, SolveTiles, runs, split
-from lightning_compress.distributed.collective import Collective, SingleProcess
+from lightning_compress.algorithms.base import STACK, Part, Solved, SolveParts, join, row_tiles, runs, split
+from lightning_compress.distributed.collective import Collective
 from lightning_compress.distributed.share import keeps_whole, shared
 from lightning_compress.errors import NonFiniteError, SolveError
 from lightning_compress.graph.compat import FakeTensor
@@ -156,13 +157,19 @@ def solve_groups(
     """
     for run in _together(groups, root):
         costs = [_costs(group, root, resolved) for group in run]
-        if collective.size == 1 or not keeps_whole(costs, collective.size):
+        if collective.size > 1 and not keeps_whole(costs, collective.size):
             for group in run:
-                yield from _solve_group(group, root, resolved, gathered(group), collective)
+                yield from _solve_shared(group, root, resolved, gathered(group), collective)
             continue
 
         def solve(mine: Sequence[Group]) -> list[list[QuantizedModule]]:
-            return [_solve_group(group, root, resolved, gathered(group), SingleProcess()) for group in mine]
+            batches = stacked_groups(mine, root, resolved)
+            return [each for batch in batches for each in _solve_whole(batch, root, resolved, gathered)]
+
+        if collective.size == 1:
+            for batch in stacked_groups(run, root, resolved):
+                yield from chain(*_solve_whole(batch, root, resolved, gathered))
+            continue
 
         names = f"the solutions of {run[0].members[0]} to {run[-1].members[-1]}"
         for quantized in chain(*shared(solve, run, [sum(cost) for cost in costs], collective, names)):
@@ -189,32 +196,97 @@ def _costs(group: Group, root: nn.Module, resolved: ResolvedRecipe) -> tuple[flo
     return resolved.assignments[group.members[0]].algorithm.costs(num_rows, weights[0].shape[1])
 
 
+def stacked_groups(groups: Sequence[Group], root: nn.Module, resolved: ResolvedRecipe) -> list[list[Group]]:
+    """Consecutive groups that are solved together: with as many rows, of one scheme and width, as are one stack."""
+    alike = [list(found) for _, found in groupby(groups, lambda group: _kind(group, root, resolved))]
+    return [batch for found in alike for batch in runs(found, [_num_rows(group, root) for group in found], STACK)]
+
+
+def _kind(group: Group, root: nn.Module, resolved: ResolvedRecipe) -> tuple[object, ...]:
+    name = group.members[0]
+    return *group_key(resolved.assignments[name], root.get_submodule(name)), _num_rows(group, root)
+
+
+def _num_rows(group: Group, root: nn.Module) -> int:
+    return sum(len(root.get_submodule(name).get_parameter("weight")) for name in group.members)
+
+
+@dataclass(frozen=True)
+class _Stacked:
+    """A group with the stacked rows of its members [O, I], and how many each has."""
+
+    group: Group
+    weight: Tensor
+    rows: tuple[int, ...]
+    statistics: GroupStatistics
+    assignment: Assignment
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and scales."""
+        return self.weight.dtype
+
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """Within: errors name the members and the shape."""
+        try:
+            yield
+        except ValueError as error:
+            names = ", ".join(self.group.members)
+            raise SolveError(f"{names} (stacked weight {list(self.weight.shape)}): {error}") from error
+
+
+def _stacked(group: Group, root: nn.Module, resolved: ResolvedRecipe, statistics: GroupStatistics) -> _Stacked:
+    weights = [root.get_submodule(name).get_parameter("weight").detach() for name in group.members]
+    _check_finite(group, statistics)
+    rows = tuple(len(weight) for weight in weights)
+    return _Stacked(group, torch.cat(weights), rows, statistics, resolved.assignments[group.members[0]])
+
+
+def _modules(stacked: _Stacked, solved: Solved, resolved: ResolvedRecipe) -> list[QuantizedModule]:
+    scale, zero_point = _static_input(stacked.assignment.scheme, stacked.statistics, stacked.dtype)
+    return [
+        QuantizedModule(name, resolved.assignments[name].scheme, part, scale, zero_point)
+        for name, part in zip(stacked.group.members, split(solved, stacked.rows), strict=True)
+    ]
+
+
 @torch.no_grad()
-def _solve_group(
+def _solve_shared(
     group: Group, root: nn.Module, resolved: ResolvedRecipe, statistics: GroupStatistics, collective: Collective
 ) -> list[QuantizedModule]:
     """Quantize all members of a group from one stack of their rows, which the ranks share out."""
-    assignment = resolved.assignments[group.members[0]]
-    weights = [root.get_submodule(name).get_parameter("weight") for name in group.members]
-    rows = [weight.shape[0] for weight in weights]
-    stacked = torch.cat([weight.detach() for weight in weights])
-    _check_finite(group, statistics)
-    names = ", ".join(group.members)
+    stacked = _stacked(group, root, resolved, statistics)
+    what = f"the solution of {', '.join(group.members)}"
 
-    def share_out(solve: SolveTiles, tiles: Sequence[slice]) -> list[Solved]:
-        heights = [tile.stop - tile.start for tile in tiles]
-        parts = shared(solve, tiles, heights, collective, f"the solution of {names}")
-        return [part.to(stacked.device) for part in parts]
+    def share_out(solve: SolveParts, parts: Sequence[Part]) -> list[Solved]:
+        solved = shared(solve, parts, [part.height for part in parts], collective, what)
+        return [part.to(stacked.weight.device) for part in solved]
 
-    try:
-        solved = assignment.algorithm.solve(stacked, statistics, assignment.weights, weights[0].dtype, rows, share_out)
-    except ValueError as error:
-        raise SolveError(f"{names} (stacked weight {list(stacked.shape)}): {error}") from error
-    scale, zero_point = _static_input(assignment.scheme, statistics, weights[0].dtype)
-    return [
-        QuantizedModule(name, resolved.assignments[name].scheme, part, scale, zero_point)
-        for name, part in zip(group.members, split(solved, rows), strict=True)
-    ]
+    with stacked.naming():
+        found = stacked.assignment.algorithm.solve(
+            stacked.weight, statistics, stacked.assignment.weights, stacked.dtype, stacked.rows, share_out
+        )
+    return _modules(stacked, found, resolved)
+
+
+@torch.no_grad()
+def _solve_whole(
+    groups: Sequence[Group], root: nn.Module, resolved: ResolvedRecipe, gathered: Callable[[Group], GroupStatistics]
+) -> list[list[QuantizedModule]]:
+    """Quantize groups of one kind, each from the stack of its members' rows, tiles of all of them together."""
+    algorithm = resolved.assignments[groups[0].members[0]].algorithm
+    stacks = [_stacked(group, root, resolved, gathered(group)) for group in groups]
+    parts: list[list[Part]] = []
+    for each in stacks:
+        with each.naming():
+            args = (each.assignment.weights, each.dtype, each.rows)
+            prepared = algorithm.prepare(each.weight, each.statistics, *args)
+            parts.append([Part(each.weight, rows, prepared) for rows in row_tiles(len(each.weight))])
+    with stacks[0].naming():
+        solved = iter(algorithm.solve_parts(list(chain(*parts))))
+    joined = [join([next(solved) for _ in of_one]) for of_one in parts]
+    return [_modules(*each, resolved) for each in zip(stacks, joined, strict=True)]
 
 
 def apply(quantized: QuantizedModule, root: nn.Module, store: WeightStore) -> None:

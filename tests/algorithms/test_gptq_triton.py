@@ -14,7 +14,8 @@ from reference import scheme, weight_and_gram
 
 from lightning_compress.algorithms import gptq_triton
 from lightning_compress.algorithms.base import Factor
-from lightning_compress.algorithms.gptq import factorize, quantize_block
+from lightning_compress.algorithms.factor import factorize
+from lightning_compress.algorithms.nearest_plane import quantize_block
 from lightning_compress.algorithms.scales import Grid, Scales, make_grid, minmax_scales
 
 
@@ -37,9 +38,9 @@ def compare(symmetric: bool, device: str) -> None:
     scale = scales.scale.float().t().contiguous().to(device)
     zero_point = None if scales.zero_point is None else scales.zero_point.float().t().contiguous().to(device)
     results = []
-    for function in (quantize_block, gptq_triton.quantize_block):
+    for function, factors in ((quantize_block, [lower]), (gptq_triton.quantize_block, lower)):
         t, codes, delta = target.clone(), torch.empty_like(weight), torch.zeros_like(weight)
-        function(t, weight, lower, scale, zero_point, groups, grid, codes, delta)
+        function(t, weight, factors, scale, zero_point, groups, grid, codes, delta)
         results.append((codes, delta, t))
     (codes, delta, t), (fused_codes, fused_delta, fused_t) = results
     same = (codes == fused_codes).all(0)
