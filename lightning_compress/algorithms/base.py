@@ -215,8 +215,8 @@ class Algorithm(ABC):
     def tile_bytes(
         self, num_rows: int, num_channels: int, args: QuantizationArgs, kinds: Kinds, number: int = 1
     ) -> int:
-        """At most alive inside `solve_parts` for R rows of I channels in all, of a `number` of weights, with the result,
-        beside its arguments."""
+        """At most alive inside `solve_parts` for R rows in all, of a `number` of weights, with the result, beside its
+        arguments."""
 
     def workspace_bytes(
         self, num_rows: int, num_channels: int, args: QuantizationArgs, kinds: Kinds, number: int = 1

@@ -2,8 +2,8 @@
 
 Method: a program takes a few output rows through all channels of the block, last to first, and keeps their rounding
 errors in registers: one launch per block instead of five per channel. Rows are independent, so programs never wait for
-each other. `nearest_plane.quantize_block` is the reference; here sums run in another order, so codes can differ at ties on
-rounding borders. `benchmarks/gpu_gptq_kernel.py` compares their times.
+each other. `nearest_plane.quantize_block` is the reference; here sums run in another order, so codes can differ at ties
+on rounding borders. `benchmarks/gpu_gptq_kernel.py` compares their times.
 
 Alternative not taken: a CUDA graph of the eager operations. It saves the launches, but every channel would still read
 the errors of those before it from memory.
@@ -88,7 +88,8 @@ def quantize_block(
     codes: Tensor,
     delta: Tensor,
 ) -> None:
-    """The contract of `nearest_plane.quantize_block`, for all tiles at once; all float32 and, but for `lower`, contiguous."""
+    """The contract of `nearest_plane.quantize_block`, for all tiles, of one weight, at once; all float32 and, but for
+    `lower`, contiguous."""
     num_channels, num_rows = target.shape
     _kernel[(triton.cdiv(num_rows, _ROWS_PER_PROGRAM),)](
         target,
