@@ -66,8 +66,8 @@ from lightning_compress.statistics import Drift, InputDrift, InputGram, Statisti
 
 CORRECTS = ("none", "inputs", "residual")
 _NOT_CORRECTED = (
-    "Not corrected: it is called several times, or inside a module that cannot be traced, or shares its input with "
-    "modules of another scheme."
+    "Not corrected: it is an expert, or called several times, or inside a module that cannot be traced, or shares its "
+    "input with modules of another scheme."
 )
 
 

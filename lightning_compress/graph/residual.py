@@ -93,7 +93,7 @@ def residuals(graph: fx.Graph, groups: Iterable[Group]) -> dict[str, Residual]:
             first_readers.setdefault(leaf_input(node), memory.position[node])
     found: dict[str, Residual] = {}
     for group in groups:
-        if len(group.sources) != 1 or group.sources[0].inner is not None:
+        if len(group.sources) != 1 or group.sources[0].inner is not None or group.sources[0].rows is not None:
             continue
         solved = first_readers[group.sources[0].node]
         for name in group.members:
