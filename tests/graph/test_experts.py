@@ -5,6 +5,7 @@ with gate and up of an interleaved layout taken for halves, without biases, and 
 orientation.
 """
 
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -147,3 +148,21 @@ def test_quantized_inputs_keep_experts_unfolded() -> None:
         first = model.get_submodule("model.layers.0.mlp.experts.0.up_proj")
         first.register_forward_pre_hook(lambda *_: None)
     assert [isinstance(model.get_submodule(f"model.layers.{n}.mlp.experts"), Experts) for n in (0, 1)] == [True, False]
+
+
+def test_a_norm_behind_every_expert() -> None:
+    """Of the only family that has one, the module with the experts alone."""
+    family = pytest.importorskip("transformers.models.muse_spark.modeling_muse_spark")
+    sizes = {"num_local_experts": 4, "moe_hidden_size": 16, "moe_intermediate_size": 24}
+    config = SimpleNamespace(**sizes, hidden_act="silu", post_norm_eps=1e-5, _experts_implementation="eager")
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"experts": family.MuseSparkExperts(config)}).double()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    weights, chosen = torch.randn(9, 4).double().softmax(-1).topk(2, dim=-1)
+    x = torch.randn(9, 16).double()
+    expected = model["experts"](x, chosen, weights)
+    with torch.no_grad(), unfolded(model):
+        assert isinstance(model["experts"], Experts)
+        assert "experts.post_expert_norm.weight" in model.state_dict()
+        torch.testing.assert_close(model["experts"](x, chosen, weights), expected, rtol=1e-12, atol=1e-12)
