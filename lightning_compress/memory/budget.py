@@ -326,7 +326,9 @@ def _refusal(name: str, given: int | None, peak: Peak, budgets: Budgets) -> str:
     verb = {"batch": "runs", "solve": "is solved", "write": "is written", "verification": "is read back"}
     parts = sorted(peak.parts.items(), key=lambda part: -part[1])
     listed = ", ".join(f"{_NAMES[part]} {gib(size)}" for part, size in parts if size > needed / 100)
-    where = f"{peak.row.name}: {peak.moment.of}" if peak.moment.of else peak.row.name
+    names = peak.moment.of.split(", ")
+    modules = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    where = f"{peak.row.name}: {modules}" if peak.moment.of else peak.row.name
     lower = [_REMEDIES[part] for part, size in parts if part in _REMEDIES and size > needed / 20]
     if peak.moment.what == "verification":
         lower = [_REMEDIES["verification"]]

@@ -243,7 +243,7 @@ def _worst(found: Sequence[Peak], place: Place) -> list[Row]:
     for what in dict.fromkeys(peak.moment.what for peak in found):
         peak = max((peak for peak in found if peak.moment.what == what), key=lambda peak: peak.num_bytes)
         parts = {TITLES[part]: size for part, size in peak.parts.items()}
-        modules = [name.rpartition(".")[2] for name in peak.moment.of.split(", ") if name]
+        modules = dict.fromkeys(name.rpartition(".")[2] for name in peak.moment.of.split(", ") if name)
         rows.append(Row(what, place, parts, at=": ".join(filter(None, (peak.row.name, ", ".join(modules))))))
     return rows
 
