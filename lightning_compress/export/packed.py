@@ -122,16 +122,17 @@ def load_compressed(module: nn.Module, directory: str | Path) -> nn.Module:
 def _load(module: nn.Module, directory: Path, config: QuantizationConfig) -> None:
     stored = stored_tensors(directory)
     schemes = quantized_modules(config, stored.keys())
-    loads = tensor_loads(module, _decoded(stored, schemes), directory)
+    loads, unexpected = tensor_loads(module, _decoded(stored, schemes), directory)
     state = {name: value for load in dict.fromkeys(loads.values()) for name, value in load().items()}
     _quantize_inputs(module, stored, schemes)
-    missing, unexpected = module.load_state_dict(state, strict=False)
+    missing, unknown = module.load_state_dict(state, strict=False)
     tensors = module.state_dict(keep_vars=True)
     loaded = {id(tensors[key]) for key in state if key in tensors}
     missing = [key for key in missing if id(tensors[key]) not in loaded]  # tied to what was loaded
-    if missing or unexpected:
+    if missing or unknown or unexpected:
         raise CompressionError(
-            f"{directory} does not fit {type(module).__name__}: missing {missing[:5]}, unexpected {unexpected[:5]}."
+            f"{directory} does not fit {type(module).__name__}: it lacks {missing[:5]}, and the module has no "
+            f"{[*unknown, *unexpected][:5]}. Give the model that was compressed, built with the same configuration."
         )
 
 

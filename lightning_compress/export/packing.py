@@ -5,7 +5,8 @@ recover exactly the codes that were solved. A weight in bfloat16 would not do: i
 """
 
 import inspect
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.format import infer_module_format
@@ -22,7 +23,6 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange
 
 from lightning_compress.calibration.solve import QuantizedModule, dequantize_weight
-from lightning_compress.graph.experts import Experts
 from lightning_compress.recipe.resolve import ResolvedRecipe
 
 PackedModule = dict[str, Tensor]
@@ -36,6 +36,9 @@ PACKED_NAMES = (
     "input_zero_point",
 )
 """What a packed module may consist of."""
+
+
+_EXPERT = re.compile(r"experts\.\d+\.")
 
 
 def scheme_format(scheme: QuantizationScheme) -> str:
@@ -98,7 +101,8 @@ def quantization_config(resolved: ResolvedRecipe, root: nn.Module, rename: Mappi
     """The `quantization_config` of config.json.
 
     With one scheme the target is the class `Linear`, less an `ignore` list. With several, every group names its
-    modules: readers that fuse q/k/v into one layer resolve names, but would let the class name win over them.
+    modules: readers that fuse q/k/v into one layer resolve names, but would let the class name win over them. Where a
+    module has another name in the checkpoint, both are given: vLLM resolves the file's names, transformers its own.
 
     Args:
         resolved: which module got which scheme.
@@ -118,7 +122,7 @@ def quantization_config(resolved: ResolvedRecipe, root: nn.Module, rename: Mappi
     groups = {
         f"group_{number}": scheme.model_copy(
             update={
-                "targets": ["Linear"] if len(schemes) == 1 else _renamed(members, rename),
+                "targets": ["Linear"] if len(schemes) == 1 else _targets(members, linears, rename),
                 "format": scheme_format(scheme),
             }
         )
@@ -129,14 +133,14 @@ def quantization_config(resolved: ResolvedRecipe, root: nn.Module, rename: Mappi
         config_groups=groups,
         format=formats.pop() if len(formats) == 1 else CompressionFormat.mixed_precision.value,
         quantization_status=QuantizationStatus.COMPRESSED,
-        ignore=_renamed(ignore, rename),
+        ignore=_both_names(ignore, rename),
     )
     dumped: dict[str, object] = config.model_dump(mode="json")
     scheme = schemes[0][0]
     if (
         len(schemes) == 1
         and scheme.input_activations is None
-        and (_packs_zero_points(scheme) or _initializes_parents(root, resolved) or _quantizes_experts(root, resolved))
+        and (_packs_zero_points(scheme) or _initializes_parents(root, resolved))
     ):
         dumped["dequantize"] = True
     return dumped
@@ -164,11 +168,21 @@ def _initializes_parents(root: nn.Module, resolved: ResolvedRecipe) -> bool:
     return any(parent in sources for parent in parents - {model.__name__ for model in models})
 
 
-def _quantizes_experts(root: nn.Module, resolved: ResolvedRecipe) -> bool:
-    """transformers keeps experts as stacks, which it makes of quantized ones when it dequantizes them on loading."""
-    paths = [f"{path}." for path, module in root.named_modules() if isinstance(module, Experts)]
-    return any(name.startswith(tuple(paths)) for name in resolved.assignments)
+def _targets(members: Sequence[str], linears: Sequence[str], rename: Mapping[str, str]) -> list[str]:
+    """Modules of one scheme among several, by name; experts by patterns, by which transformers tells whose scheme is
+    theirs, with any number in place of layer and expert where all that it fits are among them."""
+    chosen, known = set(_both_names(members, rename)), _both_names(linears, rename)
+    targets: dict[str, None] = {}
+    for name in _both_names(members, rename):
+        if _EXPERT.search(name) is None:
+            targets[name] = None
+            continue
+        pattern = re.sub(r"\d+", r"\\d+", re.escape(name))
+        fits_all = all(other in chosen for other in known if re.fullmatch(pattern, other))
+        targets[f"re:{pattern if fits_all else re.escape(name)}$"] = None
+    return list(targets)
 
 
-def _renamed(names: Iterable[str], rename: Mapping[str, str]) -> list[str]:
-    return [rename.get(name, name) for name in names]
+def _both_names(names: Iterable[str], rename: Mapping[str, str]) -> list[str]:
+    """Names in the checkpoint and, where they differ, in memory."""
+    return list(dict.fromkeys(each for name in names for each in (rename.get(name, name), name)))

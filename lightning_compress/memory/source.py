@@ -123,21 +123,25 @@ def weight_source(
     return WeightSource({name: entry.load for name, entry in found.items()}, files_fingerprint(stored))
 
 
-def tensor_loads(root: nn.Module, stored: Mapping[str, Readable], folder: Path) -> dict[str, Load]:
-    """What reads the tensors of a model, by their names there, of those that are stored in a folder.
+def tensor_loads(root: nn.Module, stored: Mapping[str, Readable], folder: Path) -> tuple[dict[str, Load], list[str]]:
+    """What reads the tensors of a model, by their names there, of those that are stored in a folder; and the names of
+    those stored that it has no place for.
 
     Raises:
         CompressionError: they may be matched in several ways.
     """
-    return {name: entry.load for name, entry in _in_folder(root, stored, folder).items()}
+    found = _in_folder(root, stored, folder)
+    used = {key for entry in found.values() for key in entry.keys}
+    return {name: entry.load for name, entry in found.items()}, [key for key in stored if key not in used]
 
 
 @dataclass(frozen=True)
 class _Found:
-    """What reads a tensor of the model, and the shape it will have."""
+    """What reads a tensor of the model, the shape it will have, and what it is made of by the names in the file."""
 
     load: Load
     shape: tuple[int, ...]
+    keys: tuple[str, ...]
 
 
 def _tensors(root: nn.Module) -> dict[str, Tensor]:
@@ -224,12 +228,12 @@ def _transformers_models(root: nn.Module, path: str = "") -> dict[str, PreTraine
 
 def _named(root: nn.Module, stored: Mapping[str, Readable], prefix: str = "") -> dict[str, _Found]:
     """The tensors whose names begin with `prefix`, without it."""
-    named = {key.removeprefix(prefix): tensor for key, tensor in stored.items() if key.startswith(prefix)}
-    return _taken_apart(root, {name: _reading(name, tensor) for name, tensor in named.items()})
+    named = {key.removeprefix(prefix): key for key in stored if key.startswith(prefix)}
+    return _taken_apart(root, {name: _reading(name, key, stored[key]) for name, key in named.items()})
 
 
-def _reading(name: str, tensor: Readable) -> _Found:
-    return _Found(lambda: {name: tensor.read()}, tensor.shape)
+def _reading(name: str, key: str, tensor: Readable) -> _Found:
+    return _Found(lambda: {name: tensor.read()}, tensor.shape, (key,))
 
 
 def _transformers_tensors(
@@ -253,13 +257,14 @@ def _transformers_tensors(
         if name not in state:
             continue
         if pattern is None:
-            found[prefix + name] = _reading(prefix + name, stored[key])
+            found[prefix + name] = _reading(prefix + name, key, stored[key])
         else:
             converted.setdefault(name, (by_pattern[pattern], []))[1].append((key, pattern))
     for name, (converter, sources) in converted.items():
         load = _converting(model, name, converter, sources, stored, prefix)
         shapes = _convert(model, name, converter, sources, lambda k: _empty(stored[k]))
-        found.update({prefix + key: _Found(load, tuple(value.shape)) for key, value in shapes.items()})
+        keys = tuple(key for key, _ in sources)
+        found.update({prefix + key: _Found(load, tuple(value.shape), keys) for key, value in shapes.items()})
     used = [conversion for conversion in conversions if conversion.was_used()]
     object.__setattr__(model, "_weight_conversions", used)  # as `from_pretrained` leaves it, for writing
     return _taken_apart(model, found, prefix)
@@ -291,7 +296,7 @@ def _linears_of(stack: _Found, experts: Experts, key: str, name: str) -> dict[st
         return {path + local: part for local, part in experts.split(key, value).items()}
 
     shapes = experts.split(key, torch.empty(stack.shape, device="meta"))
-    return {path + local: _Found(load, tuple(part.shape)) for local, part in shapes.items()}
+    return {path + local: _Found(load, tuple(part.shape), stack.keys) for local, part in shapes.items()}
 
 
 def _converting(

@@ -1,20 +1,26 @@
 """Quantized experts go to the file one by one, under the names that checkpoints have, and come back bit for bit."""
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import compress, contents, prepare, recipe, run, saved, token_batches
+from compressed_tensors.quantization import QuantizationConfig
+from helpers import compress, contents, modifier, prepare, recipe, run, saved, token_batches
 from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lightning_compress import load_compressed
+from lightning_compress import CompressionError, load_compressed
+from lightning_compress.export.packed import quantization_config as quantization_config_of
+from lightning_compress.export.packing import quantization_config
 from lightning_compress.export.verify import ReadBackWarning
 from lightning_compress.graph.experts import unfolded
 from lightning_compress.plugin.job import run_job
+from lightning_compress.recipe.load import load_recipe
+from lightning_compress.recipe.resolve import resolve
 
 pytestmark = pytest.mark.filterwarnings("ignore::lightning_compress.report.experts.ExpertCoverageWarning")
 SIZES: dict[str, Any] = {
@@ -29,7 +35,12 @@ SIZES: dict[str, Any] = {
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
 }
-READ_BY_TRANSFORMERS = {"mixtral": "block_sparse_moe.experts.3.w2", "qwen3_moe": "mlp.experts.3.down_proj"}
+READ_BY_TRANSFORMERS = {
+    "mixtral": "block_sparse_moe.experts.3.w2",
+    "olmoe": "mlp.experts.3.down_proj",
+    "phimoe": "block_sparse_moe.experts.3.w2",
+    "qwen3_moe": "mlp.experts.3.down_proj",
+}
 STACKED_ON_DISK = {"gpt_oss": "mlp.experts.3.down_proj", "granitemoe": "block_sparse_moe.experts.3.down_proj"}
 """Families whose checkpoints hold experts one by one, and as stacks, each with a name in the compressed file."""
 
@@ -61,8 +72,42 @@ def test_transformers_reads_them(family: str, dtype: torch.dtype, tmp_path: Path
     assert verification.num_modules == len(report.modules) == 2 * (4 + 4 * 3)
     assert f"model.layers.1.{READ_BY_TRANSFORMERS[family]}.weight_packed" in keys_in(tmp_path)
     loaded = type(model).from_pretrained(tmp_path, dtype=dtype)  # type: ignore[attr-defined]
-    state = model.state_dict()
-    assert all(torch.equal(value, state[name]) for name, value in loaded.state_dict().items())
+    state = loaded.state_dict()
+    experts = {name: value for name, value in model.named_parameters() if ".experts." in name}
+    assert len(experts) == 4
+    assert all(torch.equal(state[name], value) for name, value in experts.items())
+    batch = token_batches(1)[0]
+    with torch.no_grad():
+        assert torch.equal(loaded(**batch).logits, model(**batch).logits)
+
+
+def test_transformers_reads_several_schemes(tmp_path: Path) -> None:
+    """It takes the experts' scheme from a pattern that says "experts"; names gave it the attention's. Broken once by
+    naming each expert: what came back differed."""
+    model = model_of("qwen3_moe")
+    given = [modifier(8, targets=["re:.*self_attn.*"]), modifier(4, targets=["re:.*experts.*"])]
+    report = compress(model, token_batches(), {"modifiers": given}, tmp_path)
+    assert report.verification is not None
+    assert report.verification.passed
+    assert report.verification.loaded_with == "transformers Qwen3MoeForCausalLM.from_pretrained"
+    groups = quantization_config_of(tmp_path).config_groups
+    assert groups["group_1"].targets == [
+        rf"re:model\.layers\.\d+\.mlp\.experts\.\d+\.{name}_proj$" for name in ("gate", "up", "down")
+    ]
+
+
+def test_targets_of_some_experts_name_them(tmp_path: Path) -> None:
+    """A pattern must not fit experts of another scheme."""
+    given = [modifier(4, targets=["re:.*experts.*"]), modifier(8, targets=["re:.*layers.0.mlp.experts.2.down_proj"])]
+    with unfolded(model := model_of("qwen3_moe")):
+        resolved = resolve(load_recipe({"modifiers": given}), model)
+        groups = QuantizationConfig.model_validate(quantization_config(resolved, model, {})).config_groups
+        for group, scheme in groups.items():
+            named = {n for n in resolved.assignments if any(re.match(t.removeprefix("re:"), n) for t in scheme.targets)}
+            bits = {"group_0": 4, "group_1": 8}[group]
+            assert named == {n for n, a in resolved.assignments.items() if a.scheme.weights.num_bits == bits}
+    assert len(groups["group_0"].targets) == 2 + 7
+    assert groups["group_1"].targets == [r"re:model\.layers\.0\.mlp\.experts\.2\.down_proj$"]
 
 
 @pytest.mark.parametrize("family", sorted(STACKED_ON_DISK))
@@ -92,8 +137,16 @@ def test_from_disk_as_from_memory(family: str, tmp_path: Path) -> None:
     assert any(key.endswith(f"experts.1.{key.split('.')[-2]}.weight") for key in keys_in(tmp_path / "disk"))
 
 
-def test_an_interrupted_run_is_continued(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_a_tensor_too_many_is_refused(family: str, tmp_path: Path) -> None:
+    """Of a model with more layers, say: nothing that is stored is left out in silence."""
+    compress(model_of(family), token_batches(), recipe(4), tmp_path, verify=False)
+    smaller = AutoConfig.for_model(family, **{**SIZES, "num_hidden_layers": 1}, head_dim=16)
+    with pytest.raises(CompressionError, match=r"the module has no \['model\.layers\.1"):
+        load_compressed(AutoModelForCausalLM.from_config(smaller), tmp_path)
 
+
+def test_an_interrupted_run_is_continued(tmp_path: Path) -> None:
     compress(model_of("mixtral"), token_batches(), recipe(4), tmp_path / "whole", verify=False)
     shutil.rmtree(tmp_path / "out", ignore_errors=True)
     begun = run_job(prepare(model_of("mixtral"), token_batches(), recipe(4), tmp_path / "out", verify=False))

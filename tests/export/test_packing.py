@@ -66,7 +66,7 @@ def test_config_of_one_and_of_several_schemes() -> None:
     given = {"modifiers": [modifier(4), modifier(targets=["re:.*down_proj"], scheme="W8A8")]}
     config = quantization_config(resolve(load_recipe(given), model), model, {"model.layers.0.mlp.down_proj": "renamed"})
     groups = QuantizationConfig.model_validate(config).config_groups
-    assert groups["group_1"].targets == ["renamed"]
+    assert groups["group_1"].targets == ["renamed", "model.layers.0.mlp.down_proj"]
     assert len(groups["group_0"].targets) == 6
     assert (config["format"], groups["group_0"].format, groups["group_1"].format) == (
         "mixed-precision",
