@@ -27,6 +27,7 @@ from lightning_compress.export.packed import checkpoint_source
 from lightning_compress.foresight.estimate import Estimate
 from lightning_compress.foresight.jobs import FineTuningJob
 from lightning_compress.foresight.planned import save_planned
+from lightning_compress.graph.experts import unfolded
 from lightning_compress.memory.files import has_safetensors
 from lightning_compress.memory.placement import placement
 from lightning_compress.memory.tracker import available_bytes
@@ -253,8 +254,9 @@ def _perplexity(
     """Layer by layer where the weights are on disk (`weights`) or have to be copied to a device."""
     if weights is None and device.type == "cpu":
         return perplexity(model, batches)
-    source = None if weights is None else checkpoint_source(model, weights)
-    return perplexity(model, batches, placement(memory_options(memory), device, source))
+    with unfolded(model):  # compressed checkpoints hold experts one by one, for which not all families have names
+        source = None if weights is None else checkpoint_source(model, weights)
+        return perplexity(model, batches, placement(memory_options(memory), device, source))
 
 
 def _save(file: str | None, save: Callable[[Result, Path], None], found: Result, said: str) -> None:

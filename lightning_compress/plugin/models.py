@@ -53,7 +53,7 @@ def load_model(config: DictConfig, from_disk: bool) -> tuple[nn.Module, PreTrain
     """A transformers model, in host memory or (`from_disk`) with its parameters on the meta device, and its tokenizer.
 
     Raises:
-        CompressionError: no such folder or class, or transformers cannot read it.
+        CompressionError: no such folder or class, or transformers cannot read it, or not all of it.
     """
     auto_class, extra = _class_and_options(config)
     if config.get("weights") is not None and not from_disk:
@@ -64,11 +64,30 @@ def load_model(config: DictConfig, from_disk: bool) -> tuple[nn.Module, PreTrain
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             config.tokenizer, trust_remote_code=config.trust_remote_code
         )
-        build = partial(_on_meta, auto_class) if from_disk else auto_class.from_pretrained
+        build = partial(_on_meta, auto_class) if from_disk else partial(_in_memory, auto_class)
         model = build(config.path, dtype=config.dtype, trust_remote_code=config.trust_remote_code, **extra)
+    except CompressionError:
+        raise
     except (OSError, ValueError) as error:
         raise CompressionError(f"model.path={config.path} cannot be loaded: {error}") from error
     return model.eval(), tokenizer
+
+
+def _in_memory(auto_class: Any, path: str, **options: Any) -> PreTrainedModel:
+    """`from_pretrained`, but it may not make up parameters that the checkpoint lacks."""
+    model: PreTrainedModel
+    model, found = auto_class.from_pretrained(path, output_loading_info=True, **options)
+    if missing := sorted(found["missing_keys"]):
+        remedy = (
+            "model.load=disk reads what lightning-compress has written"
+            if "quantization_config" in transformers.PretrainedConfig.get_config_dict(path)[0]
+            else "Name the class that was trained, with model.auto_class"
+        )
+        raise CompressionError(
+            f"transformers does not find {len(missing)} parameters of {type(model).__name__} in model.path={path} and "
+            f"would draw them at random: {', '.join(missing[:3])}. {remedy}."
+        )
+    return model
 
 
 def load_config_only(config: DictConfig) -> PreTrainedModel:

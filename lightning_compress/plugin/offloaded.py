@@ -11,6 +11,7 @@ from torchmetrics import Metric
 
 from lightning_compress.calibration.target import owner
 from lightning_compress.export.packed import checkpoint_source
+from lightning_compress.graph.experts import unfolded
 from lightning_compress.graph.targets import sequential_modules
 from lightning_compress.memory.calls import onloaded_when_called
 from lightning_compress.memory.placement import Tier
@@ -37,6 +38,13 @@ def offloaded(
         CompressionError: `weights` does not hold what the model lacks.
     """
     root = owner(compressed_module(module))
+    with unfolded(root):  # as compressed checkpoints hold experts
+        yield from _offloaded(module, root, device, weights, budget)
+
+
+def _offloaded(
+    module: pl.LightningModule, root: nn.Module, device: torch.device, weights: Path | None, budget: int | None
+) -> Iterator[None]:
     source = None if weights is None else checkpoint_source(root, weights)
     with_weights = [name for name, child in root.named_modules() if name and list(child.parameters(False))]
     layers = sequential_modules(root, None, with_weights)

@@ -10,7 +10,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from processes import Ended, Script
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GptOssConfig
 
 from lightning_compress.data.config import load_data_config
 from lightning_compress.errors import CompressionError
@@ -95,6 +95,30 @@ def test_perplexity_before_and_after(load: str, checkpoint: Path, tmp_path: Path
     assert abs(found[1] - found[0]) > 1e-4 * found[0]
     page = (tmp_path / "out" / "report.html").read_text()
     assert all(f"<dd>{value:.4g}</dd>" in page for value in found)
+
+
+@pytest.mark.filterwarnings("ignore::lightning_compress.report.experts.ExpertCoverageWarning")
+@pytest.mark.filterwarnings("ignore::lightning_compress.export.verify.ReadBackWarning")
+def test_experts_that_transformers_would_draw_at_random(checkpoint: Path, tmp_path: Path) -> None:
+    """It has no name for a gpt-oss's single experts: from memory that is refused, from disk they are read."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 16, "vocab_size": 200}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    config = GptOssConfig(**sizes, **heads, num_local_experts=4, num_experts_per_tok=2)
+    shutil.copytree(checkpoint, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    held_out = ["data@held_out=docs_test", "held_out.num_samples=4", "held_out.max_length=32"]
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        given = [f"model.path={tmp_path / 'model'}", "output_dir=unused", "recipe=w4a16_rtn", *SMALL, *held_out]
+        scheme = "recipe.modifiers.0.scheme={weights:{num_bits:4,strategy:channel}}"
+        report = run_compress(compose("compress", overrides=[*given, scheme]), tmp_path / "out")
+        of_data = ["data.num_samples=4", "data.max_length=32", "device=cpu"]
+        again = compose("evaluate", overrides=[f"model.path={tmp_path / 'out'}", *of_data])
+    with pytest.raises(CompressionError, match=r"GptOssForCausalLM .*draw them at random.* model.load=disk reads"):
+        run_evaluate(again)
+    again.model.load = "disk"
+    assert run_evaluate(again) == pytest.approx(report.extra["perplexity_after"], rel=1e-6)
+    assert report.extra["perplexity_before"] != pytest.approx(report.extra["perplexity_after"], rel=1e-4)
 
 
 def test_weights_of_a_lightning_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
