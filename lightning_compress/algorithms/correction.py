@@ -12,10 +12,9 @@ that were held out: with X = M (C + ..)⁻¹ from the other batches it is, less 
 so the best strength s in [0, 1] is known in closed form, and the ridges are compared by what is left. Zero is among the
 strengths: on those batches a correction never does harm. The choice made, X is made of all batches, row by row.
 
-Published relatives: GPTAQ (arXiv 2504.02692) and Qronos (arXiv 2505.11695) correct for the inputs, W (x_ref - x), at
-full strength with the ridge of GPTQ's damping; `correct="inputs", strength=1, ridge=damping` has the same objective
-(they interleave the correction with the rounding of each column, which in exact arithmetic is the rounding of V).
-Neither knows the residual, and neither holds back.
+Published relatives: GPTAQ (arXiv 2504.02692) and Qronos (arXiv 2505.11695) aim at the original model's outputs for
+W (x_ref - x) too, without the residual. They correct while they round: in GPTAQ's implementation what column i lacks is
+passed on to the columns behind it only, times a fixed factor (0.25). V is the minimum over all columns at once.
 """
 
 import torch

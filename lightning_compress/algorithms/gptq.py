@@ -280,8 +280,8 @@ def _stacks(parts: Sequence[Part]) -> list[list[Part]]:
     """Those of one weight together, where the kernel for GPUs runs, which knows one factor; else of several."""
     if not parts or not gptq_triton.usable(parts[0].weight):
         return stacks(parts)
-    of_one = ([part for _, part in found] for _, found in groupby(enumerate(parts), lambda each: id(each[1].prepared)))
-    return [stack for group in of_one for stack in stacks(group)]
+    of_one = groupby(parts, lambda part: id(part.prepared))
+    return [stack for _, group in of_one for stack in stacks(list(group))]
 
 
 def _factor_of(part: Part) -> Factor:

@@ -38,7 +38,6 @@ from lightning_compress.calibration.solve import bytes_together, stacked_groups
 from lightning_compress.calibration.stand_ins import LikeQuantizing, allowance
 from lightning_compress.errors import BudgetError
 from lightning_compress.graph.compat import (
-    attributes_restored,
     calls_replaced,
     fake_like,
     new_fake_mode,
@@ -46,6 +45,7 @@ from lightning_compress.graph.compat import (
     replace_by_fakes,
 )
 from lightning_compress.graph.leaf import Leaf, leaf_input
+from lightning_compress.graph.restore import attributes_restored
 from lightning_compress.graph.shadow import Key, Shadow, node_of, with_shadows
 from lightning_compress.graph.sizes import bindings, traced_bytes, traced_output
 from lightning_compress.graph.stages import Group, Source, Step, Subgraph

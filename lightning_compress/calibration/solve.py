@@ -157,7 +157,11 @@ def solve_groups(
     """
     for run in _together(groups, root):
         costs = [_costs(group, root, resolved) for group in run]
-        if collective.size > 1 and not keeps_whole(costs, collective.size):
+        if collective.size == 1:
+            for batch in stacked_groups(run, root, resolved):
+                yield from chain(*_solve_whole(batch, root, resolved, gathered))
+            continue
+        if not keeps_whole(costs, collective.size):
             for group in run:
                 yield from _solve_shared(group, root, resolved, gathered(group), collective)
             continue
@@ -165,11 +169,6 @@ def solve_groups(
         def solve(mine: Sequence[Group]) -> list[list[QuantizedModule]]:
             batches = stacked_groups(mine, root, resolved)
             return [each for batch in batches for each in _solve_whole(batch, root, resolved, gathered)]
-
-        if collective.size == 1:
-            for batch in stacked_groups(run, root, resolved):
-                yield from chain(*_solve_whole(batch, root, resolved, gathered))
-            continue
 
         names = f"the solutions of {run[0].members[0]} to {run[-1].members[-1]}"
         for quantized in chain(*shared(solve, run, [sum(cost) for cost in costs], collective, names)):
@@ -226,14 +225,19 @@ class _Stacked:
         """Of weights and scales."""
         return self.weight.dtype
 
-    @contextmanager
-    def naming(self) -> Iterator[None]:
-        """Within: errors name the members and the shape."""
-        try:
-            yield
-        except ValueError as error:
-            names = ", ".join(self.group.members)
-            raise SolveError(f"{names} (stacked weight {list(self.weight.shape)}): {error}") from error
+    @property
+    def description(self) -> str:
+        """Members and shape."""
+        return f"{', '.join(self.group.members)} (stacked weight {list(self.weight.shape)})"
+
+
+@contextmanager
+def _naming(what: str) -> Iterator[None]:
+    """Within: errors say whose they are."""
+    try:
+        yield
+    except ValueError as error:
+        raise SolveError(f"{what}: {error}") from error
 
 
 def _stacked(group: Group, root: nn.Module, resolved: ResolvedRecipe, statistics: GroupStatistics) -> _Stacked:
@@ -263,7 +267,7 @@ def _solve_shared(
         solved = shared(solve, parts, [part.height for part in parts], collective, what)
         return [part.to(stacked.weight.device) for part in solved]
 
-    with stacked.naming():
+    with _naming(stacked.description):
         found = stacked.assignment.algorithm.solve(
             stacked.weight, statistics, stacked.assignment.weights, stacked.dtype, stacked.rows, share_out
         )
@@ -279,11 +283,11 @@ def _solve_whole(
     stacks = [_stacked(group, root, resolved, gathered(group)) for group in groups]
     parts: list[list[Part]] = []
     for each in stacks:
-        with each.naming():
+        with _naming(each.description):
             args = (each.assignment.weights, each.dtype, each.rows)
             prepared = algorithm.prepare(each.weight, each.statistics, *args)
             parts.append([Part(each.weight, rows, prepared) for rows in row_tiles(len(each.weight))])
-    with stacks[0].naming():
+    with _naming(" to ".join(dict.fromkeys([stacks[0].description, stacks[-1].description]))):
         solved = iter(algorithm.solve_parts(list(chain(*parts))))
     joined = [join([next(solved) for _ in of_one]) for of_one in parts]
     return [_modules(*each, resolved) for each in zip(stacks, joined, strict=True)]

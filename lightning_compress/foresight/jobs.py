@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from lightning_compress.errors import CompressionError
 from lightning_compress.graph.compat import (
-    attributes_restored,
     new_fake_mode,
     replace_by_fakes,
     traceable_transformers,
 )
+from lightning_compress.graph.restore import attributes_restored
 from lightning_compress.graph.stages import Schedule
 from lightning_compress.memory.tracker import LiveMemory
 

@@ -8,7 +8,6 @@ Written against torch 2.11-2.13 and transformers 5.15-5.23. What is used and why
 - `nn.Module._compiled_call_impl`: an instance-level hook around `__call__`, made for `nn.Module.compile`. It sees a
   call with the module's own hooks inside and leaves `forward` alone, whoever else has replaced it.
 - `masking_utils.find_packed_sequence_indices` reads values; on fake tensors it assumes packing (no fast path).
-- `op_implementations_dict`: what fake tensors do in an operation.
 - `config._experts_implementation`: mixture-of-experts modules loop over the experts that were hit, which fake tensors
   cannot tell; `batched_mm` has the same result shape and no such loop.
 """
@@ -28,7 +27,6 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._guards import SLoc
-from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import (
@@ -60,8 +58,6 @@ SIZE_READERS = (
 """Targets of nodes that ask a tensor for a number and do not need its data."""
 TRACE_DEVICE = torch.device("cpu")
 """Where fake tensors claim to be: one device, wherever the weights are, so that an offloaded model traces too."""
-# of this, torch would make real tensors of all the parameters
-op_implementations_dict.setdefault(torch.ops.aten._fused_sgd_.default, lambda *_, **__: None)
 
 
 class UnrecordedTensorError(RuntimeError):
@@ -159,10 +155,19 @@ class Shapes(ShapeEnv):
             self.decisions.append(g)
 
 
+class _FakeMode(FakeTensorMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._fused_sgd_.default:  # of this, torch would make real tensors of all the parameters
+            return None
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
 def new_fake_mode(symbolic: bool = True, cached: bool = True) -> FakeTensorMode:
     """A fake-tensor mode, with symbolic or with plain sizes, that takes the model's real constants.
-    `cached`: operations that are done again on like inputs are looked up."""
-    mode = FakeTensorMode(shape_env=Shapes() if symbolic else None, allow_non_fake_inputs=True)
+
+    `cached`: operations that are done again on like inputs are looked up.
+    """
+    mode = _FakeMode(shape_env=Shapes() if symbolic else None, allow_non_fake_inputs=True)
     mode.cache_enabled &= cached
     return mode
 
@@ -302,28 +307,6 @@ def calls_replaced(
     finally:
         for module in modules.values():
             module.__dict__.pop("_compiled_call_impl", None)
-
-
-MODULE_DICTS = tuple(name for name, value in nn.Module().__dict__.items() if isinstance(value, dict))
-"""Parameters, buffers, submodules and all kinds of hooks."""
-
-
-@contextmanager
-def attributes_restored(root: nn.Module) -> Iterator[None]:
-    """Whatever the body changes on modules (caches, rescaled buffers, fake parameters, hooks) is undone after it."""
-    saved = [
-        (module, dict(module.__dict__), [(module.__dict__[name], dict(module.__dict__[name])) for name in MODULE_DICTS])
-        for module in root.modules()
-    ]
-    try:
-        yield
-    finally:
-        for module, attributes, contents in saved:
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
-            for container, content in contents:
-                container.clear()
-                container.update(content)
 
 
 def replace_by_fakes(root: nn.Module, fake_mode: FakeTensorMode, device: torch.device = TRACE_DEVICE) -> dict[int, str]:

@@ -26,6 +26,7 @@ from torch import Tensor, fx, nn
 from lightning_compress.graph import compat
 from lightning_compress.graph.experts import GroupedLinear
 from lightning_compress.graph.leaf import Leaf
+from lightning_compress.graph.restore import attributes_restored
 from lightning_compress.graph.values import concrete, expression, items_of, map_nested, symbolic_sizes
 
 PASS_THROUGH = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
@@ -136,7 +137,7 @@ class Attempt:
         self, module: nn.Module, args: Any, kwargs: Any, sizes: Mapping[sympy.Symbol, int] | None
     ) -> Any:
         plain_args, plain_kwargs = concrete((args, kwargs), sizes)
-        with compat.attributes_restored(module):
+        with attributes_restored(module):
             return layouts(module._call_impl(*plain_args, **plain_kwargs))
 
     def _symbolic_output(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -282,6 +283,6 @@ def observe(root: nn.Module, modules: Mapping[str, nn.Module], run: Callable[[],
 
         return call
 
-    with compat.attributes_restored(root), compat.calls_replaced(modules, wrap), torch.no_grad():
+    with attributes_restored(root), compat.calls_replaced(modules, wrap), torch.no_grad():
         run()
     return seen

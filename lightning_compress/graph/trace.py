@@ -27,6 +27,7 @@ from lightning_compress.graph import compat
 from lightning_compress.graph.configs import is_encoder_decoder
 from lightning_compress.graph.leaf import Leaf, leaf_input
 from lightning_compress.graph.record import Attempt, Body, Cut, observe
+from lightning_compress.graph.restore import attributes_restored
 from lightning_compress.graph.synthesize import Structure, Synthetic, flatten_batch, synthesize
 from lightning_compress.graph.values import expression, is_symbolic, symbolic_sizes
 
@@ -118,7 +119,7 @@ def trace(
     cut = _first_cut(root, leaf_names, boundary_names)
     fixed: frozenset[tuple[int, int]] = frozenset()
     fallbacks: dict[str, Fallback] = {}
-    with compat.attributes_restored(root), compat.without_cache(root):
+    with attributes_restored(root), compat.without_cache(root):
         while True:
             batches = synthesize(structure.paths, tensors, separate_decoder=separate, fixed=fixed)
             outcome = _attempt(root, step, cut, structure, batches)
@@ -195,7 +196,7 @@ def _attempt(
         if is_symbolic(size)
     }
     packed = any(path.endswith("position_ids") for path in structure.paths)
-    with compat.attributes_restored(root), compat.traceable_transformers(root, packed_sequences=packed):
+    with attributes_restored(root), compat.traceable_transformers(root, packed_sequences=packed):
         recorder = compat.Recorder(compat.replace_by_fakes(root, fake_mode), fake_mode)
         attempt = Attempt(cut, recorder, frozenset(other), symbolic_sizes(inputs), other)
         recorder.before_node = attempt.check_sizes

@@ -26,12 +26,12 @@ from lightning_compress.errors import CompressionError
 from lightning_compress.foresight.jobs import Phase
 from lightning_compress.graph.compat import (
     FakeTensor,
-    attributes_restored,
     fake_like,
     new_fake_mode,
     replace_by_fakes,
     traceable_transformers,
 )
+from lightning_compress.graph.restore import attributes_restored
 from lightning_compress.memory.tracker import LiveMemory
 from lightning_compress.plugin.compat import batch_on_device
 

@@ -37,7 +37,7 @@ CASES: dict[str, Any] = {
     "ragged": lambda: (tiny_llama(2), ragged_batches(), recipe(3), {"schedule": Schedule.RECOMPUTE}),
     "corrected": lambda: (tiny_llama(2), padded(token_batches(9)), recipe(3, correct="residual", refit=None), {}),
     "static": lambda: (tiny_llama(2), token_batches(5), recipe(algorithm="gptq", scheme=STATIC), {}),
-    "experts": lambda: (tiny_mixtral(2, 4), token_batches(5), recipe(4), {"verify": False}),
+    "experts": lambda: (tiny_mixtral(2, 8), token_batches(5, rows=1, length=2), recipe(4), {"verify": False}),
     "row tiles": lambda: (
         tiny_llama(1, hidden_size=64, intermediate_size=4352),
         token_batches(6, rows=4),
