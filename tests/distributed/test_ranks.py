@@ -62,7 +62,7 @@ def test_the_same_at_every_world_size(tmp_path: Path) -> None:
             assert ranks[0]["report"].verification == alone["report"].verification
             assert sorted(number for rank in ranks for number in rank["share"]) == list(alone["share"])
     (alone,) = found(tmp_path / "1", "experts", 1)
-    assert {0, 1, 2} <= {tokens for layer in alone["report"].coverage for tokens in layer.num_tokens}  # none at all, too
+    assert {0, 1, 2} <= {tokens for layer in alone["report"].coverage for tokens in layer.num_tokens}
 
 
 def test_continued_on_another_number_of_ranks(tmp_path: Path) -> None:
