@@ -15,6 +15,7 @@ from torch import nn
 from lightning_compress.algorithms.base import Algorithm
 from lightning_compress.errors import NonFiniteError, UnsupportedModelError
 from lightning_compress.recipe.config import Modifier, Recipe
+from lightning_compress.recipe.defaults import left_alone, output_embeddings
 
 OUTPUT_EMBEDDING = "lm_head"
 _WEIGHT_STRATEGIES = (QuantizationStrategy.TENSOR, QuantizationStrategy.CHANNEL, QuantizationStrategy.GROUP)
@@ -74,7 +75,7 @@ def resolve(recipe: Recipe, root: nn.Module) -> ResolvedRecipe:
     assignments: dict[str, Assignment] = {}
     excluded: list[Excluded] = []
     matched = [False] * len(recipe.modifiers)
-    output_embeddings, routers = _output_embeddings(root), _routers(root)
+    embeddings, alone = output_embeddings(root), left_alone(root)
     for name, module in root.named_modules():
         weight = getattr(module, "weight", None)
         chosen: Modifier | None = None
@@ -86,9 +87,9 @@ def resolve(recipe: Recipe, root: nn.Module) -> ResolvedRecipe:
                 _check_not_named(modifier, name, module)
                 continue
             matched[position] = True
-            pattern = _ignoring_pattern(modifier, name, module, module in output_embeddings)
-            if pattern is None and module in routers and not _is_named(modifier, name, module):
-                reason = "it chooses or weighs experts; name it in `targets` to quantize it"
+            pattern = _ignoring_pattern(modifier, name, module, module in embeddings)
+            if pattern is None and module in alone and not _is_named(modifier, name, module):
+                reason = alone[module]
             elif pattern is None:
                 chosen = modifier
             elif chosen is None:
@@ -105,24 +106,6 @@ def resolve(recipe: Recipe, root: nn.Module) -> ResolvedRecipe:
     _check_ties(assignments, root)
     _check_finite(assignments, root)
     return ResolvedRecipe(recipe, assignments, tuple(excluded + _bare_matrices(root)))
-
-
-def _output_embeddings(root: nn.Module) -> list[nn.Module]:
-    """Those of every transformers model in `root`, itself included."""
-    getters = (getattr(module, "get_output_embeddings", None) for module in root.modules())
-    found = (get() for get in getters if callable(get))
-    return [module for module in found if isinstance(module, nn.Module)]
-
-
-def _routers(root: nn.Module) -> list[nn.Linear]:
-    """Linears beside experts that choose among them or weigh them: as many outputs as there are experts, or one."""
-    found = []
-    for parent in root.modules():
-        declared = (getattr(child, "num_experts", None) for child in parent.children())
-        sizes = {size for size in declared if isinstance(size, int)}
-        linears = (child for child in parent.children() if isinstance(child, nn.Linear))
-        found += [linear for linear in linears if sizes and linear.out_features in {1, *sizes}]
-    return found
 
 
 def _is_named(modifier: Modifier, name: str, module: nn.Module) -> bool:
