@@ -17,12 +17,11 @@ in-place writes have to be told from copies.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, islice
-from typing import Any
 
 import sympy
 import torch
@@ -35,19 +34,18 @@ from lightning_compress.calibration.observe import Statistics, begin_statistics,
 from lightning_compress.calibration.reference import differences
 from lightning_compress.calibration.repeats import repeated
 from lightning_compress.calibration.solve import bytes_together, stacked_groups
-from lightning_compress.calibration.stand_ins import LikeQuantizing, allowance
+from lightning_compress.calibration.stand_ins import LikeQuantizing, failures_allowed
 from lightning_compress.errors import BudgetError
 from lightning_compress.graph.compat import (
-    calls_replaced,
     fake_like,
     new_fake_mode,
     pytree,
     replace_by_fakes,
 )
-from lightning_compress.graph.leaf import Leaf, leaf_input
+from lightning_compress.graph.leaf import leaf_input
 from lightning_compress.graph.restore import attributes_restored
 from lightning_compress.graph.shadow import Key, Shadow, node_of, with_shadows
-from lightning_compress.graph.sizes import bindings, traced_bytes, traced_output
+from lightning_compress.graph.sizes import bindings, traced_bytes
 from lightning_compress.graph.stages import Group, Source, Step, Subgraph
 from lightning_compress.memory.activations import LEAST_SPILLED, ActivationCache
 from lightning_compress.memory.budget import Moment, Needs
@@ -123,7 +121,6 @@ class _Meter:
             yield
             return
         mode = new_fake_mode(symbolic=False)
-        leaves = {node.target.name: node for node in traced.graph.nodes if isinstance(node.target, Leaf)}
         placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
         inputs = [fake_like(mode, tensor) for tensor in self._largest]
         known: dict[Key, object] = dict(zip(placeholders, inputs, strict=True))
@@ -137,9 +134,8 @@ class _Meter:
         with attributes_restored(self._root):
             replace_by_fakes(self._root, mode)
             self._memory.ignore(*self._root.parameters(), *self._root.buffers(), *inputs)
-            modules = {name: self._root.get_submodule(name) for name in leaves}
-            replaced = calls_replaced(modules, self._allowing(leaves))
-            with replaced, torch.no_grad(), mode, self._memory, self._work:
+            allowing = failures_allowed(self._root, traced.graph, self._sizes_of_largest)
+            with allowing, torch.no_grad(), mode, self._memory, self._work:
                 yield
 
     def run(self, step: Step, number: int, packed: int) -> list[Moment]:
@@ -330,22 +326,6 @@ class _Meter:
         for name in (name for group in step.solve for name in group.members):
             if self._run.resolved.assignments[name].scheme.input_activations is not None:
                 self._root.get_submodule(name).register_forward_pre_hook(LikeQuantizing(torch.ones(2)))
-
-    def _allowing(self, leaves: Mapping[str, fx.Node]) -> Callable[[str, nn.Module], Callable[..., Any]]:
-        """Calls that fail on fake tensors take their allowance and return what was traced."""
-
-        def wrap(name: str, module: nn.Module) -> Callable[..., Any]:
-            def call(*args: Any, **kwargs: Any) -> Any:
-                try:
-                    return module._call_impl(*args, **kwargs)
-                except Exception:  # whatever it is: how a module fails that looks at values is its own affair
-                    output = traced_output(leaves[name], self._sizes_of_largest)
-                    torch.empty(allowance(module, (args, kwargs), output), dtype=torch.uint8)
-                    return output
-
-            return call
-
-        return wrap
 
     @property
     def _sizes_of_largest(self) -> Mapping[sympy.Symbol, int]:

@@ -178,7 +178,7 @@ def trace_on(target: Target, leaves: Sequence[str], boundaries: Sequence[str], d
         CalibrationDataError: another batch would take another path.
     """
     largest = max(data.batches, key=_num_elements)
-    traced = trace(target.root, target.step, largest, leaf_names=leaves, boundary_names=boundaries)
+    traced = trace(target.root, target.step, largest, leaf_names=leaves, boundary_names=boundaries, others=data.batches)
     for number, batch in enumerate(data.batches):
         violated = violated_guards(traced, batch)
         if violated:

@@ -145,7 +145,7 @@ def run_original(
 ) -> None:
     """Execute `nodes`, whose values exist twice, with the original weights; see `graph.execute.execute`."""
     drops = {node: [dead for dead in drop_after.get(node, ()) if dead in reference.diverging] for node in nodes}
-    called = {node.target.owner for node in nodes if isinstance(node.target, Leaf)}
+    called = {module for node in nodes if isinstance(node.target, Leaf) for module in node.target.modules}
     with _original_weights(root, reference.originals, called):
         execute(nodes, SecondRun(values), root, traced.constants, device, drops)
 

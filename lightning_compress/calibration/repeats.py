@@ -91,7 +91,7 @@ class _Match:
         return self.nodes.get(one) is other
 
     def _targets(self, one: object, other: object) -> bool:
-        if isinstance(one, Leaf) and isinstance(other, Leaf):
+        if isinstance(one, Leaf) and isinstance(other, Leaf) and one.within is None and other.within is None:
             return _structure(self._root, one.name) == _structure(self._root, other.name)
         return one == other
 

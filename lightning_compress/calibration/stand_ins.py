@@ -1,13 +1,19 @@
 """What takes the memory of modules that cannot run on fake tensors (see `footprint`)."""
 
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
+import sympy
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from lightning_compress.calibration.solve import InputHook
-from lightning_compress.graph.compat import pytree
+from lightning_compress.graph.compat import calls_replaced, pytree
+from lightning_compress.graph.leaf import Leaf
+from lightning_compress.graph.methods import Method, methods_replaced, original
+from lightning_compress.graph.sizes import traced_output
 
 QUANTIZING = 4
 """Copies of a module's input that exist while it is quantized and dequantized, the result included."""
@@ -27,9 +33,46 @@ class LikeQuantizing(InputHook):
         return (args[0].clone(), *args[1:])
 
 
-def allowance(module: nn.Module, given: object, output: object) -> int:
-    """Bytes for a module that reads values: see `footprint`."""
+@contextmanager
+def failures_allowed(root: nn.Module, graph: fx.Graph, sizes: Mapping[sympy.Symbol, int]) -> Iterator[None]:
+    """Within: calls of the graph that fail on fake tensors take their allowance and return what was traced.
+
+    `sizes`: of the batch that is run.
+    """
+    leaves = {node.target.name: node for node in graph.nodes if isinstance(node.target, Leaf)}
+    methods: dict[str, Method] = {}
+    modules: dict[str, nn.Module] = {}
+    for name, node in leaves.items():
+        if node.target.within is None:
+            modules[name] = root.get_submodule(name)
+        else:
+            owner, _, method = name.rpartition(".")
+            methods[name] = Method(root.get_submodule(owner), method, node.target.modules)
+
+    def allowing(name: str, function: Callable[..., Any], called: Sequence[nn.Module]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return function(*args, **kwargs)
+            except Exception:  # whatever it is: how a module fails that looks at values is its own affair
+                output = traced_output(leaves[name], sizes)
+                torch.empty(_allowance(called, (args, kwargs), output), dtype=torch.uint8)
+                return output
+
+        return call
+
+    with (
+        calls_replaced(modules, lambda name, module: allowing(name, module._call_impl, [module])),
+        methods_replaced(
+            methods, lambda name, method: allowing(name, original(method), [*map(root.get_submodule, method.calls)])
+        ),
+    ):
+        yield
+
+
+def _allowance(modules: Iterable[nn.Module], given: object, output: object) -> int:
+    """Bytes for modules that read values: see `footprint`."""
     tensors = [leaf for leaf in pytree.tree_leaves((given, output)) if isinstance(leaf, Tensor)]
     num_tokens = max((leaf.numel() // leaf.shape[-1] for leaf in tensors if leaf.ndim and leaf.shape[-1]), default=0)
-    widths = sum(max(parameter.shape[-2:]) for parameter in module.parameters() if parameter.ndim > 1)
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    widths = sum(max(parameter.shape[-2:]) for parameter in parameters if parameter.ndim > 1)
     return 4 * (sum(leaf.numel() for leaf in tensors) + 2 * num_tokens * widths)

@@ -42,8 +42,7 @@ def execute(
             if node.op == "call_function":
                 args = fx.node.map_aggregate(node.args, resolve)
                 kwargs = fx.node.map_aggregate(node.kwargs, resolve)
-                target = node.target
-                function = root.get_submodule(target.name) if isinstance(target, Leaf) else target
+                function = node.target.function(root) if isinstance(node.target, Leaf) else node.target
                 values[node] = cast(Callable[..., object], function)(*cast(Any, args), **cast(Any, kwargs))
             for dead in drop_after.get(node, ()):
                 values.pop(dead, None)

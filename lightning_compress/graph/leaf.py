@@ -1,9 +1,10 @@
-"""A call of a module, as something an fx graph can hold."""
+"""A call of a module or of a method of one, as something an fx graph can hold."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
 
-from torch import fx
+from torch import fx, nn
 
 
 @dataclass(frozen=True)
@@ -22,13 +23,28 @@ class Grouped:
 
 
 @dataclass(frozen=True)
+class Within:
+    """What a call of a method needs beside its arguments.
+
+    Attributes:
+        modules: names of the modules that it calls.
+        tensors: names of the parameters and buffers that it may read itself.
+    """
+
+    modules: tuple[str, ...]
+    tensors: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Leaf:
-    """Target of a `call_function` node: call the module of this qualified name with the node's arguments.
+    """Target of a `call_function` node: call the module (or the method) of this qualified name with the node's
+    arguments.
 
     The name is resolved by the executor, so a graph holds no reference to a module.
 
     Attributes:
         grouped: what it calls, if it is a call of experts.
+        within: what it needs, if it is a call of a method.
 
     >>> Leaf("model.layers.0.mlp").__name__
     'model_layers_0_mlp'
@@ -36,11 +52,22 @@ class Leaf:
 
     name: str
     grouped: Grouped | None = None
+    within: Within | None = None
 
     @property
-    def owner(self) -> str:
-        """The module that owns the weights."""
-        return self.name if self.grouped is None else self.grouped.owner
+    def modules(self) -> tuple[str, ...]:
+        """Names of the modules that own the weights."""
+        if self.within is not None:
+            return self.within.modules
+        return (self.name if self.grouped is None else self.grouped.owner,)
+
+    def function(self, root: nn.Module) -> Callable[..., object]:
+        """What it calls."""
+        if self.within is None:
+            return root.get_submodule(self.name)
+        owner, _, name = self.name.rpartition(".")
+        method: Callable[..., object] = getattr(root.get_submodule(owner), name)
+        return method
 
     @property
     def __name__(self) -> str:

@@ -25,7 +25,8 @@ from torch import Tensor, fx, nn
 
 from lightning_compress.graph import compat
 from lightning_compress.graph.experts import GroupedLinear
-from lightning_compress.graph.leaf import Leaf
+from lightning_compress.graph.leaf import Leaf, Within
+from lightning_compress.graph.methods import Method, methods_replaced, original
 from lightning_compress.graph.restore import attributes_restored
 from lightning_compress.graph.values import concrete, expression, items_of, map_nested, symbolic_sizes
 
@@ -55,13 +56,25 @@ class Layout:
 
 @dataclass(frozen=True)
 class Cut:
-    """Which modules are recorded how. Containers are looked into; all names are qualified names in the root."""
+    """Which modules are recorded how; all names are qualified names in the root.
+
+    Attributes:
+        leaves: single calls.
+        containers: are looked into.
+        boundaries: their calls are marked as spans.
+        bodies: how the output shape of a leaf is found.
+        observed: what real runs of two batches told of leaves and methods, call by call.
+        methods: of containers, single calls too, with bodies that are observed.
+        given_up: methods that cannot be.
+    """
 
     leaves: Mapping[str, nn.Module]
     containers: Mapping[str, nn.Module]
     boundaries: frozenset[str]
     bodies: Mapping[str, Body]
     observed: Mapping[str, tuple[Sequence[Any], Sequence[Any]]]
+    methods: Mapping[str, Method] = field(default_factory=dict)
+    given_up: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -122,15 +135,41 @@ class Attempt:
         compat.add_call(self.recorder, Leaf(name, grouped), args, kwargs, output)
         return output
 
+    def wrap_method(self, name: str, method: Method) -> Callable[..., Any]:
+        """What a call of `method` does while recording (see `methods.methods_replaced`)."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if compat.active_recorder() is not self.recorder:
+                return original(method)(*args, **kwargs)
+            try:
+                with compat.not_recording():
+                    output = self._observed_output(name, args, kwargs)
+                own = [*method.module._parameters, *method.module._buffers]
+                owner = name.removesuffix(method.name)
+                leaf = Leaf(name, within=Within(method.calls, tuple(f"{owner}{tensor}" for tensor in own)))
+                compat.add_call(self.recorder, leaf, args, kwargs, output)
+            except Exception as error:
+                self.failure = (name, error)
+                raise
+            return output
+
+        return call
+
     def _leaf_output(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         body = self.cut.bodies.get(name, Body.SYMBOLIC)
         if body is Body.SYMBOLIC:
             return self._symbolic_output(module, args, kwargs)
-        if body is Body.STATIC:
-            first, second = (self._static_output(module, args, kwargs, values) for values in (None, self.other))
-        else:
-            number, self.calls[name] = self.calls[name], self.calls[name] + 1
-            first, second = (observed[number] for observed in self.cut.observed[name])
+        if body is Body.OBSERVED:
+            return self._observed_output(name, args, kwargs)
+        first, second = (self._static_output(module, args, kwargs, values) for values in (None, self.other))
+        return self._of_two(first, second, args, kwargs)
+
+    def _observed_output(self, name: str, args: Any, kwargs: Any) -> Any:
+        number, self.calls[name] = self.calls[name], self.calls[name] + 1
+        first, second = (observed[number] for observed in self.cut.observed[name])
+        return self._of_two(first, second, args, kwargs)
+
+    def _of_two(self, first: Any, second: Any, args: Any, kwargs: Any) -> Any:
         return symbolic_like(first, second, known_sizes([*symbolic_sizes((args, kwargs)), *self.sizes], self.other))
 
     def _static_output(
@@ -228,6 +267,11 @@ def layouts(value: Any) -> Any:
 def symbolic_like(first: Any, second: Any, known: Sequence[Known]) -> Any:
     """A nested value with each `Layout` (seen in both batches) replaced by a tensor with symbolic sizes."""
     if not isinstance(first, Layout):
+        ours, theirs = len(list(items_of(first))), len(list(items_of(second)))
+        if ours != theirs:
+            size = next((expression(symbol) for symbol, a, b in known if (a, b) == (ours, theirs)), None)
+            symbol = size if isinstance(size, sympy.Symbol) else None
+            raise compat.SpecializedSizeError(f"it returns {ours} values, {theirs} in another batch", symbol)
         seconds = iter(items_of(second))
         return map_nested(first, lambda item: symbolic_like(item, next(seconds), known))
     sizes = [_symbolic_size(a, b, known) for a, b in zip(first.sizes, second.sizes, strict=True)]
@@ -260,8 +304,10 @@ def _symbolic_size(first: int, second: int, known: Sequence[Known]) -> int | tor
     )
 
 
-def observe(root: nn.Module, modules: Mapping[str, nn.Module], run: Callable[[], object]) -> dict[str, list[Any]]:
-    """Outputs' layouts of every call of `modules` during a real `run`.
+def observe(
+    root: nn.Module, modules: Mapping[str, nn.Module], methods: Mapping[str, Method], run: Callable[[], object]
+) -> dict[str, list[Any]]:
+    """Outputs' layouts of every call of `modules` and `methods` during a real `run`.
 
     Raises:
         RuntimeError: a parameter is on the meta device, so that nothing can be run.
@@ -271,18 +317,21 @@ def observe(root: nn.Module, modules: Mapping[str, nn.Module], run: Callable[[],
         raise RuntimeError(
             f"it reads values, and with {on_meta} not loaded the model cannot be run to learn its shapes"
         )
-    seen: dict[str, list[Any]] = {name: [] for name in modules}
+    seen: dict[str, list[Any]] = {name: [] for name in (*modules, *methods)}
 
-    def wrap(name: str, module: nn.Module) -> Callable[..., Any]:
-        original: Callable[..., Any] = module._call_impl
-
+    def seeing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            output = original(*args, **kwargs)
+            output = function(*args, **kwargs)
             seen[name].append(layouts(output))
             return output
 
         return call
 
-    with attributes_restored(root), compat.calls_replaced(modules, wrap), torch.no_grad():
+    with (
+        attributes_restored(root),
+        compat.calls_replaced(modules, lambda name, module: seeing(name, module._call_impl)),
+        methods_replaced(methods, lambda name, method: seeing(name, original(method))),
+        torch.no_grad(),
+    ):
         run()
     return seen

@@ -89,7 +89,7 @@ def residuals(graph: fx.Graph, groups: Iterable[Group]) -> dict[str, Residual]:
     for node in graph.nodes:
         if isinstance(node.target, Leaf):
             calls.setdefault(node.target.name, []).append(node)
-        if isinstance(node.target, Leaf) and node.all_input_nodes:
+        if isinstance(node.target, Leaf) and node.target.within is None and node.all_input_nodes:
             first_readers.setdefault(leaf_input(node), memory.position[node])
     found: dict[str, Residual] = {}
     for group in groups:

@@ -187,7 +187,7 @@ def _count_writes(graph: fx.Graph) -> None:
     owners: dict[fx.Node, fx.Node] = {}
     writes: dict[fx.Node, int] = {}
     for node in graph.nodes:
-        if isinstance(node.target, Leaf):
+        if isinstance(node.target, Leaf) and node.target.within is None:
             value = leaf_input(node)
             node.meta[_WRITES] = writes.get(owners.get(value, value), 0)
         for value, is_write in aliased(node):
@@ -216,7 +216,8 @@ def quantizable_calls(node: fx.Node, quantizable: frozenset[str]) -> Calls:
         return tuple(_expert_calls(node, node.target.grouped, quantizable))
     if name in quantizable:
         return ((name, Source(leaf_input(node), writes=node.meta.get(_WRITES, 0))),)
-    return tuple((inner, Source(node, inner)) for inner in sorted(quantizable) if inner.startswith(name + "."))
+    owners = tuple(f"{owner}." for owner in node.target.modules)
+    return tuple((inner, Source(node, inner)) for inner in sorted(quantizable) if f"{inner}.".startswith(owners))
 
 
 def _expert_calls(node: fx.Node, grouped: Grouped, quantizable: frozenset[str]) -> Iterator[tuple[str, Source]]:
@@ -365,10 +366,12 @@ def _placed(names: Sequence[str], steps: list[list[Step]], constants: Collection
     result = []
     for name, found in zip(names, steps, strict=False):
         nodes = [node for step in found for node in step.nodes]
-        leaves = [node.target.owner for node in nodes if isinstance(node.target, Leaf)]
+        calls = [node.target for node in nodes if isinstance(node.target, Leaf)]
+        leaves = [module for call in calls for module in call.modules]
         solved = [member for step in found for group in step.solve for member in group.members]
         attributes = [str(arg.target) for node in nodes for arg in node.all_input_nodes if arg.op == "get_attr"]
-        tensors = [name for name in attributes if name not in constants]
+        within = [tensor for call in calls if call.within is not None for tensor in call.within.tensors]
+        tensors = [name for name in [*attributes, *within] if name not in constants]
         result.append(
             Subgraph(name, tuple(found), tuple(dict.fromkeys(leaves + solved)), tuple(dict.fromkeys(tensors)))
         )

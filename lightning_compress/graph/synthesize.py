@@ -97,7 +97,12 @@ class Synthetic:
 
 
 def synthesize(
-    paths: Sequence[str], tensors: Sequence[Tensor], *, separate_decoder: bool, fixed: Collection[tuple[int, int]] = ()
+    paths: Sequence[str],
+    tensors: Sequence[Tensor],
+    *,
+    separate_decoder: bool,
+    fixed: Collection[tuple[int, int]] = (),
+    others: Sequence[Sequence[Tensor]] = (),
 ) -> tuple[Synthetic, Synthetic]:
     """Tensors like the given ones with rows and lengths to trace on, and again with others.
 
@@ -106,9 +111,11 @@ def synthesize(
         tensors: the true batch, flattened.
         separate_decoder: labels belong to a decoder with a length of its own.
         fixed: (tensor, dimension) whose sizes stay and are constants.
+        others: further true batches.
 
     If every tensor is of tokens, the batch gets 3 (2) rows and a prime length; with pixels or features among them, the
-    number of image tokens fits the images, so lengths stay and each row is repeated as often.
+    number of image tokens fits the images, so lengths stay and each row is repeated as often. Where rows are fixed
+    then, the batch is the true one, and the second the one of the others that differs most.
     """
     separate = separate_decoder or any(_last(path).startswith("decoder_") for path in paths)
     groups = [_group(path, separate) for path in paths]
@@ -129,6 +136,8 @@ def synthesize(
         tensor.ndim < 2 or any((dims[d] or (index, d) in fixed) and d != row_dims[index] for d in range(tensor.ndim))
         for index, (tensor, dims) in enumerate(zip(tensors, dynamic, strict=True))
     )
+    if not only_tokens and any((index, dim) in fixed for index, dim in enumerate(row_dims)):
+        return Synthetic(tuple(tensors), dynamic), Synthetic(tuple(_most_different(tensors, dynamic, others)), dynamic)
     taken: set[int] = set()
     made = []
     for rows in ROWS:
@@ -140,6 +149,26 @@ def synthesize(
         ]
         made.append(Synthetic(tuple(resized), dynamic))
     return made[0], made[1]
+
+
+def _most_different(
+    tensors: Sequence[Tensor], dynamic: Sequence[Sequence[bool]], others: Sequence[Sequence[Tensor]]
+) -> Sequence[Tensor]:
+    """Of batches that are alike but in dynamic sizes, the one with most of these unlike; the batch itself if alone."""
+
+    def number_unlike(other: Sequence[Tensor]) -> int:
+        pairs = list(zip(tensors, other, dynamic, strict=False))
+        if len(other) != len(tensors) or any(mine.ndim != yours.ndim for mine, yours, _ in pairs):
+            return -1
+        unlike = [
+            may_differ
+            for mine, yours, dims in pairs
+            for a, b, may_differ in zip(mine.shape, yours.shape, dims, strict=True)
+            if a != b
+        ]
+        return len(unlike) if all(unlike) else -1
+
+    return max([tensors, *others], key=number_unlike)
 
 
 def _last(path: str) -> str:

@@ -12,7 +12,6 @@ class, become single nodes; a leaf that reads values gets its output shape from 
 its rows, the graph serves only batches of so many. Each is named in `Traced.fallbacks`.
 """
 
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,11 +21,20 @@ import sympy
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_compress.errors import UntraceableModelError
 from lightning_compress.graph import compat
 from lightning_compress.graph.configs import is_encoder_decoder
+from lightning_compress.graph.fallback import (
+    Failure,
+    Fallback,
+    TraceFallbackWarning,
+    fall_back,
+    hidden_in_methods,
+    warn,
+    with_observations,
+)
 from lightning_compress.graph.leaf import Leaf, leaf_input
-from lightning_compress.graph.record import Attempt, Body, Cut, observe
+from lightning_compress.graph.methods import methods_replaced
+from lightning_compress.graph.record import Attempt, Cut
 from lightning_compress.graph.restore import attributes_restored
 from lightning_compress.graph.synthesize import Structure, Synthetic, flatten_batch, synthesize
 from lightning_compress.graph.values import expression, is_symbolic, symbolic_sizes
@@ -47,10 +55,6 @@ _LAYERS_TO_CACHE = 20
 """Fake tensors' cache makes an operation's first run take twice as long, and later ones a third less."""
 
 
-class TraceFallbackWarning(UserWarning):
-    """Targets are hidden inside modules that could only be recorded as single calls."""
-
-
 @dataclass(frozen=True)
 class Span:
     """One call of a boundary module: `first` to `last` (inclusive) index its nodes in execution order."""
@@ -58,15 +62,6 @@ class Span:
     name: str
     first: int
     last: int
-
-
-@dataclass(frozen=True)
-class Fallback:
-    """A module that could not be recorded as asked. `hidden`: targets inside it, which have no node of their own."""
-
-    module: str
-    reason: str
-    hidden: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -100,6 +95,7 @@ def trace(
     *,
     leaf_names: Collection[str],
     boundary_names: Collection[str],
+    others: Sequence[Any] = (),
 ) -> Traced:
     """Record `step(batch)`.
 
@@ -110,38 +106,38 @@ def trace(
             no batch of the run has padding: attention then keeps its fast path.
         leaf_names: modules to be recorded as single calls (what is quantized).
         boundary_names: modules whose calls are marked as spans (decoder layers). Nested: the outermost counts.
+        others: further batches that the graph has to serve: what sizes of batches with images decide shows in them.
 
     Raises:
         UntraceableModelError: not even fallbacks help; names the module and the remedy.
     """
     tensors, structure = flatten_batch(batch)
-    separate = is_encoder_decoder(root)
+    made = partial(
+        synthesize,
+        structure.paths,
+        tensors,
+        separate_decoder=is_encoder_decoder(root),
+        others=[flatten_batch(other)[0] for other in others],
+    )
     cut = _first_cut(root, leaf_names, boundary_names)
     fixed: frozenset[tuple[int, int]] = frozenset()
     fallbacks: dict[str, Fallback] = {}
     with attributes_restored(root), compat.without_cache(root):
         while True:
-            batches = synthesize(structure.paths, tensors, separate_decoder=separate, fixed=fixed)
+            batches = made(fixed=fixed)
             outcome = _attempt(root, step, cut, structure, batches)
             if isinstance(outcome, Traced):
-                _warn(root, fallbacks.values())
-                return replace(outcome, fallbacks=tuple(fallbacks.values()))
-            cut, fixed, told = _fall_back(root, cut, fixed, outcome, frozenset(leaf_names))
+                hidden = hidden_in_methods(cut, leaf_names)
+                found = tuple(replace(each, hidden=hidden.get(each.module, each.hidden)) for each in fallbacks.values())
+                warn(root, found)
+                return replace(outcome, fallbacks=found)
+            known = fixed
+            cut, fixed, told = fall_back(root, cut, fixed, outcome, frozenset(leaf_names))
             fallbacks = {**{fallback.module: fallback for fallback in told}, **fallbacks}
-            runs = [partial(_run, root, step, structure, batch) for batch in batches]
-            cut = _with_observations(root, cut, runs)
-
-
-@dataclass(frozen=True)
-class Failure:
-    """The innermost module that an attempt failed in ('' for code outside all modules), and why.
-
-    `fixed`: if the code took one size of the batch for a constant, the (tensor, dimension) pairs of that size.
-    """
-
-    module: str
-    error: Exception
-    fixed: frozenset[tuple[int, int]] = frozenset()
+            if fixed != known:  # other batches, of which nothing has been seen
+                cut = replace(cut, observed={})
+            runs = [partial(_run, root, step, structure, each) for each in made(fixed=fixed)]
+            cut = with_observations(root, cut, runs)
 
 
 def _first_cut(root: nn.Module, leaf_names: Collection[str], boundary_names: Collection[str]) -> Cut:
@@ -201,7 +197,8 @@ def _attempt(
         attempt = Attempt(cut, recorder, frozenset(other), symbolic_sizes(inputs), other)
         recorder.before_node = attempt.check_sizes
         try:
-            with compat.calls_replaced({**cut.leaves, **cut.containers}, attempt.wrap), compat.recording(recorder):
+            replaced = compat.calls_replaced({**cut.leaves, **cut.containers}, attempt.wrap)
+            with replaced, methods_replaced(cut.methods, attempt.wrap_method), compat.recording(recorder):
                 for path, value in zip(structure.paths, inputs, strict=True):
                     compat.add_placeholder(recorder, path.replace(".", "_") or "batch", value)
                 outputs, returned = flatten_batch(step(structure.build(inputs)))
@@ -209,7 +206,9 @@ def _attempt(
         except Exception as error:
             failed = attempt.failure
             name = failed[0] if failed is not None and failed[1] is error else ""
-            return Failure(name, error, _dimensions(inputs, error))
+            fixed = _dimensions(inputs, error)
+            rows = any(dim == 0 and inputs[i].ndim == 2 and not inputs[i].is_floating_point() for i, dim in fixed)
+            return Failure(name, error, fixed, rows)
     decisions = dict.fromkeys(compat.shapes_of(fake_mode).decisions)
     guards = tuple(condition for condition in decisions if condition.free_symbols <= attempt.symbols)
     spans = _tidy(recorder.graph, attempt.spans)
@@ -248,97 +247,9 @@ def _dimensions(inputs: Sequence[Tensor], error: Exception) -> frozenset[tuple[i
     return frozenset((i, d) for i, d, size in sizes if is_symbolic(size) and size.node._expr == symbol)
 
 
-Fixed = frozenset[tuple[int, int]]
-
-
-def _fall_back(
-    root: nn.Module, cut: Cut, fixed: Fixed, failure: Failure, targets: frozenset[str]
-) -> tuple[Cut, Fixed, list[Fallback]]:
-    """The next thing to try after a failure, and what to tell about it."""
-    name, reason = failure.module, _first_line(failure.error)
-    if name in cut.leaves:
-        body = cut.bodies.get(name, Body.SYMBOLIC)
-        if body is Body.OBSERVED:
-            raise _untraceable(root, failure)
-        mates = [other for other, module in cut.leaves.items() if type(module) is type(cut.leaves[name])]
-        told = [Fallback(name, f"its output shape is taken from a run of it: {reason}")]
-        return replace(cut, bodies={**cut.bodies, **dict.fromkeys(mates, Body(body + 1))}), fixed, told
-    opaque = _opaque_instead(cut, name, targets)
-    if opaque:
-        told = [
-            Fallback(
-                n, f"recorded as a single call: {reason}", tuple(sorted(t for t in targets if t.startswith(f"{n}.")))
-            )
-            for n in opaque
-        ]
-        containers = {key: module for key, module in cut.containers.items() if key not in opaque}
-        bodies = {**cut.bodies, **dict.fromkeys(opaque, Body.STATIC)}  # on symbolic sizes they just failed
-        return replace(cut, leaves={**cut.leaves, **opaque}, containers=containers, bodies=bodies), fixed, told
-    if failure.fixed - fixed:
-        told = [Fallback(name, f"the graph serves batches of one size only, where the model demands it: {reason}")]
-        return cut, fixed | failure.fixed, told
-    raise _untraceable(root, failure)
-
-
-def _opaque_instead(cut: Cut, failed: str, targets: frozenset[str]) -> dict[str, nn.Module]:
-    """Containers to record as single calls: the failed one and all of its class. Empty: that would hide everything."""
-    module = cut.containers[failed]
-    mates = {n: m for n, m in cut.containers.items() if n and type(m) is type(module)}
-    in_layer = any(f"{failed}.".startswith(f"{boundary}.") for boundary in cut.boundaries)
-    left = {name for name in targets | cut.boundaries if not any(name.startswith(f"{n}.") for n in mates)}
-    return mates if in_layer or (failed and left) else {}
-
-
-def _with_observations(root: nn.Module, cut: Cut, runs: Sequence[Callable[[], object]]) -> Cut:
-    """Do the real runs that leaves with `Body.OBSERVED` wait for, if any does."""
-    wanted = {n: cut.leaves[n] for n, body in cut.bodies.items() if body is Body.OBSERVED and n not in cut.observed}
-    if not wanted:
-        return cut
-    if any(parameter.is_meta for parameter in root.parameters()):
-        error = RuntimeError("it has to be run to learn its output's shape, and its weights are on disk")
-        raise _untraceable(root, Failure(min(wanted), error))
-    try:
-        first, second = (observe(root, wanted, run) for run in runs)
-    except Exception as error:
-        raise _untraceable(root, Failure(min(wanted), error)) from error
-    return replace(cut, observed={**cut.observed, **{name: (first[name], second[name]) for name in wanted}})
-
-
 def _run(root: nn.Module, step: Callable[[Any], Any], structure: Structure, synthetic: Synthetic) -> None:
     device = next((parameter.device for parameter in root.parameters()), torch.device("cpu"))
     step(structure.build([tensor.to(device) for tensor in synthetic.tensors]))
-
-
-def _untraceable(root: nn.Module, failure: Failure) -> UntraceableModelError:
-    module = root.get_submodule(failure.module)
-    where = f"{failure.module or 'the model itself'} ({_class(module)})"
-    error = UntraceableModelError(
-        f"cannot record {where} as a graph: {_first_line(failure.error)}. Check that the model runs on this batch; if "
-        f"it does, name a class of layers around this code in `sequential_targets`, or give the code a module of its "
-        f"own, which is then recorded as a single call."
-    )
-    error.__cause__ = failure.error
-    return error
-
-
-def _warn(root: nn.Module, fallbacks: Collection[Fallback]) -> None:
-    """One warning per class of modules that hide targets."""
-    by_class: dict[str, list[Fallback]] = {}
-    for fallback in fallbacks:
-        if fallback.hidden:
-            by_class.setdefault(_class(root.get_submodule(fallback.module)), []).append(fallback)
-    for name, group in by_class.items():
-        names = f"{group[0].module} and {len(group) - 1} more" if len(group) > 1 else group[0].module
-        warnings.warn(f"{name} ({names}) is {group[0].reason}", TraceFallbackWarning, stacklevel=3)
-
-
-def _class(module: nn.Module) -> str:
-    return type(module).__name__
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
 
 
 def violated_guards(traced: Traced, batch: Any) -> list[str]:

@@ -33,7 +33,7 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
-from lightning_compress.graph.trace import TraceFallbackWarning, violated_guards
+from lightning_compress.graph.trace import Leaf, TraceFallbackWarning, violated_guards
 
 SHAPES = ((2, 13), (4, 21), (1, 6), (2, 1))
 """Rows and lengths: like the traced batch, larger, smaller, of one token."""
@@ -195,18 +195,18 @@ def qwen2_vl() -> tuple[nn.Module, Callable[[int, int], dict[str, Tensor]]]:
         image_token_id=IMAGE, video_token_id=IMAGE - 1, vision_start_token_id=IMAGE - 2,
     )  # fmt: skip
 
-    def batch(rows: int, length: int) -> dict[str, Tensor]:
-        made = with_image(rows, length, 4)
-        return {
-            **made,
-            "pixel_values": torch.randn(rows * 16, 3 * 16),
-            "image_grid_thw": torch.tensor([[1, 4, 4]] * rows),
-            # the model computes positions from the values of the ids, which no graph can
-            "position_ids": torch.arange(length + 4).expand(3, rows, -1).clone(),
-            "mm_token_type_ids": (made["input_ids"] == IMAGE).int(),
-        }
+    return Qwen2VLForConditionalGeneration(config), qwen2_vl_batch
 
-    return Qwen2VLForConditionalGeneration(config), batch
+
+def qwen2_vl_batch(rows: int, length: int, height: int = 4) -> dict[str, Tensor]:
+    """Images of `height` x 4 patches, four of which make a token."""
+    made = with_image(rows, length, height)
+    return {
+        **made,
+        "pixel_values": torch.randn(rows * height * 4, 3 * 16),
+        "image_grid_thw": torch.tensor([[1, height, 4]] * rows),
+        "mm_token_type_ids": (made["input_ids"] == IMAGE).int(),
+    }
 
 
 @pytest.mark.parametrize("build", [bert, vit, t5, whisper, gemma3, mllama], ids=lambda build: build.__name__)
@@ -235,6 +235,21 @@ def test_unrolled_images(build: Callable[[], tuple[nn.Module, Callable[[int, int
     reasons = {fallback.module: fallback.reason for fallback in graph.fallbacks}
     assert "batches of one size only" in reasons["model"]
     assert ("model.visual" in reasons) == (build is qwen2_vl), vision
-    for shape in ((2, 13), (2, 9), (2, 1)):
+    for shape in ((2, 13), (2, 9), (2, 4)):
         assert_equal(graph, model, batch(*shape), use_cache=False)
     assert any("size 0 is 3, not 2" in problem for problem in violated_guards(graph, batch(3, 13)))
+
+
+def test_images_of_several_sizes() -> None:
+    """What reads where images are, and how large, are single calls; the graph serves sizes that it has not seen. Seen
+    to fail: with sizes taken from one batch (the number of image tokens is a constant then)."""
+    torch.manual_seed(0)
+    model, _ = qwen2_vl()
+    randomized(model)
+    seen = [qwen2_vl_batch(2, 13, height) for height in (8, 4)]
+    with pytest.warns(TraceFallbackWarning):
+        graph = traced(model, seen[0], others=seen)
+    (method,) = [node.target for node in graph.graph.nodes if isinstance(node.target, Leaf) and node.target.within]
+    assert method.name == "model.get_rope_index"
+    for batch in (*seen, qwen2_vl_batch(2, 7, 12)):
+        assert_equal(graph, model, batch, use_cache=False)

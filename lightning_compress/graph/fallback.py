@@ -1,0 +1,164 @@
+"""What to try after an attempt at recording a model has failed, and what to tell about it.
+
+In this order: a leaf's output shape is found in another way (see `record`); the module that failed, and all of its
+class, become single calls, unless that hid everything; a number of rows that the model insists on becomes a constant;
+a method that was running becomes a single call (see `methods`); any other size becomes a constant.
+"""
+
+import warnings
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from lightning_compress.errors import UntraceableModelError
+from lightning_compress.graph.methods import Method, called_within, running_methods
+from lightning_compress.graph.record import Body, Cut, observe
+
+
+class TraceFallbackWarning(UserWarning):
+    """Targets are hidden inside modules that could only be recorded as single calls."""
+
+
+@dataclass(frozen=True)
+class Fallback:
+    """A module, or a method of one, that could not be recorded as asked.
+
+    `hidden`: targets inside it, which have no node of their own.
+    """
+
+    module: str
+    reason: str
+    hidden: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The innermost module that an attempt failed in ('' for code outside all modules), and why.
+
+    Attributes:
+        fixed: if the code took one size of the batch for a constant, the (tensor, dimension) pairs of that size.
+        are_rows: that size is the number of rows.
+    """
+
+    module: str
+    error: Exception
+    fixed: frozenset[tuple[int, int]] = frozenset()
+    are_rows: bool = False
+
+
+Fixed = frozenset[tuple[int, int]]
+
+
+def fall_back(
+    root: nn.Module, cut: Cut, fixed: Fixed, failure: Failure, targets: frozenset[str]
+) -> tuple[Cut, Fixed, list[Fallback]]:
+    """The next thing to try after a failure, and what to tell about it.
+
+    Raises:
+        UntraceableModelError: nothing is left.
+    """
+    name, reason = failure.module, _first_line(failure.error)
+    new = failure.fixed - fixed
+    one_size = [Fallback(name, f"the graph serves batches of one size only, where the model demands it: {reason}")]
+    if name in cut.methods:
+        if new:
+            return cut, fixed | new, one_size
+        others = {other: method for other, method in cut.methods.items() if other != name}
+        cut, name = replace(cut, methods=others, given_up=cut.given_up | {name}), name.rpartition(".")[0]
+    if name in cut.leaves:
+        body = cut.bodies.get(name, Body.SYMBOLIC)
+        if body is Body.OBSERVED:
+            raise untraceable(root, failure)
+        mates = [other for other, module in cut.leaves.items() if type(module) is type(cut.leaves[name])]
+        told = [Fallback(name, f"its output shape is taken from a run of it: {reason}")]
+        return replace(cut, bodies={**cut.bodies, **dict.fromkeys(mates, Body(body + 1))}), fixed, told
+    opaque = _opaque_instead(cut, name, targets)
+    if opaque:
+        told = [Fallback(n, f"recorded as a single call: {reason}", _inside([n], targets)) for n in opaque]
+        containers = {key: module for key, module in cut.containers.items() if key not in opaque}
+        bodies = {**cut.bodies, **dict.fromkeys(opaque, Body.STATIC)}  # on symbolic sizes they just failed
+        return replace(cut, leaves={**cut.leaves, **opaque}, containers=containers, bodies=bodies), fixed, told
+    running = [
+        f"{name}.{method}" if name else method for method in running_methods(cut.containers[name], failure.error)
+    ]
+    left = [method for method in running if method not in cut.methods and method not in cut.given_up]
+    if new and (failure.are_rows or not left):
+        return cut, fixed | new, one_size
+    if left:
+        method = Method(cut.containers[name], left[0].rpartition(".")[2])
+        told = [Fallback(left[0], f"recorded as a single call: {reason}")]
+        return replace(cut, methods={**cut.methods, left[0]: method}), fixed, told
+    raise untraceable(root, failure)
+
+
+def _inside(names: Sequence[str], targets: Collection[str]) -> tuple[str, ...]:
+    return tuple(sorted(target for target in targets if f"{target}.".startswith(tuple(f"{name}." for name in names))))
+
+
+def hidden_in_methods(cut: Cut, targets: Collection[str]) -> dict[str, tuple[str, ...]]:
+    """The targets that each method runs."""
+    return {name: _inside(method.calls, targets) for name, method in cut.methods.items()}
+
+
+def _opaque_instead(cut: Cut, failed: str, targets: frozenset[str]) -> dict[str, nn.Module]:
+    """Containers to record as single calls: the failed one and all of its class. Empty: that would hide everything."""
+    module = cut.containers[failed]
+    mates = {n: m for n, m in cut.containers.items() if n and type(m) is type(module)}
+    in_layer = any(f"{failed}.".startswith(f"{boundary}.") for boundary in cut.boundaries)
+    left = {name for name in targets | cut.boundaries if not any(name.startswith(f"{n}.") for n in mates)}
+    return mates if in_layer or (failed and left) else {}
+
+
+def with_observations(root: nn.Module, cut: Cut, runs: Sequence[Callable[[], object]]) -> Cut:
+    """Do the real runs that leaves with `Body.OBSERVED` wait for, if any does."""
+    wanted = {n: cut.leaves[n] for n, body in cut.bodies.items() if body is Body.OBSERVED and n not in cut.observed}
+    methods = {name: method for name, method in cut.methods.items() if name not in cut.observed}
+    if not wanted and not methods:
+        return cut
+    names = [*wanted, *methods]
+    if any(parameter.is_meta for parameter in root.parameters()):
+        error = RuntimeError("it has to be run to learn its output's shape, and its weights are on disk")
+        raise untraceable(root, Failure(min(names), error))
+    try:
+        first, second = (observe(root, wanted, methods, run) for run in runs)
+        called = called_within(root, methods, runs[0]) if methods else {}
+    except Exception as error:
+        raise untraceable(root, Failure(min(names), error)) from error
+    seen = {name: (first[name], second[name]) for name in names}
+    knowing = {name: replace(method, calls=tuple(sorted(called[name]))) for name, method in methods.items()}
+    return replace(cut, observed={**cut.observed, **seen}, methods={**cut.methods, **knowing})
+
+
+def untraceable(root: nn.Module, failure: Failure) -> UntraceableModelError:
+    """The error that names what failed, and the remedy."""
+    where = f"{failure.module or 'the model itself'} ({_owner(root, failure.module)})"
+    error = UntraceableModelError(
+        f"cannot record {where} as a graph: {_first_line(failure.error)}. Check that the model runs on this batch; if "
+        f"it does, name a class of layers around this code in `sequential_targets`, or give the code a module of its "
+        f"own, which is then recorded as a single call."
+    )
+    error.__cause__ = failure.error
+    return error
+
+
+def warn(root: nn.Module, fallbacks: Collection[Fallback]) -> None:
+    """One warning per class of modules that hide targets."""
+    by_class: dict[str, list[Fallback]] = {}
+    for fallback in fallbacks:
+        if fallback.hidden:
+            by_class.setdefault(_owner(root, fallback.module), []).append(fallback)
+    for name, group in by_class.items():
+        names = f"{group[0].module} and {len(group) - 1} more" if len(group) > 1 else group[0].module
+        warnings.warn(f"{name} ({names}) is {group[0].reason}", TraceFallbackWarning, stacklevel=3)
+
+
+def _owner(root: nn.Module, name: str) -> str:
+    """The class of a module, or of the one whose method is named."""
+    modules = dict(root.named_modules(remove_duplicate=False))
+    return type(modules[name] if name in modules else modules[name.rpartition(".")[0]]).__name__
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
