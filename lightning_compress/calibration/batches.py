@@ -14,8 +14,7 @@ from torch import Tensor
 
 from lightning_compress.errors import CalibrationDataError
 from lightning_compress.graph.compat import pytree
-
-MASK_SUFFIX = "attention_mask"
+from lightning_compress.graph.masks import is_token_mask
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ def collect(batches: Iterable[Any], limit: int | None = None) -> CalibrationSet:
     for number, batch in enumerate(collected):
         _check_like_first(collected[0], batch, number)
         _check_values(batch, number)
-    masks = [key for key in collected[0] if key.endswith(MASK_SUFFIX)] if isinstance(collected[0], dict) else []
+    masks = [key for key in collected[0] if is_token_mask(key)] if isinstance(collected[0], dict) else []
     masks = [key for key in masks if isinstance(collected[0][key], Tensor) and collected[0][key].ndim == 2]
     idle = [key for key in masks if all(bool(batch[key].bool().all()) for batch in collected)]
     without = [{k: v for k, v in batch.items() if k not in idle} if idle else batch for batch in collected]

@@ -4,10 +4,11 @@ The compressors take a weight and quantize it themselves, so they are given code
 recover exactly the codes that were solved. A weight in bfloat16 would not do: its rounding moves some codes.
 """
 
-import inspect
+import copy
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
+import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.format import infer_module_format
 from compressed_tensors.config import CompressionFormat
@@ -23,6 +24,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange
 
 from lightning_compress.calibration.solve import QuantizedModule, dequantize_weight
+from lightning_compress.recipe.parts import transformers_models
 from lightning_compress.recipe.resolve import ResolvedRecipe
 
 PackedModule = dict[str, Tensor]
@@ -93,7 +95,8 @@ def checkpoint_names(root: nn.Module) -> dict[str, str]:
             for conversion in inverted:
                 renamed, matched = conversion.rename_source_key(key)
                 key = renamed if matched is not None else key
-            names[name] = key.removesuffix(".weight")
+            if key.endswith(".weight"):  # else nothing but the weight itself is renamed
+                names[name] = key.removesuffix(".weight")
     return names
 
 
@@ -140,7 +143,7 @@ def quantization_config(resolved: ResolvedRecipe, root: nn.Module, rename: Mappi
     if (
         len(schemes) == 1
         and scheme.input_activations is None
-        and (_packs_zero_points(scheme) or _initializes_parents(root, resolved))
+        and (_packs_zero_points(scheme) or _initializes_packed(root, resolved))
     ):
         dumped["dequantize"] = True
     return dumped
@@ -159,13 +162,31 @@ def _packs_zero_points(scheme: QuantizationScheme) -> bool:
     )
 
 
-def _initializes_parents(root: nn.Module, resolved: ResolvedRecipe) -> bool:
-    """Whether the model's `_init_weights` reaches for `weight` in children (T5, Mamba): with packed ones it fails on
-    loading."""
-    parents = {type(root.get_submodule(name.rpartition(".")[0])).__name__ for name in resolved.assignments}
-    models = {type(module) for module in root.modules() if isinstance(module, PreTrainedModel)}
-    sources = "".join(inspect.getsource(model._init_weights) for model in models)
-    return any(parent in sources for parent in parents - {model.__name__ for model in models})
+def _initializes_packed(root: nn.Module, resolved: ResolvedRecipe) -> bool:
+    """Whether a model's `_init_weights` reaches for the weights of what is quantized: with packed ones it fails on
+    loading (T5, Mamba, Falcon). It is tried, on a copy without values."""
+    memo: dict[int, Tensor] = {id(tensor): tensor.to("meta") for tensor in root.buffers()}
+    for tensor in root.parameters():
+        memo[id(tensor)] = tensor if tensor.is_meta else nn.Parameter(tensor.detach().to("meta"), requires_grad=False)
+    for prefix, model in transformers_models(root).items():
+        copied = copy.deepcopy(model, dict(memo))
+        for name in resolved.assignments:
+            if name.startswith(prefix):
+                copied.get_submodule(name.removeprefix(prefix))._parameters.pop("weight")
+        try:
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                for path, module in copied.named_modules():
+                    _responsible(copied, path)._init_weights(module)
+        except AttributeError:
+            return True
+    return False
+
+
+def _responsible(model: PreTrainedModel, path: str) -> PreTrainedModel:
+    """The innermost transformers model that a module is of; it initializes it."""
+    names = path.split(".") if path else []
+    around = (model.get_submodule(".".join(names[:length])) for length in range(len(names), -1, -1))
+    return next(module for module in around if isinstance(module, PreTrainedModel))
 
 
 def _targets(members: Sequence[str], linears: Sequence[str], rename: Mapping[str, str]) -> list[str]:

@@ -44,7 +44,7 @@ from torch.utils import _python_dispatch, _pytree
 from transformers import masking_utils
 
 from lightning_compress.graph.configs import configs_of
-from lightning_compress.graph.values import SYMBOLIC_TYPES
+from lightning_compress.graph.values import SYMBOLIC_TYPES, map_nested
 
 pytree = _pytree
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
@@ -263,13 +263,7 @@ def _proxies(recorder: Recorder, value: Any) -> Any:
         present = {f.name: _proxies(recorder, getattr(value, f.name)) for f in fields(value)}
         given = {name: item for name, item in present.items() if item is not None}
         return recorder.create_proxy("call_function", type(value), (), given)
-    if isinstance(value, dict):
-        return {key: _proxies(recorder, item) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_proxies(recorder, item) for item in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(_proxies(recorder, item) for item in value)
-    return value
+    return map_nested(value, lambda item: _proxies(recorder, item))
 
 
 def add_call(recorder: Recorder, target: Callable[..., Any], args: Any, kwargs: Any, output: object) -> None:

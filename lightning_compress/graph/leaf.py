@@ -81,8 +81,16 @@ class Leaf:
 
 def leaf_input(node: fx.Node) -> fx.Node:
     """The value that a leaf is called with, positional (`linear(x)`) or by keyword (`linear(input=x)`)."""
-    values = [*node.args, *node.kwargs.values()]
-    found = next((value for value in values if isinstance(value, fx.Node)), None)
-    if found is None:
+    found = _inputs(node)
+    if not found:
         raise ValueError(f"{node.name} is called without a tensor")
-    return found
+    return found[0]
+
+
+def takes_a_value(node: fx.Node) -> bool:
+    """Whether it has a `leaf_input`: position embeddings may be called with sizes alone."""
+    return bool(_inputs(node))
+
+
+def _inputs(node: fx.Node) -> list[fx.Node]:
+    return [value for value in (*node.args, *node.kwargs.values()) if isinstance(value, fx.Node)]

@@ -5,6 +5,13 @@ from torch import Tensor, fx
 from lightning_compress.graph.trace import Traced
 from lightning_compress.graph.values import expression
 
+_NAMES = ("attention_mask", "decoder_attention_mask")
+
+
+def is_token_mask(path: str) -> bool:
+    """Whether a field of a batch, by its key path, says which tokens are padding; not which pixels are."""
+    return path.rpartition(".")[2] in _NAMES
+
 
 def token_mask_for(traced: Traced, node: fx.Node) -> fx.Node | None:
     """The padding mask [B, L] that tells which rows of a value are tokens, or None.
@@ -19,7 +26,7 @@ def token_mask_for(traced: Traced, node: fx.Node) -> fx.Node | None:
     inputs: list[fx.Node] = [candidate for candidate in traced.graph.nodes if candidate.op == "placeholder"]
     for path, mask in zip(traced.placeholders, inputs, strict=True):
         sizes = [expression(size) for size in mask.meta["val"].shape]
-        if not path.endswith("attention_mask") or len(sizes) != 2:
+        if not is_token_mask(path) or len(sizes) != 2:
             continue
         if leading == sizes and value.ndim > 2:
             return mask
@@ -35,6 +42,6 @@ def row_mask_for(traced: Traced, node: fx.Node) -> fx.Node | None:
     inputs: list[fx.Node] = [candidate for candidate in traced.graph.nodes if candidate.op == "placeholder"]
     for path, mask in zip(traced.placeholders, inputs, strict=True):
         sizes = [expression(size) for size in mask.meta["val"].shape]
-        if path.endswith("attention_mask") and len(sizes) == 2 and (num_rows / sizes[0] / sizes[1]).is_integer:
+        if is_token_mask(path) and len(sizes) == 2 and (num_rows / sizes[0] / sizes[1]).is_integer:
             return mask
     return None

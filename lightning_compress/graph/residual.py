@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, fx
 
 from lightning_compress.graph.aliases import Memory, memory_of
+from lightning_compress.graph.leaf import takes_a_value
 from lightning_compress.graph.stages import Group
 from lightning_compress.graph.trace import Leaf, leaf_input
 from lightning_compress.graph.values import expression
@@ -89,7 +90,7 @@ def residuals(graph: fx.Graph, groups: Iterable[Group]) -> dict[str, Residual]:
     for node in graph.nodes:
         if isinstance(node.target, Leaf):
             calls.setdefault(node.target.name, []).append(node)
-        if isinstance(node.target, Leaf) and node.target.within is None and node.all_input_nodes:
+        if isinstance(node.target, Leaf) and takes_a_value(node):
             first_readers.setdefault(leaf_input(node), memory.position[node])
     found: dict[str, Residual] = {}
     for group in groups:

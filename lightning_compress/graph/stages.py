@@ -32,7 +32,7 @@ from math import prod
 import torch
 from torch import fx
 
-from lightning_compress.graph.leaf import Grouped
+from lightning_compress.graph.leaf import Grouped, takes_a_value
 from lightning_compress.graph.trace import Leaf, Traced, leaf_input
 from lightning_compress.graph.values import concrete
 
@@ -187,7 +187,7 @@ def _count_writes(graph: fx.Graph) -> None:
     owners: dict[fx.Node, fx.Node] = {}
     writes: dict[fx.Node, int] = {}
     for node in graph.nodes:
-        if isinstance(node.target, Leaf) and node.target.within is None:
+        if isinstance(node.target, Leaf) and takes_a_value(node):
             value = leaf_input(node)
             node.meta[_WRITES] = writes.get(owners.get(value, value), 0)
         for value, is_write in aliased(node):

@@ -120,12 +120,20 @@ def trace(
         others=[flatten_batch(other)[0] for other in others],
     )
     cut = _first_cut(root, leaf_names, boundary_names)
+    lengths = frozenset(
+        (index, dim) for index, dims in enumerate(made()[0].dynamic) for dim, free in enumerate(dims) if free and dim
+    )
     fixed: frozenset[tuple[int, int]] = frozenset()
     fallbacks: dict[str, Fallback] = {}
     with attributes_restored(root), compat.without_cache(root):
         while True:
             batches = made(fixed=fixed)
             outcome = _attempt(root, step, cut, structure, batches)
+            if isinstance(outcome, Traced) and violated_guards(outcome, batch) and lengths - fixed:
+                reason = f"the graph serves batches of one length only: {violated_guards(outcome, batch)[0]}"
+                fallbacks[""] = Fallback("", reason)
+                fixed, cut = fixed | lengths, replace(cut, observed={})
+                continue
             if isinstance(outcome, Traced):
                 hidden = hidden_in_methods(cut, leaf_names)
                 found = tuple(replace(each, hidden=hidden.get(each.module, each.hidden)) for each in fallbacks.values())

@@ -16,13 +16,19 @@ def is_symbolic(size: object) -> TypeGuard[torch.SymInt]:
     return isinstance(size, torch.SymInt)
 
 
+def depends_on_values(size: torch.SymInt) -> bool:
+    """Whether it was read from a tensor, so that no batch's sizes tell it."""
+    return size.node.hint is None
+
+
 def expression(size: int | torch.SymInt) -> sympy.Expr:
     """A size as a sympy expression, so that sizes can be compared without adding a guard."""
     return size.node.expr if is_symbolic(size) else sympy.Integer(size)
 
 
 def map_nested(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Apply to the items of a container (a mapping, sequence or dataclass); anything else is returned as it is.
+    """Apply to the items of a container (a mapping, sequence or dataclass); anything else is returned as it is. Shapes
+    become plain tuples, for what they then hold may be no sizes.
 
     >>> map_nested({"a": 1, "b": 2}, lambda item: item + 1)
     {'a': 2, 'b': 3}
@@ -33,6 +39,8 @@ def map_nested(value: Any, function: Callable[[Any], Any]) -> Any:
         return {key: function(item) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(function(item) for item in value))
+    if isinstance(value, torch.Size):
+        return tuple(function(item) for item in value)
     if isinstance(value, (list, tuple)):
         return type(value)(function(item) for item in value)
     return value
@@ -46,12 +54,18 @@ def items_of(value: Any) -> list[Any]:
 
 
 def concrete(value: Any, sizes: Mapping[sympy.Symbol, int] | None = None) -> Any:
-    """A (nested) value with symbolic sizes replaced by their numbers in the traced batch, or by those of `sizes`."""
+    """A (nested) value with symbolic sizes replaced by their numbers in the traced batch, or by those of `sizes`.
+
+    Raises:
+        ValueError: a size depends on values.
+    """
     if isinstance(value, Tensor):
         shape = [concrete(size, sizes) for size in value.shape]
         strides = [concrete(stride, sizes) for stride in value.stride()]
         return torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
     if is_symbolic(value):
+        if depends_on_values(value):
+            raise ValueError(f"the size {value} depends on values")
         return int(value.node.hint if sizes is None else value.node.expr.xreplace(sizes))
     if isinstance(value, SYMBOLIC_TYPES):
         return value.node.hint
@@ -59,7 +73,7 @@ def concrete(value: Any, sizes: Mapping[sympy.Symbol, int] | None = None) -> Any
 
 
 def symbolic_sizes(value: Any) -> list[torch.SymInt]:
-    """All symbolic sizes of the tensors in a nested value."""
+    """All symbolic sizes of the tensors in a nested value that sizes of a batch tell."""
     if isinstance(value, Tensor):
-        return [size for size in value.shape if is_symbolic(size)]
+        return [size for size in value.shape if is_symbolic(size) and not depends_on_values(size)]
     return [size for item in items_of(value) for size in symbolic_sizes(item)]

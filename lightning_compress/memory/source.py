@@ -22,6 +22,7 @@ from lightning_compress.errors import CompressionError
 from lightning_compress.graph.experts import Experts
 from lightning_compress.memory.files import StoredTensor, files_fingerprint, stored_tensors
 from lightning_compress.memory.pickled import stored_state_dict
+from lightning_compress.recipe.parts import transformers_models
 
 Load = Callable[[], Mapping[str, Tensor]]
 
@@ -204,26 +205,18 @@ def _in_folder(root: nn.Module, stored: Mapping[str, Readable], weights: Path) -
     if isinstance(root, PreTrainedModel):
         return _transformers_tensors(root, stored)
     found = _named(root, stored)
-    inner = {path: model for path, model in _transformers_models(root).items() if is_on_meta(model)}
+    inner = {prefix: model for prefix, model in transformers_models(root).items() if is_on_meta(model)}
     if not inner or not _missing(root, found):
         return found
     if len(inner) > 1:
-        models = ", ".join(f"{path} ({type(model).__name__})" for path, model in inner.items())
+        models = ", ".join(f"{prefix.removesuffix('.')} ({type(model).__name__})" for prefix, model in inner.items())
         raise CompressionError(
             f"{type(root).__name__} holds {len(inner)} transformers models without values ({models}), and {weights} "
             "does not name its tensors as it does, so whose they are is not clear. Give a checkpoint of the "
             f"{type(root).__name__} (`trainer.save_checkpoint`), or build one of the models with its values."
         )
-    ((path, model),) = inner.items()
-    return _transformers_tensors(model, stored, f"{path}.")
-
-
-def _transformers_models(root: nn.Module, path: str = "") -> dict[str, PreTrainedModel]:
-    """The outermost transformers models in a module, by path."""
-    if isinstance(root, PreTrainedModel):
-        return {path: root}
-    children = ((f"{path}.{name}" if path else name, child) for name, child in root.named_children())
-    return {place: model for name, child in children for place, model in _transformers_models(child, name).items()}
+    ((prefix, model),) = inner.items()
+    return _transformers_tensors(model, stored, prefix)
 
 
 def _named(root: nn.Module, stored: Mapping[str, Readable], prefix: str = "") -> dict[str, _Found]:

@@ -3,6 +3,8 @@
 from torch import nn
 from transformers import PreTrainedModel
 
+from lightning_compress.recipe.parts import transformers_models
+
 
 def left_alone(root: nn.Module) -> dict[nn.Module, str]:
     """Linears of `root` that only a name or a pattern reaches, each with the reason."""
@@ -38,7 +40,7 @@ def _beside_language_models(root: nn.Module) -> list[nn.Module]:
     encode before they decode are one as a whole (T5, Whisper).
     """
     found: list[nn.Module] = []
-    for model in _models(root):
+    for model in transformers_models(root).values():
         text = model.config.get_text_config(decoder=True)
         language = [part for part in model.modules() if isinstance(part, PreTrainedModel) and part.config is text]
         if text is model.config or not language or model.config.is_encoder_decoder or not model.can_generate():
@@ -46,10 +48,3 @@ def _beside_language_models(root: nn.Module) -> list[nn.Module]:
         inside = {*language[0].modules(), *output_embeddings(model)}
         found += [part for part in model.modules() if isinstance(part, nn.Linear) and part not in inside]
     return found
-
-
-def _models(root: nn.Module) -> list[PreTrainedModel]:
-    """The outermost transformers models."""
-    if isinstance(root, PreTrainedModel):
-        return [root]
-    return [model for child in root.children() for model in _models(child)]

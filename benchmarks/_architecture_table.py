@@ -1,0 +1,112 @@
+"""The document that `architectures.py` writes."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import transformers
+from _architecture_kinds import KINDS
+
+Row = Mapping[str, Any]
+
+STAGES: Mapping[str, str] = {
+    "config": "its tiny configuration cannot be built",
+    "inputs": "the model itself does not run on the sample inputs",
+    "recipe": "the recipe does not apply",
+    "trace": "it cannot be recorded as a graph",
+    "calibrate": "the run fails",
+    "export": "the checkpoint cannot be written",
+    "reload": "what transformers reads back is missing something or differs",
+    "process": "the process did not end by itself",
+}
+"""What the words in `Result.failed` mean."""
+
+
+def markdown(rows: Sequence[Row], total: int) -> str:
+    """The whole document, for the rows that there are."""
+    works = sum(not row["failed"] for row in rows)
+    parts = [
+        "# Architectures\n",
+        _INTRO.format(torch=torch.__version__, transformers=transformers.__version__),
+        f"**{works} of {total} work ({works / total:.1%}).**\n",
+        _counts(rows),
+        *(_table(kind, [row for row in rows if row["kind"] == kind]) for kind in KINDS),
+        _failures([row for row in rows if row["failed"]]),
+    ]
+    return "\n".join(parts)
+
+
+_INTRO = """Made by `python benchmarks/architectures.py`, torch {torch}, transformers {transformers}: every model type
+of transformers' auto-mappings for causal language models, vision-language models, encoder-decoders, speech models, and
+encoders of text and images. A type that is in several kinds has a row in each. Its default configuration is shrunk, the
+model gets random weights, and `Compressor(trainer).compress(model, recipe, ...)` quantizes it to 4 bits with GPTQ and
+reads the checkpoint back with `from_pretrained`. A model that is a single call of the graph does not count as traced.
+
+- **traced**: *whole*, or the classes of modules that became single calls: their Linears have no node of their own. The
+  graph's outputs are compared with the model's.
+- **quantized**: Linears that were, of all that are (each expert counts). Output embeddings and routers are left alone,
+  and what these inputs do not reach.
+- **reload error**: the largest difference of the outputs of the quantized model in memory and of what transformers
+  reads back.
+- **fed**: what the model was run on. *position ids* were given where the model would compute them from the values of
+  tokens, which no graph can.
+"""
+
+
+def _counts(rows: Sequence[Row]) -> str:
+    lines = ["| kind | families | work | fail |", "|---|---|---|---|"]
+    for kind in KINDS:
+        mine = [row for row in rows if row["kind"] == kind]
+        works = sum(not row["failed"] for row in mine)
+        lines.append(f"| {kind} | {len(mine)} | {works} | {len(mine) - works} |")
+    return "\n".join(lines) + "\n"
+
+
+def _table(kind: str, rows: Sequence[Row]) -> str:
+    lines = [f"## {kind[0].upper()}{kind[1:]}\n", "| family | traced | quantized | subgraphs | reload error | fed |"]
+    lines.append("|---|---|---|---|---|---|")
+    for row in rows:
+        if row["failed"]:
+            lines.append(f"| {row['model_type']} | *fails: {row['failed']}* | | | | {row['fed']} |")
+            continue
+        fed = "text only" if row["fed"] == "text" and kind in ("vision-language", "speech") else row["fed"]
+        numbers = f"{row['num_quantized']} / {row['num_targets']} | {row['num_subgraphs']}"
+        lines.append(f"| {row['model_type']} | {_traced(row)} | {numbers} | {_error(row)} | {fed} |")
+    return "\n".join(lines) + "\n"
+
+
+def _traced(row: Row) -> str:
+    calls = Counter(name for name, _, hidden in row["fallbacks"] if hidden)
+    rows_fixed = any("one size only" in reason for _, reason, _ in row["fallbacks"])
+    notes = [", ".join(f"{count} {name}" for name, count in calls.items()) + " as single calls"] if calls else ["whole"]
+    return "; ".join(notes + (["batches of one size"] if rows_fixed else []))
+
+
+def _error(row: Row) -> str:
+    difference = row["reload_difference"]
+    if difference is None:
+        return "not compared"
+    return "0" if difference == 0 else f"{difference:.0e}"
+
+
+def _failures(rows: Iterable[Row]) -> str:
+    lines = ["## What fails, and why\n"]
+    by_stage: dict[str, list[Row]] = {}
+    for row in rows:
+        by_stage.setdefault(row["failed"], []).append(row)
+    for stage, mine in sorted(by_stage.items(), key=lambda item: list(STAGES).index(item[0])):
+        lines.append(f"**{stage}** ({len(mine)}): {STAGES[stage]}\n")
+        reasons: dict[str, list[str]] = {}
+        for row in mine:
+            reasons.setdefault(_reason(row), []).append(f"{row['model_type']} ({row['kind']})")
+        lines += [f"- {', '.join(names)}: {reason}" for reason, names in reasons.items()]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _reason(row: Row) -> str:
+    """The first sentence, without what no document needs."""
+    text = row["reason"].partition(". Check that the model runs")[0]
+    text = text.partition(" cannot: ")[2] or text
+    return f"`{text.replace('`', '').replace('|', '/')[:300]}`"
