@@ -11,14 +11,16 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import cast, final
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerBase
 
-from lightning_compress.data.config import DataConfig
+from lightning_compress.data.config import CustomConfig, DataConfig, MultimodalConfig, TokensConfig
+from lightning_compress.data.custom import custom_batches
+from lightning_compress.data.multimodal import multimodal_dataloader
 from lightning_compress.data.sources import Document, load_documents
 from lightning_compress.errors import CalibrationDataError
 
@@ -30,8 +32,35 @@ _DOCUMENTS_AT_A_TIME = 64
 _SHORTEST_DOCUMENT = 2  # tokens: one to read and one to predict
 
 
-def calibration_dataloader(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> DataLoader[Batch]:
-    """`num_samples` samples drawn with `seed`, in batches.
+def calibration_batches(config: DataConfig, processor: Any) -> Iterable[Any]:
+    """What `config` names, in batches as the model takes them.
+
+    Args:
+        config: of any source.
+        processor: the model's tokenizer, or its processor, which holds one.
+
+    Raises:
+        CalibrationDataError: see `calibration_dataloader`, `multimodal_dataloader` and `custom_batches`.
+    """
+    match config:
+        case TokensConfig():
+            return calibration_dataloader(config, tokenizer_of(processor))
+        case MultimodalConfig():
+            return multimodal_dataloader(config, processor)
+        case CustomConfig():
+            return custom_batches(config, processor)
+        case _:
+            raise TypeError(f"{type(config).__name__} is no source of data.")
+
+
+def tokenizer_of(processor: Any) -> PreTrainedTokenizerBase:
+    """A processor's tokenizer; a tokenizer itself."""
+    tokenizer: PreTrainedTokenizerBase = getattr(processor, "tokenizer", processor)
+    return tokenizer
+
+
+def calibration_dataloader(config: TokensConfig, tokenizer: PreTrainedTokenizerBase) -> DataLoader[Batch]:
+    """`num_samples` samples of text drawn with `seed`, in batches.
 
     Yields {"input_ids": [B, L]} int64, and "attention_mask" [B, L] int64 (1: token, 0: padding) in every batch where
     any batch has padding. L is `max_length` when packed, else the longest of the batch.
@@ -60,6 +89,10 @@ def evaluation_dataloader(config: DataConfig, tokenizer: PreTrainedTokenizerBase
     Packed windows follow one another without overlap. Shapes and errors as in `calibration_dataloader`; `seed` has
     no effect.
     """
+    if not isinstance(config, TokensConfig):
+        raise CalibrationDataError(
+            f"perplexity is of text, not of data.source={config.source!r}: use docs, text or hf."
+        )
     documents = load_documents(config)
     encoded = _encode((documents[i] for i in range(len(documents))), tokenizer)
     if config.packing:
@@ -97,7 +130,7 @@ def _render(document: Document, tokenizer: PreTrainedTokenizerBase) -> str:
     return cast(str, tokenizer.apply_chat_template(document, tokenize=False))
 
 
-def _windows(encoded: Iterator[Tensor], config: DataConfig, least_documents: int) -> list[Tensor]:
+def _windows(encoded: Iterator[Tensor], config: TokensConfig, least_documents: int) -> list[Tensor]:
     """Consecutive windows [max_length] of the joined documents: `num_samples`, or more where documents are long."""
     pieces: list[Tensor] = []
     num_tokens = 0
@@ -111,13 +144,13 @@ def _windows(encoded: Iterator[Tensor], config: DataConfig, least_documents: int
     return list(joined[: num_windows * config.max_length].view(num_windows, config.max_length))
 
 
-def _beginnings(encoded: Iterator[Tensor], config: DataConfig) -> list[Tensor]:
+def _beginnings(encoded: Iterator[Tensor], config: TokensConfig) -> list[Tensor]:
     """The first `max_length` tokens of `num_samples` documents (those with too few tokens to predict one left out)."""
     long_enough = (ids[: config.max_length] for ids in encoded if len(ids) >= _SHORTEST_DOCUMENT)
     return list(islice(long_enough, config.num_samples))
 
 
-def _too_little(config: DataConfig, samples: Sequence[Tensor], num_documents: int) -> str:
+def _too_little(config: TokensConfig, samples: Sequence[Tensor], num_documents: int) -> str:
     if config.packing:
         there = f"{len(samples) * config.max_length} tokens in whole windows, from {num_documents} documents"
         needed = f"{config.num_samples * config.max_length} ({config.num_samples} x {config.max_length})"

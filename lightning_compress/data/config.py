@@ -1,14 +1,15 @@
-"""What text a calibration or an evaluation reads, as typed configuration.
+"""What a calibration or an evaluation reads, as typed configuration.
 
-Method: one frozen dataclass per source of text (`docs`, `text`, `hf`) over the fields that all share. They hold plain
-values only, so they serialize, hash into a fingerprint and compose in Hydra (`data=docs data.num_samples=64`).
-Alternative not taken: Hydra's `_target_` in the YAML, which reports a mistyped value where it is first used and an
-unknown key as a `TypeError` of some constructor.
+Method: one frozen dataclass per source (`docs`, `text` and `hf` of text, `multimodal` of text with images) over the
+fields that all share. They hold plain values only, so they serialize, hash into a fingerprint and compose in Hydra
+(`data=docs data.num_samples=64`). Alternative not taken: Hydra's `_target_` in the YAML, which reports a mistyped value
+where it is first used and an unknown key as a `TypeError` of some constructor; it is there for what no source knows
+(`custom`).
 """
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, final
 
 from omegaconf import DictConfig, OmegaConf
@@ -19,33 +20,48 @@ from lightning_compress.errors import CalibrationDataError
 
 @dataclass(frozen=True)
 class DataConfig:
-    """The fields every source shares (abstract: use `DocsConfig`, `TextConfig` or `HfConfig`).
+    """The fields every source shares.
 
-    num_samples: windows (packed) or documents (ragged) that are drawn.
-    max_length: tokens per window; a ragged document is cut there.
-    batch_size: windows per batch; the last batch may be smaller.
+    num_samples: samples that are drawn.
+    batch_size: samples per batch; the last batch may be smaller.
     seed: of the draw. The same configuration and tokenizer give the same batches.
-    packing: documents are joined and cut into windows of exactly `max_length` tokens. Otherwise a sample is the
-        beginning of one document, padded to the longest of its batch and masked.
     """
 
     source: ClassVar[str] = ""
 
     num_samples: int = 128
-    max_length: int = 256
     batch_size: int = 8
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        self._check_least(num_samples=1, batch_size=1)
+
+    def _check_least(self, **least: int) -> None:
+        for name, smallest in least.items():
+            if getattr(self, name) < smallest:
+                raise CalibrationDataError(f"data.{name}={getattr(self, name)}: must be at least {smallest}.")
+
+
+@dataclass(frozen=True)
+class TokensConfig(DataConfig):
+    """The fields that sources of text share: a sample is a window (packed) or a document (ragged).
+
+    max_length: tokens per window; a ragged document is cut there.
+    packing: documents are joined and cut into windows of exactly `max_length` tokens. Otherwise a sample is the
+        beginning of one document, padded to the longest of its batch and masked.
+    """
+
+    max_length: int = 256
     packing: bool = True
 
     def __post_init__(self) -> None:
-        for name, least in (("num_samples", 1), ("max_length", 2), ("batch_size", 1)):
-            if getattr(self, name) < least:
-                raise CalibrationDataError(f"data.{name}={getattr(self, name)}: must be at least {least}.")
+        super().__post_init__()
+        self._check_least(max_length=2)
 
 
 @final
 @dataclass(frozen=True)
-class DocsConfig(DataConfig):
+class DocsConfig(TokensConfig):
     """Python's own documentation: `pydoc_data.topics` and the standard library's docstrings, about 2 MB of English.
 
     split: "train", "test" (every 20th document, held out) or "all".
@@ -63,7 +79,7 @@ class DocsConfig(DataConfig):
 
 @final
 @dataclass(frozen=True)
-class TextConfig(DataConfig):
+class TextConfig(TokensConfig):
     """Plain text files in UTF-8, one document each.
 
     files: their paths.
@@ -83,7 +99,7 @@ class TextConfig(DataConfig):
 
 @final
 @dataclass(frozen=True)
-class HfConfig(DataConfig):
+class HfConfig(TokensConfig):
     """A data set of the `datasets` library; one row is one document.
 
     path: a name on the Hub, a folder written by `save_to_disk`, or a local .json, .jsonl, .parquet or .csv file.
@@ -107,8 +123,57 @@ class HfConfig(DataConfig):
             )
 
 
-SOURCES: dict[str, type[DocsConfig] | type[TextConfig] | type[HfConfig]] = {
-    config.source: config for config in (DocsConfig, TextConfig, HfConfig)
+@final
+@dataclass(frozen=True)
+class MultimodalConfig(DataConfig):
+    """A data set whose rows hold text and an image, or several; they go through the model's processor.
+
+    path, name, split: as of `HfConfig`.
+    text_column: strings, or chats (lists of {role, content}).
+    image_column: an image, a list of them, or paths; null: text alone.
+    """
+
+    source: ClassVar[str] = "multimodal"
+
+    batch_size: int = 1
+    path: str = ""
+    name: str | None = None
+    split: str = "train"
+    text_column: str = "text"
+    image_column: str | None = "image"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.path:
+            raise CalibrationDataError(
+                "data.path is missing: a data set's name on the Hub, a saved folder or a local file."
+            )
+
+
+@final
+@dataclass(frozen=True)
+class CustomConfig(DataConfig):
+    """Batches of the user's own making.
+
+    loader: what Hydra instantiates (`_target_` and arguments): a DataLoader, a map-style data set or an iterable of
+        batches; with `_partial_: true` it is called with the model's tokenizer or processor.
+    """
+
+    source: ClassVar[str] = "custom"
+
+    loader: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if "_target_" not in self.loader:
+            raise CalibrationDataError(
+                "data.loader._target_ is missing: the dotted name of what makes the data, as in "
+                "+data.loader._target_=my_package.calibration_loader."
+            )
+
+
+SOURCES: dict[str, type[DataConfig]] = {
+    config.source: config for config in (DocsConfig, TextConfig, HfConfig, MultimodalConfig, CustomConfig)
 }
 
 
@@ -120,7 +185,7 @@ def load_data_config(values: Mapping[str, Any] | DictConfig) -> DataConfig:
     type or a field that must be given.
 
     >>> load_data_config({"source": "docs", "num_samples": 16})
-    DocsConfig(num_samples=16, max_length=256, batch_size=8, seed=0, packing=True, split='train')
+    DocsConfig(num_samples=16, batch_size=8, seed=0, max_length=256, packing=True, split='train')
     """
     try:
         plain = {str(key): value for key, value in values.items()}
@@ -130,7 +195,7 @@ def load_data_config(values: Mapping[str, Any] | DictConfig) -> DataConfig:
     if source not in SOURCES:
         raise CalibrationDataError(f"data.source={source!r} is unknown{_nearest(str(source), list(SOURCES))}")
     config = SOURCES[source]
-    known = [field.name for field in fields(config)]
+    known = [each.name for each in fields(config)]
     for key in plain:
         if key not in known:
             raise CalibrationDataError(f"data.{key} is not a field of the source {source!r}{_nearest(key, known)}")

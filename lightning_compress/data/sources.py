@@ -18,7 +18,7 @@ from typing import cast
 
 import datasets
 
-from lightning_compress.data.config import DataConfig, DocsConfig, HfConfig, TextConfig
+from lightning_compress.data.config import DocsConfig, HfConfig, MultimodalConfig, TextConfig, TokensConfig
 from lightning_compress.errors import CalibrationDataError
 
 Chat = list[dict[str, str]]
@@ -32,7 +32,7 @@ _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests",
 _LOADERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
-def load_documents(config: DataConfig) -> Sequence[Document]:
+def load_documents(config: TokensConfig) -> Sequence[Document]:
     """The documents of a source, in a fixed order.
 
     Raises FileNotFoundError or CalibrationDataError naming the file, split or column that is missing, and those there
@@ -48,7 +48,7 @@ def load_documents(config: DataConfig) -> Sequence[Document]:
         case TextConfig():
             return [_read_text(path) for path in config.files]
         case HfConfig():
-            return _column(_load_dataset(config), config)
+            return _column(load_rows(config), config)
         case _:
             raise TypeError(f"{type(config).__name__} is no source of text; known: DocsConfig, TextConfig, HfConfig.")
 
@@ -106,7 +106,11 @@ def _read_text(path: str) -> str:
         raise CalibrationDataError(f"data.files: {path!r} is not text in UTF-8 ({error}).") from error
 
 
-def _load_dataset(config: HfConfig) -> datasets.Dataset:
+def load_rows(config: HfConfig | MultimodalConfig) -> datasets.Dataset:
+    """The rows of a data set.
+
+    Raises FileNotFoundError or CalibrationDataError naming the file or split that is missing, and those there are.
+    """
     path = Path(config.path)
     if any((path / marker).is_file() for marker in ("dataset_dict.json", "state.json")):
         return _split(datasets.load_from_disk(config.path), config)
@@ -120,7 +124,7 @@ def _load_dataset(config: HfConfig) -> datasets.Dataset:
         raise CalibrationDataError(f"data.split={config.split!r} of {config.path!r}: {error}") from error
 
 
-def _split(loaded: datasets.Dataset | datasets.DatasetDict, config: HfConfig) -> datasets.Dataset:
+def _split(loaded: datasets.Dataset | datasets.DatasetDict, config: HfConfig | MultimodalConfig) -> datasets.Dataset:
     if isinstance(loaded, datasets.Dataset):
         return loaded
     if config.split not in loaded:
@@ -129,15 +133,9 @@ def _split(loaded: datasets.Dataset | datasets.DatasetDict, config: HfConfig) ->
 
 
 def _column(dataset: datasets.Dataset, config: HfConfig) -> Sequence[Document]:
-    names = dataset.column_names
-    if config.column not in names:
-        raise CalibrationDataError(
-            f"data.column={config.column!r}: {config.path!r} has the columns {', '.join(names)}."
-        )
-    if len(dataset) == 0:
-        raise CalibrationDataError(f"data.path={config.path!r} (split {config.split!r}) has no rows.")
+    check_columns(dataset, config, column=config.column)
     first = dataset[0][config.column]
-    if not isinstance(first, str) and not _is_chat(first):
+    if not isinstance(first, str) and not is_chat(first):
         raise CalibrationDataError(
             f"data.column={config.column!r} of {config.path!r} holds {type(first).__name__}; calibration reads "
             "strings or chats (lists of {role, content})."
@@ -145,5 +143,17 @@ def _column(dataset: datasets.Dataset, config: HfConfig) -> Sequence[Document]:
     return cast(Sequence[Document], dataset[config.column])
 
 
-def _is_chat(value: object) -> bool:
+def check_columns(dataset: datasets.Dataset, config: HfConfig | MultimodalConfig, **wanted: str | None) -> None:
+    """Raises CalibrationDataError where a column is not there, or no rows are; `wanted`: fields that name columns."""
+    for key, column in wanted.items():
+        if column is not None and column not in dataset.column_names:
+            raise CalibrationDataError(
+                f"data.{key}={column!r}: {config.path!r} has the columns {', '.join(dataset.column_names)}."
+            )
+    if len(dataset) == 0:
+        raise CalibrationDataError(f"data.path={config.path!r} (split {config.split!r}) has no rows.")
+
+
+def is_chat(value: object) -> bool:
+    """Whether it is a list of {role, content}."""
     return isinstance(value, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in value)

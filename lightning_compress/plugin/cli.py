@@ -19,7 +19,7 @@ from omegaconf.errors import MissingMandatoryValue
 from rich.console import Console
 from torch import Tensor, nn
 
-from lightning_compress.data.batches import calibration_dataloader, evaluation_dataloader
+from lightning_compress.data.batches import calibration_batches, evaluation_dataloader, tokenizer_of
 from lightning_compress.data.config import load_data_config
 from lightning_compress.data.perplexity import perplexity
 from lightning_compress.errors import CompressionError
@@ -186,21 +186,21 @@ def run_compress(config: DictConfig, output_dir: Path) -> Report:
         if _is_first_rank():
             print(f"plan: {described(planned.best)}; foreseen: {minutes(planned.best.total_s)}")
     from_disk = reads_from_disk(config.model)
-    model, tokenizer = load_model(config.model, from_disk)
-    dataloader = calibration_dataloader(load_data_config(config.data), tokenizer)
+    model, processor = load_model(config.model, from_disk)
+    dataloader = calibration_batches(load_data_config(config.data), processor)
     options = cast(dict[str, Any], OmegaConf.to_container(config.calibration, resolve=True))
     weights, device = weights_place(config.model) if from_disk else None, onload_device(trainer)
     held_out: list[Mapping[str, Tensor]] = []
     before = None
     if config.get("held_out") is not None and _is_first_rank():
-        held_out = list(evaluation_dataloader(load_data_config(config.held_out), tokenizer))
+        held_out = list(evaluation_dataloader(load_data_config(config.held_out), tokenizer_of(processor)))
         before = _perplexity(model, held_out, weights, config.memory, device)
     report = Compressor(trainer).compress(
         model,
         recipe=config.recipe,
         output_dir=output_dir,
         dataloaders=dataloader,
-        tokenizer=tokenizer,
+        tokenizer=processor,
         max_samples=config.data.num_samples,
         weights=weights,
         memory=memory_options(config.memory),
@@ -239,8 +239,8 @@ def run_evaluate(config: DictConfig) -> float:
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     is_folder = Path(config.model.path).is_dir() and has_safetensors(Path(config.model.path))
     from_disk = reads_from_disk(config.model) or (cuda and is_folder and config.model.load == "auto")
-    model, tokenizer = load_model(config.model, from_disk)
-    batches = evaluation_dataloader(load_data_config(config.data), tokenizer)
+    model, processor = load_model(config.model, from_disk)
+    batches = evaluation_dataloader(load_data_config(config.data), tokenizer_of(processor))
     return _perplexity(model, batches, weights_place(config.model) if from_disk else None, config.memory, device)
 
 

@@ -8,12 +8,14 @@ import torch
 import transformers
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from lightning_compress.errors import CompressionError
 from lightning_compress.memory.placement import MemoryConfig, memory_config
 from lightning_compress.memory.source import parameters_on_meta
 from lightning_compress.memory.tracker import available_bytes
+
+_PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 
 
 def memory_options(config: DictConfig) -> MemoryConfig:
@@ -49,8 +51,9 @@ def reads_from_disk(config: DictConfig) -> bool:
     return sum(file.stat().st_size for file in folder.glob("*.safetensors")) > available_bytes() // 2
 
 
-def load_model(config: DictConfig, from_disk: bool) -> tuple[nn.Module, PreTrainedTokenizerBase]:
-    """A transformers model, in host memory or (`from_disk`) with its parameters on the meta device, and its tokenizer.
+def load_model(config: DictConfig, from_disk: bool) -> tuple[nn.Module, Any]:
+    """A transformers model, in host memory or (`from_disk`) with its parameters on the meta device, and its tokenizer,
+    or its processor if it has one.
 
     Raises:
         CompressionError: no such folder or class, or transformers cannot read it, or not all of it.
@@ -61,16 +64,16 @@ def load_model(config: DictConfig, from_disk: bool) -> tuple[nn.Module, PreTrain
             f"model.weights={config.weights} is read a layer at a time, with model.load=auto or disk, and only so."
         )
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
-            config.tokenizer, trust_remote_code=config.trust_remote_code
-        )
+        has_processor = any((Path(config.tokenizer) / name).is_file() for name in _PROCESSORS)
+        auto_processor = transformers.AutoProcessor if has_processor else transformers.AutoTokenizer
+        processor = auto_processor.from_pretrained(config.tokenizer, trust_remote_code=config.trust_remote_code)
         build = partial(_on_meta, auto_class) if from_disk else partial(_in_memory, auto_class)
         model = build(config.path, dtype=config.dtype, trust_remote_code=config.trust_remote_code, **extra)
     except CompressionError:
         raise
     except (OSError, ValueError) as error:
         raise CompressionError(f"model.path={config.path} cannot be loaded: {error}") from error
-    return model.eval(), tokenizer
+    return model.eval(), processor
 
 
 def _in_memory(auto_class: Any, path: str, **options: Any) -> PreTrainedModel:

@@ -81,5 +81,6 @@ def test_shipped_groups_list_every_field_with_its_default() -> None:
         assert isinstance(group, dict)
         assert group.pop("source") == source
         assert set(group) == {field.name for field in fields(config)}
-        mandatory = {"text": "files", "hf": "path"}.get(source)
-        assert all(group[f.name] == f.default for f in fields(config) if f.name != mandatory)
+        mandatory = {"text": "files", "hf": "path", "multimodal": "path"}.get(source)
+        defaults = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(config)}
+        assert all(group[name] == default for name, default in defaults.items() if name != mandatory)

@@ -46,8 +46,8 @@ def test_every_option_of_every_group_composes(group: str, option: str) -> None:
     load_recipe(config.recipe)
     data = OmegaConf.to_container(config.data)
     assert isinstance(data, dict)
-    given = {"files": ["a.txt"], "path": "a.jsonl"}
-    load_data_config({key: given.get(key, value) if value == "???" else value for key, value in data.items()})
+    given = {"files": ["a.txt"], "path": "a.jsonl", "loader": {"_target_": "builtins.list"}}
+    load_data_config({key: given.get(key, value) if value in ("???", {}) else value for key, value in data.items()})
 
 
 @pytest.mark.parametrize("recipe", options("recipe"))

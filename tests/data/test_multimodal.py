@@ -1,0 +1,132 @@
+"""Text with images through a processor, and data of the user's own making."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers import CLIPImageProcessorPil, LlavaProcessor, PreTrainedTokenizerFast
+
+from lightning_compress.data import calibration_batches, evaluation_dataloader, load_data_config
+from lightning_compress.errors import CalibrationDataError
+
+WORDS = ["<unk>", "<eos>", "<image>", "USER:", "a", "cat", "two", "dogs"]
+PATCHES = 16
+
+
+def processor(**options: Any) -> LlavaProcessor:
+    """Of images of 32 x 32 in patches of 8, and of a few words."""
+    vocabulary = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<unk>"))
+    vocabulary.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=vocabulary, eos_token="<eos>", unk_token="<unk>", pad_token="<eos>",
+        additional_special_tokens=["<image>"],
+    )  # fmt: skip
+    images = CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
+    strategy = "default" if "vision_feature_select_strategy" not in options else options.pop(next(iter(options)))
+    return LlavaProcessor(
+        image_processor=images, tokenizer=tokenizer, patch_size=8, vision_feature_select_strategy=strategy,
+        num_additional_image_tokens=1, **options,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def pairs(tmp_path: Path) -> Path:
+    """Four captions with the paths of their images, of several sizes."""
+    rows = []
+    for number, text in enumerate(("a cat", "two dogs", "a", "two cat dogs")):
+        Image.new("RGB", (40 + number, 50), (40 * number, 0, 0)).save(tmp_path / f"{number}.png")
+        rows.append(json.dumps({"text": text, "image": f"{number}.png"}))
+    (tmp_path / "pairs.jsonl").write_text("\n".join(rows))
+    return tmp_path / "pairs.jsonl"
+
+
+def batches(given: dict[str, Any], of: Any = None) -> list[dict[str, Tensor]]:
+    return list(calibration_batches(load_data_config(given), of or processor()))
+
+
+def test_images_go_through_the_processor(pairs: Path) -> None:
+    given = {"source": "multimodal", "path": str(pairs), "num_samples": 4, "batch_size": 2}
+    found = batches(given)
+    assert [batch["pixel_values"].shape for batch in found] == [(2, 3, 32, 32)] * 2
+    for batch in found:
+        assert ((batch["input_ids"] == WORDS.index("<image>")).sum(1) == PATCHES).all()
+        assert batch["attention_mask"].shape == batch["input_ids"].shape
+    again, other = batches(given), batches({**given, "seed": 1})
+    assert all(torch.equal(one["input_ids"], two["input_ids"]) for one, two in zip(found, again, strict=True))
+    assert not all(torch.equal(one["pixel_values"], two["pixel_values"]) for one, two in zip(found, other, strict=True))
+
+
+def test_chat_template(pairs: Path) -> None:
+    """It says where the image is, for strings and for chats."""
+    template = (
+        "{% for m in messages %}USER: {% for c in m['content'] %}"
+        "{{ '<image> ' if c['type'] == 'image' else c['text'] }}{% endfor %}{% endfor %}"
+    )
+    of = processor(chat_template=template)
+    (batch,) = batches({"source": "multimodal", "path": str(pairs), "num_samples": 1, "batch_size": 1}, of)
+    ids = batch["input_ids"][0].tolist()
+    assert ids[: 1 + PATCHES] == [WORDS.index("USER:")] + [WORDS.index("<image>")] * PATCHES
+    assert len(ids) > 1 + PATCHES
+
+
+def test_what_cannot_be_read_is_named(pairs: Path) -> None:
+    given = {"source": "multimodal", "path": str(pairs), "num_samples": 4, "batch_size": 2}
+    with pytest.raises(CalibrationDataError, match=r"takes no images: model.path has to hold a processor_config.json"):
+        batches(given, processor().tokenizer)
+    with pytest.raises(CalibrationDataError, match=r"data.image_column='picture': .* has the columns text, image"):
+        batches({**given, "image_column": "picture"})
+    with pytest.raises(CalibrationDataError, match="has 4 rows, and 9 are needed"):
+        batches({**given, "num_samples": 9})
+    with pytest.raises(CalibrationDataError, match=r"perplexity is of text, not of data.source='multimodal'"):
+        evaluation_dataloader(load_data_config(given), processor().tokenizer)
+
+
+class Numbers(Dataset[dict[str, Tensor]]):
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": torch.tensor([index, index])}
+
+
+def stream(size: int) -> Iterator[dict[str, Tensor]]:
+    yield from ({"input_ids": torch.full((1, 2), number)} for number in range(size))
+
+
+def of_tokenizer(tokenizer: Any, text: str) -> list[Any]:
+    return [tokenizer(text=text, return_tensors="pt")]
+
+
+def test_a_loader_of_ones_own() -> None:
+    """A data set is drawn from and collated; an iterable is taken as it is; a function gets the processor."""
+    here = {"source": "custom", "num_samples": 5, "batch_size": 2}
+    drawn = batches({**here, "loader": {"_target_": f"{__name__}.Numbers", "size": 9}})
+    assert [batch["input_ids"].shape for batch in drawn] == [(2, 2), (2, 2), (1, 2)]
+    assert len({int(ids[0]) for batch in drawn for ids in batch["input_ids"]}) == 5
+    assert len(batches({**here, "loader": {"_target_": f"{__name__}.stream", "size": 3}})) == 3
+    partial = {"_target_": f"{__name__}.of_tokenizer", "_partial_": True, "text": "a cat"}
+    (batch,) = batches({**here, "loader": partial})
+    assert batch["input_ids"].tolist() == [[WORDS.index("a"), WORDS.index("cat")]]
+
+
+@pytest.mark.parametrize(
+    ("loader", "message"),
+    [
+        ({}, r"data.loader._target_ is missing"),
+        ({"_target_": "no_such.thing"}, r"data.loader: .*no_such"),
+        ({"_target_": "builtins.int"}, "made a int: neither a data set nor an iterable"),
+    ],
+)
+def test_loaders_that_are_none(loader: dict[str, Any], message: str) -> None:
+    with pytest.raises(CalibrationDataError, match=message):
+        batches({"source": "custom", "loader": loader})
