@@ -17,7 +17,7 @@ STAGES: Mapping[str, str] = {
     "trace": "it cannot be recorded as a graph",
     "calibrate": "the run fails",
     "export": "the checkpoint cannot be written",
-    "reload": "what transformers reads back is missing something or differs",
+    "reload": "what is read back is missing something or differs",
     "process": "the process did not end by itself",
 }
 """What the words in `Result.failed` mean."""
@@ -25,13 +25,17 @@ STAGES: Mapping[str, str] = {
 
 def markdown(rows: Sequence[Row], total: int) -> str:
     """The whole document, for the rows that there are."""
-    works = sum(not row["failed"] for row in rows)
+    works = [row for row in rows if not row["failed"]]
+    refused = [row for row in works if not _is_read_by_transformers(row)]
     parts = [
         "# Architectures\n",
         _INTRO.format(torch=torch.__version__, transformers=transformers.__version__),
-        f"**{works} of {total} work ({works / total:.1%}).**\n",
+        f"**{len(works)} of {total} work ({len(works) / total:.1%}).** Of these, transformers cannot read "
+        f"the checkpoints of {len(refused)}, which `lightning_compress.load_compressed` reads; with only those that it reads itself, "
+        f"{len(works) - len(refused)} work ({(len(works) - len(refused)) / total:.1%}).\n",
         _counts(rows),
         *(_table(kind, [row for row in rows if row["kind"] == kind]) for kind in KINDS),
+        _by_reason("## What transformers cannot read, and why\n", refused),
         _failures([row for row in rows if row["failed"]]),
     ]
     return "\n".join(parts)
@@ -41,25 +45,28 @@ _INTRO = """Made by `python benchmarks/architectures.py`, torch {torch}, transfo
 of transformers' auto-mappings for causal language models, vision-language models, encoder-decoders, speech models, and
 encoders of text and images. A type that is in several kinds has a row in each. Its default configuration is shrunk, the
 model gets random weights, and `Compressor(trainer).compress(model, recipe, ...)` quantizes it to 4 bits with GPTQ and
-reads the checkpoint back with `from_pretrained`. A model that is a single call of the graph does not count as traced.
+reads the checkpoint back with `from_pretrained` or, where that refuses it, `load_compressed`; quantized
+weights have to be the same bit for bit. A model that is a single call of the graph does not count as traced.
 
-- **traced**: *whole*, or the classes of modules that became single calls: their Linears have no node of their own. The
-  graph's outputs are compared with the model's.
+- **traced**: *whole*, or the classes of modules that became single calls: their Linears have no node of their own.
+  *(methods)*: of code between the layers, methods that read values are nodes. The graph's outputs are compared with
+  the model's.
 - **quantized**: Linears that were, of all that are (each expert counts). Output embeddings and routers are left alone,
   and what these inputs do not reach.
-- **reload error**: the largest difference of the outputs of the quantized model in memory and of what transformers
-  reads back.
+- **reload error**: the largest difference of the outputs of the quantized model in memory and of what is read back.
+  *ours*: not by transformers (see below).
 - **fed**: what the model was run on. *position ids* were given where the model would compute them from the values of
   tokens, which no graph can.
 """
 
 
 def _counts(rows: Sequence[Row]) -> str:
-    lines = ["| kind | families | work | fail |", "|---|---|---|---|"]
+    lines = ["| kind | families | work | read by transformers | fail |", "|---|---|---|---|---|"]
     for kind in KINDS:
         mine = [row for row in rows if row["kind"] == kind]
-        works = sum(not row["failed"] for row in mine)
-        lines.append(f"| {kind} | {len(mine)} | {works} | {len(mine) - works} |")
+        works = [row for row in mine if not row["failed"]]
+        read = sum(map(_is_read_by_transformers, works))
+        lines.append(f"| {kind} | {len(mine)} | {len(works)} | {read} | {len(mine) - len(works)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -80,14 +87,20 @@ def _traced(row: Row) -> str:
     calls = Counter(name for name, _, hidden in row["fallbacks"] if hidden)
     rows_fixed = any("one size only" in reason for _, reason, _ in row["fallbacks"])
     notes = [", ".join(f"{count} {name}" for name, count in calls.items()) + " as single calls"] if calls else ["whole"]
-    return "; ".join(notes + (["batches of one size"] if rows_fixed else []))
+    methods = ["(methods)"] if any("." in name for name, _, _ in row["fallbacks"]) else []
+    return "; ".join([" ".join([*notes, *methods]), *(["batches of one size"] if rows_fixed else [])])
 
 
 def _error(row: Row) -> str:
     difference = row["reload_difference"]
+    by = "" if _is_read_by_transformers(row) else " (ours)"
     if difference is None:
-        return "not compared"
-    return "0" if difference == 0 else f"{difference:.0e}"
+        return f"not compared{by}"
+    return f"0{by}" if difference == 0 else f"{difference:.0e}{by}"
+
+
+def _is_read_by_transformers(row: Row) -> bool:
+    return bool(row["loaded_with"].startswith("transformers"))
 
 
 def _failures(rows: Iterable[Row]) -> str:
@@ -96,13 +109,15 @@ def _failures(rows: Iterable[Row]) -> str:
     for row in rows:
         by_stage.setdefault(row["failed"], []).append(row)
     for stage, mine in sorted(by_stage.items(), key=lambda item: list(STAGES).index(item[0])):
-        lines.append(f"**{stage}** ({len(mine)}): {STAGES[stage]}\n")
-        reasons: dict[str, list[str]] = {}
-        for row in mine:
-            reasons.setdefault(_reason(row), []).append(f"{row['model_type']} ({row['kind']})")
-        lines += [f"- {', '.join(names)}: {reason}" for reason, names in reasons.items()]
-        lines.append("")
+        lines.append(_by_reason(f"**{stage}** ({len(mine)}): {STAGES[stage]}\n", mine))
     return "\n".join(lines)
+
+
+def _by_reason(heading: str, rows: Sequence[Row]) -> str:
+    reasons: dict[str, list[str]] = {}
+    for row in rows:
+        reasons.setdefault(_reason(row), []).append(f"{row['model_type']} ({row['kind']})")
+    return "\n".join([heading, *(f"- {', '.join(names)}: {reason}" for reason, names in reasons.items()), ""])
 
 
 def _reason(row: Row) -> str:

@@ -1,6 +1,6 @@
 """Data configuration: typed fields, messages for mistakes, and the shipped Hydra groups."""
 
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import MISSING, FrozenInstanceError, fields
 from pathlib import Path
 
 import pytest
