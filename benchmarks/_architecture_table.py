@@ -31,8 +31,8 @@ def markdown(rows: Sequence[Row], total: int) -> str:
         "# Architectures\n",
         _INTRO.format(torch=torch.__version__, transformers=transformers.__version__),
         f"**{len(works)} of {total} work ({len(works) / total:.1%}).** Of these, transformers cannot read "
-        f"the checkpoints of {len(refused)}, which `lightning_compress.load_compressed` reads; with only those that it reads itself, "
-        f"{len(works) - len(refused)} work ({(len(works) - len(refused)) / total:.1%}).\n",
+        f"the checkpoints of {len(refused)}, which `lightning_compress.load_compressed` reads; with only those that it "
+        f"reads itself, {len(works) - len(refused)} work ({(len(works) - len(refused)) / total:.1%}).\n",
         _counts(rows),
         *(_table(kind, [row for row in rows if row["kind"] == kind]) for kind in KINDS),
         _by_reason("## What transformers cannot read, and why\n", refused),
