@@ -37,6 +37,7 @@ from lightning_compress.plugin.compressor import Compressor
 from lightning_compress.plugin.estimate import estimate as foresee
 from lightning_compress.plugin.finetuning import run_finetuning_plan
 from lightning_compress.plugin.generation import generation_lines
+from lightning_compress.plugin.inspect import run_inspect
 from lightning_compress.plugin.models import (
     load_config_only,
     load_model,
@@ -48,6 +49,7 @@ from lightning_compress.plugin.planning import plan_for_run, run_generation_plan
 from lightning_compress.recipe.load import config_dir
 from lightning_compress.report.estimate import estimate_lines, estimate_table, save_estimate
 from lightning_compress.report.finetuning import finetuning_lines, finetuning_table
+from lightning_compress.report.graph import graph_lines, save_picture
 from lightning_compress.report.plan import described, machine_table, minutes, plan_lines, runners_up_table, save_plain
 from lightning_compress.report.report import Report
 
@@ -64,6 +66,8 @@ USAGE = """lightning-compress COMMAND [GROUP=OPTION ...] [KEY=VALUE ...]
 
   plan       how to run a compression within what there is, and how long it will take
              lightning-compress plan model.path=DIR data=docs recipe=w4a16_gptq gpu=rtx4090 host=64GiB
+  inspect    a model's graph with its cuts, as a table and a picture
+             lightning-compress inspect model.path=DIR graph=graph.svg
   probe      measure this machine for `plan`, or correct that by runs: refit=[OUT/report.json]
 
   lightning-compress COMMAND --help lists the groups, their options, and every key."""
@@ -83,8 +87,16 @@ def main() -> None:
         sys.argv = given  # with which Lightning starts the other ranks
         _COMMANDS[command](config)
 
-    sys.argv = [f"{given[0]} {command}", *given[2:]]
+    sys.argv = [f"{given[0]} {command}", *_as_overrides(given[2:])]
     hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=command)(task)()
+
+
+def _as_overrides(arguments: list[str]) -> list[str]:
+    """`--graph FILE`, as other tools have it, is `graph=FILE`."""
+    if "--graph" not in arguments[:-1]:
+        return arguments
+    at = arguments.index("--graph")
+    return [*arguments[:at], f"graph={arguments[at + 1]}", *arguments[at + 2 :]]
 
 
 def compress(config: DictConfig) -> None:
@@ -259,6 +271,13 @@ def _perplexity(
         return perplexity(model, batches, placement(memory_options(memory), device, source))
 
 
+def inspect(config: DictConfig) -> None:
+    """Print how a model is cut, and draw it."""
+    found = _reporting_errors(lambda: run_inspect(config))
+    print("\n".join(graph_lines(found)))
+    _reporting_errors(lambda: _save(config.graph, save_picture, found, "picture: "))
+
+
 def _save(file: str | None, save: Callable[[Result, Path], None], found: Result, said: str) -> None:
     """Write what was found to the file that the user wants it in, if any."""
     if file is None:
@@ -296,4 +315,5 @@ _COMMANDS: dict[str, Callable[[DictConfig], None]] = {
     "estimate": estimate,
     "plan": plan,
     "probe": probe,
+    "inspect": inspect,
 }

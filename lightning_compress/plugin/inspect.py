@@ -1,0 +1,116 @@
+"""`lightning-compress inspect`: a model's graph with its cuts, without running a calibration."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor, fx, nn
+
+from lightning_compress.calibration.batches import CalibrationSet, collect
+from lightning_compress.calibration.prepare import calibrating, check_layout, trace_on
+from lightning_compress.calibration.solve import group_key
+from lightning_compress.calibration.target import find_target
+from lightning_compress.data.batches import calibration_batches
+from lightning_compress.data.config import load_data_config
+from lightning_compress.graph.experts import unfolded
+from lightning_compress.graph.leaf import Leaf
+from lightning_compress.graph.stages import Group, Schedule, Subgraph, subgraphs
+from lightning_compress.graph.trace import Traced
+from lightning_compress.graph.values import concrete
+from lightning_compress.plugin.models import load_config_only, load_model
+from lightning_compress.recipe.load import load_recipe
+from lightning_compress.recipe.resolve import resolve
+from lightning_compress.report.graph import GraphView, GroupView, SubgraphView
+
+_NUM_BATCHES = 2
+
+
+def run_inspect(config: DictConfig) -> GraphView:
+    """Trace the model that `config` names and cut it.
+
+    Without `data` its configuration is enough, and it is traced on tokens; with `data` it is loaded, and traced
+    on that.
+
+    Raises:
+        CompressionError: a model that cannot be built or traced, or a recipe that does not fit it.
+    """
+    schedule = Schedule(config.schedule)
+    if config.get("data") is None:
+        model: nn.Module = load_config_only(config.model)
+        tokens = torch.zeros(config.rows, config.length, dtype=torch.long)
+        data = CalibrationSet(({"input_ids": tokens},), has_padding=False)
+    else:
+        model, processor = load_model(config.model, from_disk=False)
+        data = collect(calibration_batches(load_data_config(config.data), processor), _NUM_BATCHES)
+    recipe = load_recipe(cast(Mapping[str, Any], OmegaConf.to_container(config.recipe, resolve=True)))
+    target = find_target(model)
+    with calibrating(model), unfolded(model):
+        resolved = resolve(recipe, model)
+        names = tuple(resolved.assignments)
+        patterns = None if config.sequential_targets is None else tuple(config.sequential_targets)
+        boundaries = check_layout(target, resolved, schedule, patterns)
+        traced = trace_on(target, names, boundaries, data)
+        parts = subgraphs(
+            traced,
+            frozenset(names),
+            lambda name: group_key(resolved.assignments[name], model.get_submodule(name)),
+            schedule,
+        )
+        views = tuple(_view(part, later, traced, model) for part, later in _with_later(parts))
+    sizes = ", ".join(f"{path} {_sizes(node)}" for path, node in zip(traced.placeholders, _inputs(traced), strict=True))
+    solved = {name for part in parts for name in part.solved}
+    uncalled = tuple(name for name in names if name not in solved)
+    return GraphView(type(model).__name__, schedule.value, sizes, views, uncalled)
+
+
+def _inputs(traced: Traced) -> list[fx.Node]:
+    return [node for node in traced.graph.nodes if node.op == "placeholder"]
+
+
+def _sizes(node: fx.Node) -> list[int]:
+    return [int(concrete(size)) for size in node.meta["val"].shape]
+
+
+def _with_later(parts: Sequence[Subgraph]) -> list[tuple[Subgraph, set[fx.Node]]]:
+    """Each subgraph with the values that wait behind it for later ones."""
+    computed: set[fx.Node] = set()
+    found = []
+    for number, part in enumerate(parts):
+        computed.update(node for step in part.steps for node in step.nodes)
+        later = [step for other in parts[number + 1 :] for step in other.steps]
+        read = {value for step in later for node in step.nodes for value in node.all_input_nodes}
+        read |= {value for step in later for source in step.observe for value in source.reads}
+        found.append((part, read & computed))
+    return found
+
+
+def _view(part: Subgraph, waiting: set[fx.Node], traced: Traced, root: nn.Module) -> SubgraphView:
+    modules = dict(root.named_modules(remove_duplicate=False))
+    tensors: dict[int, Tensor] = {}
+    for name in part.modules:
+        tensors.update({id(parameter): parameter for parameter in modules[name].parameters()})
+    tensors.update({id(each): each for each in map(root.get_parameter, _parameters(part, root))})
+    calls = {node.target.name for step in part.steps for node in step.nodes if isinstance(node.target, Leaf)}
+    solving = [step for step in part.steps if step.solve]
+    values = [node.meta.get("val") for node in waiting]
+    return SubgraphView(
+        name=part.name,
+        class_name=type(modules[part.name]).__name__ if part.name in modules else "",
+        nbytes=sum(tensor.nbytes for tensor in tensors.values()),
+        steps=tuple(tuple(_group(each, part.name, modules) for each in step.solve) for step in solving),
+        single_calls=tuple(sorted({fallback.module for fallback in traced.fallbacks} & calls)),
+        num_crossing=len(waiting),
+        crossing_bytes=sum(concrete(value).nbytes for value in values if isinstance(value, Tensor)),
+    )
+
+
+def _parameters(part: Subgraph, root: nn.Module) -> list[str]:
+    named = dict(root.named_parameters(remove_duplicate=False))
+    return [name for name in part.tensors if name in named]
+
+
+def _group(group: Group, within: str, modules: Mapping[str, nn.Module]) -> GroupView:
+    weights = [modules[name].get_parameter("weight") for name in group.members]
+    members = tuple(name.removeprefix(f"{within}.") for name in group.members)
+    return GroupView(members, sum(len(weight) for weight in weights), weights[0].shape[1])
