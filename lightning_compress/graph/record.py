@@ -144,6 +144,7 @@ class Attempt:
             try:
                 with compat.not_recording():
                     output = self._observed_output(name, args, kwargs)
+                _check_only_tensors(output)
                 own = [*method.module._parameters, *method.module._buffers]
                 owner = name.removesuffix(method.name)
                 leaf = Leaf(name, within=Within(method.calls, tuple(f"{owner}{tensor}" for tensor in own)))
@@ -255,6 +256,15 @@ def known_sizes(symbols: Sequence[torch.SymInt], other: Mapping[sympy.Symbol, in
     for symbol in [*singles.values(), *(left * right for left, right in combinations(singles.values(), 2))]:
         known.setdefault(expression(symbol), (symbol, concrete(symbol), concrete(symbol, other)))
     return list(known.values())
+
+
+def _check_only_tensors(value: Any) -> None:
+    """A number or a flag that a method returns may follow from values; a graph would hold that of the traced batch."""
+    items = items_of(value)
+    if not (isinstance(value, Tensor | dict | list | tuple) or value is None or items):
+        raise TypeError(f"it returns a {type(value).__name__}, which a graph would take for a constant")
+    for item in items:
+        _check_only_tensors(item)
 
 
 def layouts(value: Any) -> Any:

@@ -43,6 +43,8 @@ def test_masks_that_mask_nothing_are_left_out() -> None:
     assert (set(data.batches[0]), data.has_padding) == ({"input_ids", "attention_mask"}, True)
     square = torch.ones(2, 1, 5, 5)
     assert set(collect([{"input_ids": IDS, "attention_mask": square}]).batches[0]) == {"input_ids", "attention_mask"}
+    pixels = {"input_ids": IDS, "pixel_attention_mask": ones}  # not of tokens: models may insist on it
+    assert (set(collect([pixels]).batches[0]), collect([pixels]).has_padding) == (set(pixels), False)
 
 
 @pytest.mark.parametrize(

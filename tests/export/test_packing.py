@@ -4,6 +4,7 @@ import pytest
 import torch
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from helpers import modifier, recipe, tiny_llama, weights
+from transformers import FalconConfig, FalconForCausalLM, T5Config, T5ForConditionalGeneration
 
 from lightning_compress.algorithms.rtn import Rtn
 from lightning_compress.calibration.solve import QuantizedModule
@@ -52,6 +53,20 @@ def test_unpacking_gives_the_dequantized_weight(
 def test_formats() -> None:
     assert scheme_format(load_recipe("w4a16_gptq").modifiers[0].scheme) == "pack-quantized"
     assert scheme_format(load_recipe("w8a8_gptq").modifiers[0].scheme) == "int-quantized"
+
+
+def test_models_that_initialize_what_is_packed_say_dequantize() -> None:
+    """T5's initializer reaches for weights of its children, Falcon's for those of its own Linears; Llama's does not.
+    The model is as before, and so is the random state."""
+    sizes = {"d_model": 32, "d_kv": 16, "d_ff": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 32}
+    t5 = T5ForConditionalGeneration(T5Config(**sizes))
+    falcon = FalconForCausalLM(FalconConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=32))
+    for model, wanted in ((t5, True), (falcon, True), (tiny_llama(1), False)):
+        before, state = {name: value.clone() for name, value in model.state_dict().items()}, torch.get_rng_state()
+        config = quantization_config(resolve(load_recipe(recipe(4)), model), model, {})
+        assert config.get("dequantize", False) is wanted
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_config_of_one_and_of_several_schemes() -> None:

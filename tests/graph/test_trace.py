@@ -36,6 +36,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from lightning_compress.graph import trace as tracing
 from lightning_compress.graph.masks import token_mask_for
+from lightning_compress.graph.stages import Schedule, subgraphs
 from lightning_compress.graph.trace import (
     Leaf,
     flatten_batch,
@@ -335,3 +336,66 @@ def test_nothing_runs_on_real_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(graph.graph, fx.Graph)
     assert real
     assert set(real) == {"FakeTensor"}
+
+
+def test_shapes_as_arguments_and_calls_without_tensors() -> None:
+    """As position embeddings of BART and ProphetNet are called."""
+
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(64, 8)
+
+        def forward(self, shape: torch.Size, device: torch.device) -> Tensor:
+            out: Tensor = self.table(torch.arange(shape[1], device=device)).expand(*shape[:2], 8)
+            return out
+
+    class Around(Toy):
+        def __init__(self) -> None:
+            super().__init__(Positions())
+
+        def forward(self, x: Tensor, ids: Tensor) -> dict[str, Tensor]:
+            positions = self.middle(ids.shape, ids.device)
+            return {"logits": self.last(self.first(x) + positions)}
+
+    model = Around()
+    graph = traced(model, toy_batch(2, 9))
+    assert "middle" in {node.target.name for node in leaf_nodes(graph)}  # type: ignore[union-attr]
+    parts = subgraphs(graph, frozenset({"first", "last"}), lambda name: name, Schedule.STAGED)
+    assert [group.members for part in parts for step in part.steps for group in step.solve] == [("first",), ("last",)]
+    assert_same(model, graph, toy_batch(3, 5), toy_batch(1, 12))
+
+
+def test_a_linear_of_a_buffer_is_watched() -> None:
+    """As those of Swin v2's relative positions: a buffer is no value of the run."""
+
+    class Biased(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.register_buffer("coordinates", torch.randn(1, 1, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = x + self.linear(self.coordinates)
+            return out
+
+    model = Toy(Biased())
+    graph = traced(model, toy_batch(2, 9))
+    parts = subgraphs(graph, frozenset({"middle.linear"}), lambda name: name, Schedule.STAGED)
+    (source,) = [source for part in parts for step in part.steps for source in step.observe]
+    assert source.inner == "middle.linear"
+
+
+def test_a_length_that_the_model_insists_on() -> None:
+    """A batch of 12 tokens is traced with 11, where the model takes another path: then the length is a constant."""
+
+    class Root(Toy):
+        def forward(self, x: Tensor, ids: Tensor) -> dict[str, Tensor]:
+            return super().forward(x if x.shape[1] >= 12 else x * 2, ids)
+
+    model = Root(nn.GELU())
+    graph = traced(model, toy_batch(2, 12))
+    assert violated_guards(graph, toy_batch(4, 12)) == []
+    assert_same(model, graph, toy_batch(4, 12))
+    assert any("size 1 is 11, not 12" in problem for problem in violated_guards(graph, toy_batch(4, 11)))
+    assert "one length only" in graph.fallbacks[0].reason

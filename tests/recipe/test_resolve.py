@@ -7,7 +7,18 @@ import torch
 from compressed_tensors.quantization import FP8_E4M3_DATA
 from helpers import VOCAB, linears, modifier, recipe, tiny_llama, weights
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM
+from transformers import (
+    CLIPConfig,
+    CLIPModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from lightning_compress.errors import NonFiniteError, UnsupportedModelError
 from lightning_compress.recipe.load import load_recipe
@@ -45,6 +56,34 @@ def test_bare_matrices_are_listed() -> None:
 
     (entry,) = resolved(recipe(4, strategy="channel"), WithTable()).excluded
     assert (entry.module, entry.shape, entry.reason) == ("table", (3, 4), "not the weight of a Linear")
+
+
+def test_towers_of_vision_language_models_are_left_alone() -> None:
+    """Unless a target names them; encoder-decoders are quantized throughout, and so are dual encoders."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {**sizes, "vocab_size": 32, "model_type": "llama", "num_key_value_heads": 2}
+    vision = {**sizes, "image_size": 8, "patch_size": 4, "projection_dim": 32, "model_type": "clip_vision_model"}
+    model = LlavaForConditionalGeneration(LlavaConfig(text_config=text, vision_config=vision))
+    found = resolved(recipe(4), model)
+    assert len(found.assignments) == 7
+    assert all(name.startswith("model.language_model.") for name in found.assignments)
+    reasons = {entry.module: entry.reason for entry in found.excluded}
+    outside = [name for name, reason in reasons.items() if reason.startswith("outside the language model")]
+    assert "model.vision_tower.encoder.layers.0.mlp.fc1" in outside
+    assert {name.split(".")[1] for name in outside} == {"vision_tower", "multi_modal_projector"}
+    named = resolved(recipe(4, targets=["Linear", "re:.*vision_tower"]), model)
+    assert len(named.assignments) == 7 + 6
+
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = model
+
+    assert len(resolved(recipe(4), Holder()).assignments) == 7
+    clip = CLIPModel(CLIPConfig(text_config={**sizes, "vocab_size": 32}, vision_config=vision, projection_dim=32))
+    assert len(resolved(recipe(4), clip).assignments) == 2 * 6 + 2
+    t5 = T5ForConditionalGeneration(T5Config(d_model=32, d_kv=16, d_ff=32, num_layers=1, num_heads=2, vocab_size=32))
+    assert len(resolved(recipe(4), t5).assignments) == 6 + 10
 
 
 def test_the_last_modifier_wins() -> None:

@@ -1,0 +1,89 @@
+"""`lightning-compress inspect`: how a model is cut, without a calibration."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import MllamaConfig, MllamaForConditionalGeneration
+
+from .conftest import Command, refused
+
+TEXT = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 99, "cross_attention_layers": [1], "pad_token_id": 0,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}  # fmt: skip
+VISION = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "attention_heads": 4, "num_global_layers": 1,
+    "image_size": 16, "patch_size": 4, "max_num_tiles": 2, "vision_output_dim": 64, "intermediate_layers_indices": [0],
+    "supported_aspect_ratios": [[1, 1], [1, 2]],
+}  # fmt: skip
+CHANNELS = "recipe.modifiers.0.scheme={weights:{num_bits:4,strategy:channel}}"
+
+
+def mllama_batches() -> list[dict[str, torch.Tensor]]:
+    """A row of tokens with an image of two tiles."""
+    torch.manual_seed(0)
+    return [
+        {
+            "input_ids": torch.randint(1, 90, (1, length)),
+            "pixel_values": torch.randn(1, 1, 2, 3, 16, 16),
+            "aspect_ratio_ids": torch.ones(1, 1, dtype=torch.long),
+            "aspect_ratio_mask": torch.ones(1, 1, 2, dtype=torch.long),
+            "cross_attention_mask": torch.ones(1, length, 1, 2, dtype=torch.long),
+        }
+        for length in (9, 12)
+    ]
+
+
+def test_a_model_by_its_configuration(command: Command, checkpoint: Path, tmp_path: Path) -> None:
+    """Layers that are alike are one; the picture is where it is asked for. Weights are not read."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
+    text = command("inspect", f"model.path={folder}", "--graph", str(tmp_path / "graph.svg"))
+    assert "model.layers.0 ... model.layers.1  LlamaDecoderLayer x 2" in text
+    cuts = [line for line in text.splitlines() if "- cut -" in line]
+    assert [line.partition("- cut - ")[2] for line in cuts] == [
+        "self_attn.q_proj, self_attn.k_proj, self_attn.v_proj  [384 x 128]",
+        "self_attn.o_proj  [128 x 128]",
+        "mlp.gate_proj, mlp.up_proj  [256 x 128]",
+        "mlp.down_proj  [128 x 128]",
+    ]
+    assert "<svg" in (tmp_path / "graph.svg").read_text()
+    text = command("inspect", f"model.path={folder}", "schedule=block")
+    assert len([line for line in text.splitlines() if "- cut -" in line]) == 1
+
+
+def test_layers_of_text_and_of_cross_attention(command: Command, checkpoint: Path, tmp_path: Path) -> None:
+    """A Llama 3.2 Vision: each is onloaded by itself, and the tower is left alone."""
+    model = MllamaForConditionalGeneration(MllamaConfig(vision_config=VISION, text_config=TEXT, image_token_index=98))
+    model.save_pretrained(tmp_path / "model")
+    for file in checkpoint.glob("tokenizer*"):
+        (tmp_path / "model" / file.name).write_bytes(file.read_bytes())
+    text = command(
+        "inspect", f"model.path={tmp_path / 'model'}", "model.auto_class=AutoModelForImageTextToText", CHANNELS,
+        "data=custom", f"+data.loader._target_={__name__}.mllama_batches",
+    )  # fmt: skip
+    layers = [line.split("  ")[0] for line in text.splitlines() if line.startswith("model.language_model.layers.")]
+    assert layers == [f"model.language_model.layers.{number}" for number in range(3)]
+    cuts = text[text.index("MllamaCrossAttentionDecoderLayer") :].splitlines()[1:3]
+    assert [line.partition("- cut - ")[2] for line in cuts] == [
+        "cross_attn.q_proj  [32 x 32]", "cross_attn.k_proj, cross_attn.v_proj  [32 x 32]"
+    ]  # fmt: skip
+    assert "MllamaVisionEncoderLayer x 2" in text
+    text = command(
+        "inspect", f"model.path={tmp_path / 'model'}", "model.auto_class=AutoModelForImageTextToText", CHANNELS
+    )
+    assert "7 modules that the recipe targets are not reached by this batch" in text
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["graph=out.xyz"], "graph=out.xyz: Format 'xyz' is not supported"),
+        (["sequential_targets=[NoSuchLayer]"], "No module matches sequential_targets"),
+    ],
+)
+def test_wrong_inputs(given: list[str], message: str, command: Command, checkpoint: Path) -> None:
+    assert message in refused(command, "inspect", f"model.path={checkpoint}", *given)

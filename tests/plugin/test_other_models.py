@@ -1,0 +1,153 @@
+"""Models that are no causal language models, on their whole way: images with text, and a small CNN of one's own."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from transformers import (
+    AutoProcessor,
+    CLIPImageProcessorPil,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+    PreTrainedTokenizerFast,
+)
+
+from lightning_compress import Compressor, load_compressed
+from lightning_compress.plugin.cli import run_compress
+from lightning_compress.recipe.load import config_dir
+
+SCHEME = {"weights": {"num_bits": 4, "strategy": "channel"}}
+
+
+def llava(folder: Path) -> None:
+    """A tiny one with its processor; images of 32 x 32 become 16 tokens."""
+    words = {word: number for number, word in enumerate(["<unk>", "<eos>", "<image>", "a", "cat", "two", "dogs"])}
+    vocabulary = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    vocabulary.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=vocabulary, eos_token="<eos>", unk_token="<unk>", pad_token="<eos>",
+        additional_special_tokens=["<image>"],
+    )  # fmt: skip
+    images = CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
+    LlavaProcessor(
+        image_processor=images, tokenizer=tokenizer, patch_size=8, vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    ).save_pretrained(folder)  # fmt: skip
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    config = LlavaConfig(
+        text_config={**sizes, "num_key_value_heads": 2, "vocab_size": 16, "model_type": "llama"},
+        vision_config={
+            **sizes, "image_size": 32, "patch_size": 8, "projection_dim": 32, "model_type": "clip_vision_model"
+        },
+        image_token_index=2, image_seq_length=16, vision_feature_layer=-1,
+    )  # fmt: skip
+    LlavaForConditionalGeneration(config).save_pretrained(folder)
+
+
+@pytest.fixture
+def pairs(tmp_path: Path) -> Path:
+    """Images with captions of several lengths."""
+    rows = []
+    for number, text in enumerate(("a cat", "two dogs", "a", "two cat dogs a cat")):
+        Image.new("RGB", (40, 50), (60 * number, 100, 30)).save(tmp_path / f"{number}.png")
+        rows.append(json.dumps({"text": text, "image": f"{number}.png"}))
+    (tmp_path / "pairs.jsonl").write_text("\n".join(rows))
+    return tmp_path / "pairs.jsonl"
+
+
+def composed(folder: Path, pairs: Path, *given: str) -> Any:
+    overrides = [
+        f"model.path={folder}", "model.auto_class=AutoModelForImageTextToText", "data=multimodal", f"data.path={pairs}",
+        "data.num_samples=4", "output_dir=unused", "trainer=cpu",
+        "recipe.modifiers.0.scheme={weights:{num_bits:4,strategy:channel}}", *given,
+    ]  # fmt: skip
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        return compose("compress", overrides=overrides)
+
+
+def test_images_with_text(pairs: Path, tmp_path: Path) -> None:
+    """The language model is quantized on both, the tower is left alone, and the processor lies with the checkpoint."""
+    llava(tmp_path / "model")
+    report = run_compress(composed(tmp_path / "model", pairs), tmp_path / "out")
+    assert len(report.modules) == 2 * 7
+    assert all(record.module.startswith("model.language_model.layers.") for record in report.modules)
+    reasons = {entry.module: entry.reason for entry in report.excluded}
+    for name in ("model.vision_tower.encoder.layers.0.mlp.fc1", "model.multi_modal_projector.linear_1"):
+        assert reasons[name] == "outside the language model; name it in `targets` to quantize it"
+    (record,) = [record for record in report.modules if record.module.endswith("layers.0.mlp.up_proj")]
+    assert record.num_tokens == sum(16 + len(text.split()) for text in ("a cat", "two dogs", "a", "two cat dogs a cat"))
+    assert report.verification is not None
+    assert report.verification.passed
+    assert report.verification.loaded_with == "transformers LlavaForConditionalGeneration.from_pretrained"
+    assert isinstance(AutoProcessor.from_pretrained(tmp_path / "out"), LlavaProcessor)
+
+
+def test_towers_by_recipe(pairs: Path, tmp_path: Path) -> None:
+    llava(tmp_path / "model")
+    given = "recipe.modifiers.0.targets=['re:.*vision_tower.*layers.0.*fc']"
+    report = run_compress(composed(tmp_path / "model", pairs, given), tmp_path / "out")
+    assert [record.module.rpartition(".")[2] for record in report.modules] == ["fc1", "fc2"]
+    assert report.verification is not None
+    assert report.verification.passed
+
+
+class Digits(pl.LightningModule):
+    """Convolutions, norms, pooling, an MLP: as a user has it, with a training step of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(2),
+        )  # fmt: skip
+        self.mlp = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.mlp(self.features(x))
+        return out
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        images, labels = batch
+        return nn.functional.cross_entropy(self(images), labels)
+
+    def calibration_step(self, batch: list[Tensor]) -> Tensor:
+        out: Tensor = self(batch[0])
+        return out
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("schedule", ["staged", "block", "basic"])
+def test_a_cnn(schedule: str, tmp_path: Path) -> None:
+    """Its Linears are quantized, its convolutions listed as left alone; batches differ in rows."""
+    torch.manual_seed(0)
+    module = Digits().eval()
+    images = torch.randn(21, 1, 12, 12)
+    before = module(images).detach()
+    loader = DataLoader(TensorDataset(images, torch.randint(10, (21,))), batch_size=8)
+    trainer = pl.Trainer(
+        strategy="sequential_onload", accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+    )  # fmt: skip
+    recipe = {"modifiers": [{"algorithm": "gptq", "scheme": SCHEME}]}
+    report = Compressor(trainer).compress(
+        module, recipe=recipe, output_dir=tmp_path / "out", dataloaders=loader, schedule=schedule
+    )
+    assert [record.module for record in report.modules] == ["mlp.1", "mlp.4"]
+    assert [record.num_tokens for record in report.modules] == [21, 21]
+    left = {entry.module: (entry.class_name, entry.shape) for entry in report.excluded}
+    assert left == {"features.0": ("Conv2d", (8, 1, 3, 3)), "features.4": ("Conv2d", (16, 8, 3, 3))}
+    after = module(images).detach()
+    assert 0 < (after - before).norm() / before.norm() < 0.2
+    assert torch.equal(load_compressed(Digits().eval(), tmp_path / "out")(images), after)
