@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -31,7 +31,9 @@ from lightning_compress.graph.trace import (
     violated_guards,
 )
 from lightning_compress.memory.activations import ActivationCache
+from lightning_compress.memory.calls import onloaded_when_called
 from lightning_compress.memory.placement import Placement
+from lightning_compress.memory.source import WeightSource
 from lightning_compress.memory.store import WeightStore
 from lightning_compress.memory.transfer import Lane
 from lightning_compress.recipe.resolve import ResolvedRecipe
@@ -101,7 +103,7 @@ def prepare(
         raise CalibrationDataError(
             "This recipe needs calibration data: give `dataloaders`, a datamodule, or `calibration`."
         )
-    traced = traced or trace_on(target, names, boundaries, data)
+    traced = traced or trace_on(target, names, boundaries, data, placement.source)
     parts = subgraphs(
         traced,
         frozenset(names),
@@ -164,7 +166,13 @@ def evaluating(root: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def trace_on(target: Target, leaves: Sequence[str], boundaries: Sequence[str], data: CalibrationSet) -> Traced:
+def trace_on(
+    target: Target,
+    leaves: Sequence[str],
+    boundaries: Sequence[str],
+    data: CalibrationSet,
+    source: WeightSource | None = None,
+) -> Traced:
     """Record the model on the largest batch.
 
     Args:
@@ -172,13 +180,26 @@ def trace_on(target: Target, leaves: Sequence[str], boundaries: Sequence[str], d
         leaves: modules that are single calls.
         boundaries: the sequential targets.
         data: the batches that the graph has to serve.
+        source: where the values of parameters on the meta device are, should the model have to be run once.
 
     Raises:
         UntraceableModelError: the forward cannot be recorded.
         CalibrationDataError: another batch would take another path.
     """
     largest = max(data.batches, key=_num_elements)
-    traced = trace(target.root, target.step, largest, leaf_names=leaves, boundary_names=boundaries, others=data.batches)
+    onloading = None
+    if source is not None:
+        store = WeightStore(target.root, Lane(torch.device("cpu")), source)
+        onloading = partial(onloaded_when_called, target.root, boundaries, store, stay={})
+    traced = trace(
+        target.root,
+        target.step,
+        largest,
+        leaf_names=leaves,
+        boundary_names=boundaries,
+        others=data.batches,
+        onloading=onloading,
+    )
     for number, batch in enumerate(data.batches):
         violated = violated_guards(traced, batch)
         if violated:

@@ -317,16 +317,7 @@ def _symbolic_size(first: int, second: int, known: Sequence[Known]) -> int | tor
 def observe(
     root: nn.Module, modules: Mapping[str, nn.Module], methods: Mapping[str, Method], run: Callable[[], object]
 ) -> dict[str, list[Any]]:
-    """Outputs' layouts of every call of `modules` and `methods` during a real `run`.
-
-    Raises:
-        RuntimeError: a parameter is on the meta device, so that nothing can be run.
-    """
-    on_meta = next((name for name, parameter in root.named_parameters() if parameter.is_meta), None)
-    if on_meta is not None:
-        raise RuntimeError(
-            f"it reads values, and with {on_meta} not loaded the model cannot be run to learn its shapes"
-        )
+    """Outputs' layouts of every call of `modules` and `methods` during a real `run`."""
     seen: dict[str, list[Any]] = {name: [] for name in (*modules, *methods)}
 
     def seeing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

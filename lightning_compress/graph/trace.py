@@ -13,6 +13,7 @@ its rows, the graph serves only batches of so many. Each is named in `Traced.fal
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -96,6 +97,7 @@ def trace(
     leaf_names: Collection[str],
     boundary_names: Collection[str],
     others: Sequence[Any] = (),
+    onloading: Callable[[], AbstractContextManager[None]] | None = None,
 ) -> Traced:
     """Record `step(batch)`.
 
@@ -107,6 +109,8 @@ def trace(
         leaf_names: modules to be recorded as single calls (what is quantized).
         boundary_names: modules whose calls are marked as spans (decoder layers). Nested: the outermost counts.
         others: further batches that the graph has to serve: what sizes of batches with images decide shows in them.
+
+        onloading: within what it gives, modules whose parameters are on the meta device can be run; None: they cannot.
 
     Raises:
         UntraceableModelError: not even fallbacks help; names the module and the remedy.
@@ -144,8 +148,8 @@ def trace(
             fallbacks = {**{fallback.module: fallback for fallback in told}, **fallbacks}
             if fixed != known:  # other batches, of which nothing has been seen
                 cut = replace(cut, observed={})
-            runs = [partial(_run, root, step, structure, each) for each in made(fixed=fixed)]
-            cut = with_observations(root, cut, runs)
+            runs = [partial(_run, root, step, structure, each, onloading) for each in made(fixed=fixed)]
+            cut = with_observations(root, cut, runs, can_run=onloading is not None)
 
 
 def _first_cut(root: nn.Module, leaf_names: Collection[str], boundary_names: Collection[str]) -> Cut:
@@ -255,9 +259,17 @@ def _dimensions(inputs: Sequence[Tensor], error: Exception) -> frozenset[tuple[i
     return frozenset((i, d) for i, d, size in sizes if is_symbolic(size) and size.node._expr == symbol)
 
 
-def _run(root: nn.Module, step: Callable[[Any], Any], structure: Structure, synthetic: Synthetic) -> None:
-    device = next((parameter.device for parameter in root.parameters()), torch.device("cpu"))
-    step(structure.build([tensor.to(device) for tensor in synthetic.tensors]))
+def _run(
+    root: nn.Module,
+    step: Callable[[Any], Any],
+    structure: Structure,
+    synthetic: Synthetic,
+    onloading: Callable[[], AbstractContextManager[None]] | None,
+) -> None:
+    there = (parameter.device for parameter in root.parameters() if not parameter.is_meta)
+    device = next(there, torch.device("cpu"))
+    with nullcontext() if onloading is None else onloading():
+        step(structure.build([tensor.to(device) for tensor in synthetic.tensors]))
 
 
 def violated_guards(traced: Traced, batch: Any) -> list[str]:

@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from helpers import compress, contents, recipe, saved
 from hydra import compose, initialize_config_dir
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -19,6 +20,8 @@ from transformers import (
     LlavaForConditionalGeneration,
     LlavaProcessor,
     PreTrainedTokenizerFast,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
 )
 
 from lightning_compress import Compressor, load_compressed
@@ -97,6 +100,39 @@ def test_towers_by_recipe(pairs: Path, tmp_path: Path) -> None:
     given = "recipe.modifiers.0.targets=['re:.*vision_tower.*layers.0.*fc']"
     report = run_compress(composed(tmp_path / "model", pairs, given), tmp_path / "out")
     assert [record.module.rpartition(".")[2] for record in report.modules] == ["fc1", "fc2"]
+    assert report.verification is not None
+    assert report.verification.passed
+
+
+def test_methods_of_a_model_on_disk(tmp_path: Path) -> None:
+    """What reads values has to be run to be recorded; from disk a layer at a time. The same bytes as from memory."""
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = Qwen2VLConfig(
+        text_config={**sizes, "num_key_value_heads": 2, "vocab_size": 97, "rope_parameters": rope},
+        vision_config={
+            "depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "patch_size": 4, "spatial_merge_size": 2,
+            "temporal_patch_size": 1, "mlp_ratio": 2,
+        },
+        image_token_id=96, video_token_id=95, vision_start_token_id=94, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Qwen2VLForConditionalGeneration(config).eval()
+    batches = []
+    for height in (4, 8, 4):  # four patches are a token
+        ids = torch.randint(3, 90, (1, 9 + height))
+        ids[:, 1 : 1 + height] = 96
+        batches.append({
+            "input_ids": ids, "pixel_values": torch.randn(height * 4, 3 * 16),
+            "image_grid_thw": torch.tensor([[1, height, 4]]), "mm_token_type_ids": (ids == 96).int(),
+        })  # fmt: skip
+    empty = saved(model, tmp_path / "weights")
+    given = recipe(4, strategy="channel")
+    compress(empty, batches, given, tmp_path / "disk", weights=tmp_path / "weights")
+    report = compress(model, batches, given, tmp_path / "memory")
+    assert "model.get_rope_index" in {fallback.module for fallback in report.fallbacks}
+    assert [record.num_tokens for record in report.modules] == [sum(9 + height for height in (4, 8, 4))] * 14
+    assert contents(tmp_path / "disk") == contents(tmp_path / "memory")
     assert report.verification is not None
     assert report.verification.passed
 
