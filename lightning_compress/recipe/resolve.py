@@ -222,7 +222,8 @@ def _check_matched(
             )
     if not assignments:
         raise UnsupportedModelError(
-            "Every module that the targets match is ignored, so nothing would be compressed; shorten `ignore`."
+            "Every module that the targets match is ignored, so nothing would be compressed; shorten `ignore`. Only "
+            f"torch.nn.Linear can be quantized; classes with weights in this model: {', '.join(present)}."
         )
 
 
