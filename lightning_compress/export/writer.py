@@ -42,7 +42,7 @@ from lightning_compress.calibration.resume import (
 )
 from lightning_compress.calibration.solve import QuantizedModule, Restored
 from lightning_compress.distributed.collective import Collective, SingleProcess
-from lightning_compress.errors import OutputDirectoryError
+from lightning_compress.errors import CompressionError, OutputDirectoryError
 from lightning_compress.export.checkpoint import INCOMPLETE, MARKER, SavesPretrained, check_output_dir
 from lightning_compress.export.layout import packed_bytes, shard_keys
 from lightning_compress.export.packing import (
@@ -292,7 +292,14 @@ class CheckpointWriter:
                 tensor = getattr(self._root.get_submodule(module), name)
                 state[key] = tensor.detach().cpu().contiguous()
         if isinstance(self._root, PreTrainedModel):
-            state = revert_weight_conversion(self._root, state)
+            try:
+                state = revert_weight_conversion(self._root, state)
+            except Exception as error:  # whatever a conversion makes of tensors that it was not written for
+                names = ", ".join(list(state)[:5])
+                raise CompressionError(
+                    f"transformers cannot give the tensors of {type(self._root).__name__} ({names}, ...) the names that "
+                    f"its checkpoints have: {type(error).__name__}: {error}. Add their modules to `ignore`."
+                ) from error
         return dict(sorted(state.items()))
 
 
