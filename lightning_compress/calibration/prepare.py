@@ -206,7 +206,8 @@ def trace_on(
             raise CalibrationDataError(
                 f"Batch {number} of the calibration data would take another path through the model than the one "
                 "recorded "
-                f"({'; '.join(violated[:3])}). Bring the batches to one length, or leave this one out."
+                f"({'; '.join(violated[:3])}). Bring the batches to one form: one length, as many rows (drop_last) and "
+                "images in each, of one size; or leave this one out."
             )
     return traced
 

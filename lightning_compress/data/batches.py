@@ -54,8 +54,17 @@ def calibration_batches(config: DataConfig, processor: Any) -> Iterable[Any]:
 
 
 def tokenizer_of(processor: Any) -> PreTrainedTokenizerBase:
-    """A processor's tokenizer; a tokenizer itself."""
-    tokenizer: PreTrainedTokenizerBase = getattr(processor, "tokenizer", processor)
+    """A processor's tokenizer; a tokenizer itself.
+
+    Raises:
+        CalibrationDataError: the model reads no text.
+    """
+    tokenizer: Any = getattr(processor, "tokenizer", processor)
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise CalibrationDataError(
+            f"this data is text, and the model's {type(processor).__name__} has no tokenizer: use data=custom with "
+            "batches that the model takes."
+        )
     return tokenizer
 
 

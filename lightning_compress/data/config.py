@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, final
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 
 from lightning_compress.errors import CalibrationDataError
 
@@ -188,9 +188,14 @@ def load_data_config(values: Mapping[str, Any] | DictConfig) -> DataConfig:
     DocsConfig(num_samples=16, batch_size=8, seed=0, max_length=256, packing=True, split='train')
     """
     try:
-        plain = {str(key): value for key, value in values.items()}
-    except MissingMandatoryValue as error:
-        raise CalibrationDataError(f"data: a field must be given: {_first_line(error)}") from error
+        resolved = OmegaConf.to_container(values, resolve=True) if isinstance(values, DictConfig) else values
+        assert isinstance(resolved, Mapping)
+        plain = {str(key): value for key, value in resolved.items()}
+        missing = next((key for key, value in plain.items() if value == "???"), None)
+        if missing is not None:
+            raise CalibrationDataError(f"data: a field must be given: data.{missing}")
+    except OmegaConfBaseException as error:
+        raise CalibrationDataError(f"data: {_first_line(error)}") from error
     source = plain.pop("source", DocsConfig.source)
     if source not in SOURCES:
         raise CalibrationDataError(f"data.source={source!r} is unknown{_nearest(str(source), list(SOURCES))}")

@@ -1,11 +1,12 @@
 """Calibration data of the user's own making, named in the configuration."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
+from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
 from lightning_compress.data.config import CustomConfig
@@ -25,10 +26,14 @@ def custom_batches(config: CustomConfig, processor: Any) -> Iterable[Any]:
     """
     try:
         made = instantiate(config.loader, _convert_="all")
-    except InstantiationException as error:
+        if callable(made) and not hasattr(made, "__iter__"):
+            made = made(processor)
+    except (InstantiationException, TypeError) as error:
         raise CalibrationDataError(f"data.loader: {error}") from error
-    if callable(made) and not hasattr(made, "__iter__"):
-        made = made(processor)
+    if isinstance(made, Mapping | Tensor | str):
+        raise CalibrationDataError(
+            f"data.loader made a {type(made).__name__}: one batch, it seems. Return a list of batches, or a DataLoader."
+        )
     if hasattr(made, "__getitem__") and hasattr(made, "__len__") and not isinstance(made, list | tuple):
         generator = torch.Generator().manual_seed(config.seed)
         order = torch.randperm(len(made), generator=generator)[: config.num_samples].tolist()

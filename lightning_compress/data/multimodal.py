@@ -7,6 +7,7 @@ from typing import Any, final
 
 import datasets
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -25,11 +26,16 @@ def multimodal_dataloader(config: MultimodalConfig, processor: Any) -> DataLoade
     """
     if config.image_column is not None and getattr(processor, "image_processor", None) is None:
         raise CalibrationDataError(
-            f"data=multimodal needs the model's processor, and {type(processor).__name__} takes no images: model.path "
-            "has to hold a processor_config.json or preprocessor_config.json."
+            f"data=multimodal needs a processor of text with images, and {type(processor).__name__} is none: "
+            "model.path has to hold a processor_config.json or preprocessor_config.json."
         )
     rows = load_rows(config)
     check_columns(rows, config, text_column=config.text_column, image_column=config.image_column)
+    if config.num_samples % config.batch_size:
+        raise CalibrationDataError(
+            f"data.batch_size={config.batch_size} does not divide data.num_samples={config.num_samples}: models that "
+            "make a list of their images need as many rows in every batch."
+        )
     if len(rows) < config.num_samples:
         raise CalibrationDataError(
             f"data (multimodal): {config.path!r} has {len(rows)} rows, and {config.num_samples} are needed. Lower "
@@ -50,30 +56,74 @@ class _Collate:
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         images = [self._images(row) for row in rows]
-        texts = [self._text(row[self.config.text_column], len(each)) for row, each in zip(rows, images, strict=True)]
-        given = {"images": images} if any(images) else {}
-        made = self.processor(text=texts, **given, padding=len(rows) > 1, return_tensors="pt")
-        return {key: value for key, value in made.items() if isinstance(value, Tensor)}
+        texts = [self._text(row, len(each)) for row, each in zip(rows, images, strict=True)]
+        given: dict[str, Any] = {"images": images} if any(images) else {}
+        beginning = getattr(getattr(self.processor, "tokenizer", self.processor), "bos_token", None)
+        if beginning and all(text.startswith(beginning) for text in texts):  # by the chat template
+            given["add_special_tokens"] = False
+        try:
+            made = self.processor(text=texts, **given, padding=len(rows) > 1, return_tensors="pt")
+        except ValueError as error:
+            raise CalibrationDataError(
+                f"{type(self.processor).__name__} refuses {[text[:80] for text in texts]} with "
+                f"{[len(each) for each in images]} images: {error}"
+            ) from error
+        lists = [key for key, value in made.items() if not isinstance(value, Tensor)]
+        if lists:
+            raise CalibrationDataError(
+                f"{type(self.processor).__name__} makes no tensors of {', '.join(lists)} (images of several sizes in "
+                "one batch?). Use data.batch_size=1, or data=custom with a collation of your own."
+            )
+        return dict(made)
 
     def _images(self, row: Mapping[str, Any]) -> list[Any]:
-        found = row[self.config.image_column] if self.config.image_column is not None else []
-        return [self._decoded(image) for image in (found if isinstance(found, list) else [found]) if image is not None]
+        column = self.config.image_column
+        if column is None:
+            return []
+        found = row[column] if isinstance(row[column], list) else [row[column]]
+        if any(image is None for image in found):
+            raise CalibrationDataError(
+                f"data.image_column={column!r} of {self.config.path!r} has a row without an image."
+            )
+        return [self._decoded(image) for image in found]
 
-    def _decoded(self, image: Any) -> Any:
+    def _decoded(self, image: Any) -> Image.Image:
         """Paths, relative ones from where the data set is, and encoded bytes become images."""
         if isinstance(image, str):
             image = {"path": str(Path(self.config.path).parent / image), "bytes": None}
-        return datasets.Image().decode_example(image).convert("RGB") if isinstance(image, dict) else image
+        if isinstance(image, bytes):
+            image = {"path": None, "bytes": image}
+        try:
+            opened = datasets.Image().decode_example(image) if isinstance(image, dict) else image
+        except (OSError, ValueError, KeyError) as error:
+            raise CalibrationDataError(f"data.image_column={self.config.image_column!r}: {error}") from error
+        if not isinstance(opened, Image.Image):
+            raise CalibrationDataError(
+                f"data.image_column={self.config.image_column!r} of {self.config.path!r} holds {type(image).__name__}; "
+                "images are images, paths or encoded bytes, or lists of these."
+            )
+        return opened.convert("RGB")
 
-    def _text(self, text: Any, num_images: int) -> str:
+    def _text(self, row: Mapping[str, Any], num_images: int) -> str:
+        text = row[self.config.text_column]
+        where = f"data.text_column={self.config.text_column!r} of {self.config.path!r}"
+        if not isinstance(text, str) and not is_chat(text):
+            raise CalibrationDataError(f"{where} holds {type(text).__name__}; it has to be strings or chats.")
         template = getattr(self.processor, "chat_template", None)
-        if is_chat(text) or template is not None:
-            content = [{"type": "image"}] * num_images + [{"type": "text", "text": text}]
-            chat = text if is_chat(text) else [{"role": "user", "content": content}]
-            if template is None:
-                raise CalibrationDataError(
-                    f"data.text_column={self.config.text_column!r} holds chats, and the processor has no chat template."
-                )
-            rendered: str = self.processor.apply_chat_template(chat, tokenize=False)
-            return rendered
-        return f"{getattr(self.processor, 'image_token', '')} " * num_images + str(text)
+        if template is None and not isinstance(text, str):
+            raise CalibrationDataError(f"{where} holds chats, and the processor has no chat template.")
+        if template is None:
+            return f"{getattr(self.processor, 'image_token', '')} " * num_images + str(text)
+        content = [{"type": "image"}] * num_images + [{"type": "text", "text": text}]
+        chat = [{"role": "user", "content": content}] if isinstance(text, str) else _without_nulls(text)
+        rendered: str = self.processor.apply_chat_template(chat, tokenize=False)
+        return rendered
+
+
+def _without_nulls(value: Any) -> Any:
+    """Columns of structs have every key in every row."""
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return value

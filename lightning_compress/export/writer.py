@@ -297,8 +297,8 @@ class CheckpointWriter:
             except Exception as error:  # whatever a conversion makes of tensors that it was not written for
                 names = ", ".join(list(state)[:5])
                 raise CompressionError(
-                    f"transformers cannot give the tensors of {type(self._root).__name__} ({names}, ...) the names that "
-                    f"its checkpoints have: {type(error).__name__}: {error}. Add their modules to `ignore`."
+                    f"transformers cannot give the tensors of {type(self._root).__name__} ({names}, ...) the names "
+                    f"that its checkpoints have: {type(error).__name__}: {error}. Add their modules to `ignore`."
                 ) from error
         return dict(sorted(state.items()))
 

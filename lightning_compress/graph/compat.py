@@ -172,6 +172,13 @@ def new_fake_mode(symbolic: bool = True, cached: bool = True) -> FakeTensorMode:
     return mode
 
 
+def size_from_values(fake_mode: FakeTensorMode) -> torch.SymInt:
+    """A size that no size of the batch tells: the graph reads it when it is needed."""
+    size: torch.SymInt = shapes_of(fake_mode).create_unbacked_symint()
+    torch._check(size >= 0)
+    return size
+
+
 def shapes_of(fake_mode: FakeTensorMode) -> Shapes:
     """The symbols and guards of a fake mode made by `new_fake_mode`."""
     assert isinstance(fake_mode.shape_env, Shapes)
@@ -266,11 +273,13 @@ def _proxies(recorder: Recorder, value: Any) -> Any:
     return map_nested(value, lambda item: _proxies(recorder, item))
 
 
-def add_call(recorder: Recorder, target: Callable[..., Any], args: Any, kwargs: Any, output: object) -> None:
+def add_call(recorder: Recorder, target: Callable[..., Any], args: Any, kwargs: Any, output: object) -> fx.Node:
     """Record `output = target(*args, **kwargs)` as one node, with one more per tensor of a nested output."""
     with not_recording():
         arguments = _proxies(recorder, tuple(args)), _proxies(recorder, dict(kwargs))
-        _track(recorder, recorder.create_proxy("call_function", target, *arguments), output)
+        proxy = recorder.create_proxy("call_function", target, *arguments)
+        _track(recorder, proxy, output)
+    return proxy.node
 
 
 def _track(recorder: Recorder, proxy: fx.Proxy, value: Any) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from lightning_compress.graph.leaf import Leaf
+from lightning_compress.graph.observed import check_expected
 
 
 def execute(
@@ -44,6 +45,9 @@ def execute(
                 kwargs = fx.node.map_aggregate(node.kwargs, resolve)
                 function = node.target.function(root) if isinstance(node.target, Leaf) else node.target
                 values[node] = cast(Callable[..., object], function)(*cast(Any, args), **cast(Any, kwargs))
+                check_expected(
+                    node, {read: values[read] for read in node.all_input_nodes if read in values}, values[node]
+                )
             for dead in drop_after.get(node, ()):
                 values.pop(dead, None)
 

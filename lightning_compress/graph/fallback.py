@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from lightning_compress.errors import UntraceableModelError
-from lightning_compress.graph.methods import Method, called_within, running_methods
-from lightning_compress.graph.record import Body, Cut, observe
+from lightning_compress.graph.methods import Behaviour, Method, behaviour, running_methods
+from lightning_compress.graph.observed import observe
+from lightning_compress.graph.record import Body, Cut
 
 
 class TraceFallbackWarning(UserWarning):
@@ -88,7 +89,8 @@ def fall_back(
     if left:
         method = Method(cut.containers[name], left[0].rpartition(".")[2])
         told = [Fallback(left[0], f"recorded as a single call: {reason}")]
-        return replace(cut, methods={**cut.methods, left[0]: method}), fixed, told
+        # what is seen anew: calls within it are its own from now on
+        return replace(cut, methods={**cut.methods, left[0]: method}, observed={}), fixed, told
     raise untraceable(root, failure)
 
 
@@ -122,12 +124,17 @@ def with_observations(root: nn.Module, cut: Cut, runs: Sequence[Callable[[], obj
         raise untraceable(root, Failure(min(names), error))
     try:
         first, second = (observe(root, wanted, methods, run) for run in runs)
-        called = called_within(root, methods, runs[0]) if methods else {}
+        both = [behaviour(root, methods, run) for run in runs] if methods else []
     except Exception as error:
         raise untraceable(root, Failure(min(names), error)) from error
     seen = {name: (first[name], second[name]) for name in names}
-    knowing = {name: replace(method, calls=tuple(sorted(called[name]))) for name, method in methods.items()}
+    knowing = {name: _knowing(method, [each[name] for each in both]) for name, method in methods.items()}
     return replace(cut, observed={**cut.observed, **seen}, methods={**cut.methods, **knowing})
+
+
+def _knowing(method: Method, seen: Sequence[Behaviour]) -> Method:
+    calls = sorted(set().union(*(each.calls for each in seen)))
+    return replace(method, calls=tuple(calls), sets=tuple(set().union(*(each.sets for each in seen))))
 
 
 def untraceable(root: nn.Module, failure: Failure) -> UntraceableModelError:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from traceback import walk_tb
-from typing import Any
+from typing import Any, final
 
 from torch import nn
 
@@ -25,11 +25,43 @@ class Method:
         module: whose.
         name: the attribute.
         calls: names of the modules that it calls, outermost only, as far as they are known.
+        sets: attributes of modules that it changes, likewise.
     """
 
     module: nn.Module
     name: str
     calls: tuple[str, ...] = ()
+    sets: tuple[tuple[nn.Module, str], ...] = ()
+
+
+@final
+class Unrecorded:
+    """Stands for what a method has left in an attribute while it was not recorded: using it is an error."""
+
+    def __init__(self, what: str) -> None:
+        self.__dict__["what"] = what
+
+    def __getattr__(self, name: str) -> Any:
+        raise TypeError(f"{self.__dict__['what']}, and code outside of it uses that")
+
+    def __bool__(self) -> bool:
+        return bool(self.used)
+
+    def __len__(self) -> int:
+        return int(self.used)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.used)
+
+    def __getitem__(self, key: object) -> Any:
+        return self.used[key]
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for value in (*args, *(kwargs or {}).values()):
+            if isinstance(value, Unrecorded):
+                return value.used
+        raise TypeError("an attribute that a method sets is used outside of it")
 
 
 def running_methods(module: nn.Module, error: BaseException) -> list[str]:
@@ -46,48 +78,69 @@ def methods_replaced(
     methods: Mapping[str, Method], wrap: Callable[[str, Method], Callable[..., Any]]
 ) -> Iterator[None]:
     """Within: calling a method calls `wrap(name, method)`."""
+    patched = {name: method.module.__dict__.get(method.name) for name, method in methods.items()}
+    replacing = {name: wrap(name, method) for name, method in methods.items()}
     for name, method in methods.items():
-        method.module.__dict__[method.name] = wrap(name, method)
+        method.module.__dict__[method.name] = replacing[name]
     try:
         yield
     finally:
-        for method in methods.values():
-            method.module.__dict__.pop(method.name, None)
+        for name, method in methods.items():
+            if patched[name] is None:
+                method.module.__dict__.pop(method.name, None)
+            else:
+                method.module.__dict__[method.name] = patched[name]
 
 
 def original(method: Method) -> Callable[..., Any]:
-    """The method as its class has it."""
-    bound: Callable[..., Any] = getattr(type(method.module), method.name).__get__(method.module)
+    """The method, bound; ask before it is replaced."""
+    bound: Callable[..., Any] = getattr(method.module, method.name)
     return bound
 
 
-def called_within(root: nn.Module, methods: Mapping[str, Method], run: Callable[[], object]) -> dict[str, set[str]]:
-    """Names of the modules that each method calls during `run`, outermost only."""
-    called: dict[str, set[str]] = {name: set() for name in methods}
+@dataclass(frozen=True)
+class Behaviour:
+    """What a method does beside returning something: modules that it calls, attributes that it sets."""
+
+    calls: set[str]
+    sets: set[tuple[nn.Module, str]]
+
+
+def behaviour(root: nn.Module, methods: Mapping[str, Method], run: Callable[[], object]) -> dict[str, Behaviour]:
+    """Of each method during `run`; of modules the outermost."""
+    found = {name: Behaviour(set(), set()) for name in methods}
     inside: list[str] = []
     modules = {name: module for name, module in root.named_modules() if name}
 
     def note(name: str, module: nn.Module) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             for method in inside:
-                called[method].add(name)
+                found[method].calls.add(name)
             return module._call_impl(*args, **kwargs)
 
         return call
 
     def enter(name: str, method: Method) -> Callable[..., Any]:
+        function = original(method)
+
         def call(*args: Any, **kwargs: Any) -> Any:
+            before = {module: dict(module.__dict__) for module in root.modules()}
             inside.append(name)
             try:
-                return original(method)(*args, **kwargs)
+                return function(*args, **kwargs)
             finally:
                 inside.remove(name)
+                for module, attributes in before.items():
+                    changed = (
+                        key for key, value in module.__dict__.items() if attributes.get(key, before) is not value
+                    )
+                    found[name].sets.update((module, key) for key in changed)
 
         return call
 
     with attributes_restored(root), calls_replaced(modules, note), methods_replaced(methods, enter):
         run()
-    return {name: _outermost(found) for name, found in called.items()}
+    return {name: Behaviour(_outermost(each.calls), each.sets) for name, each in found.items()}
 
 
 def _outermost(names: Collection[str]) -> set[str]:

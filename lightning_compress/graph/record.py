@@ -16,8 +16,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from itertools import combinations
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import sympy
 import torch
@@ -26,9 +26,10 @@ from torch import Tensor, fx, nn
 from lightning_compress.graph import compat
 from lightning_compress.graph.experts import GroupedLinear
 from lightning_compress.graph.leaf import Leaf, Within
-from lightning_compress.graph.methods import Method, methods_replaced, original
+from lightning_compress.graph.methods import Method, Unrecorded, original
+from lightning_compress.graph.observed import check_only_tensors, expect, known_sizes, layouts, symbolic_like
 from lightning_compress.graph.restore import attributes_restored
-from lightning_compress.graph.values import concrete, expression, items_of, map_nested, symbolic_sizes
+from lightning_compress.graph.values import concrete, expression, symbolic_sizes
 
 PASS_THROUGH = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
@@ -43,15 +44,6 @@ class Body(IntEnum):
     SYMBOLIC = 0
     STATIC = 1
     OBSERVED = 2
-
-
-@dataclass(frozen=True)
-class Layout:
-    """What a real run tells about a tensor: enough to make a fake one."""
-
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -132,23 +124,29 @@ class Attempt:
         with compat.not_recording():
             output = self._leaf_output(name, module, args, kwargs)
         grouped = module.grouped(name) if isinstance(module, GroupedLinear) else None
-        compat.add_call(self.recorder, Leaf(name, grouped), args, kwargs, output)
+        node = compat.add_call(self.recorder, Leaf(name, grouped), args, kwargs, output)
+        if self.cut.bodies.get(name) is Body.OBSERVED:
+            expect(node, output)
         return output
 
     def wrap_method(self, name: str, method: Method) -> Callable[..., Any]:
         """What a call of `method` does while recording (see `methods.methods_replaced`)."""
 
+        function = original(method)
+
         def call(*args: Any, **kwargs: Any) -> Any:
             if compat.active_recorder() is not self.recorder:
-                return original(method)(*args, **kwargs)
+                return function(*args, **kwargs)
             try:
                 with compat.not_recording():
                     output = self._observed_output(name, args, kwargs)
-                _check_only_tensors(output)
+                check_only_tensors(output)
                 own = [*method.module._parameters, *method.module._buffers]
                 owner = name.removesuffix(method.name)
                 leaf = Leaf(name, within=Within(method.calls, tuple(f"{owner}{tensor}" for tensor in own)))
-                compat.add_call(self.recorder, leaf, args, kwargs, output)
+                expect(compat.add_call(self.recorder, leaf, args, kwargs, output), output)
+                for module, attribute in method.sets:
+                    module.__dict__[attribute] = Unrecorded(f"{name} sets {attribute}")
             except Exception as error:
                 self.failure = (name, error)
                 raise
@@ -168,10 +166,13 @@ class Attempt:
     def _observed_output(self, name: str, args: Any, kwargs: Any) -> Any:
         number, self.calls[name] = self.calls[name], self.calls[name] + 1
         first, second = (observed[number] for observed in self.cut.observed[name])
-        return self._of_two(first, second, args, kwargs)
+        return self._of_two(first, second, args, kwargs, partial(compat.size_from_values, self.recorder.fake_mode))
 
-    def _of_two(self, first: Any, second: Any, args: Any, kwargs: Any) -> Any:
-        return symbolic_like(first, second, known_sizes([*symbolic_sizes((args, kwargs)), *self.sizes], self.other))
+    def _of_two(
+        self, first: Any, second: Any, args: Any, kwargs: Any, other_size: Callable[[], torch.SymInt] | None = None
+    ) -> Any:
+        known = known_sizes([*symbolic_sizes((args, kwargs)), *self.sizes], self.other)
+        return symbolic_like(first, second, known, other_size)
 
     def _static_output(
         self, module: nn.Module, args: Any, kwargs: Any, sizes: Mapping[sympy.Symbol, int] | None
@@ -243,96 +244,3 @@ def passes_through(module: nn.Module) -> bool:
     if type(module) not in PASS_THROUGH or module._forward_hooks or module._forward_pre_hooks:
         return False
     return type(module) is nn.Identity or not module.training
-
-
-Known = tuple[torch.SymInt, int, int]
-"""A symbolic size, its value in the traced batch and its value in the second batch."""
-
-
-def known_sizes(symbols: Sequence[torch.SymInt], other: Mapping[sympy.Symbol, int]) -> list[Known]:
-    """Each size and each product of two, without repetition."""
-    known: dict[sympy.Expr, Known] = {}
-    singles = {expression(symbol): symbol for symbol in symbols}
-    for symbol in [*singles.values(), *(left * right for left, right in combinations(singles.values(), 2))]:
-        known.setdefault(expression(symbol), (symbol, concrete(symbol), concrete(symbol, other)))
-    return list(known.values())
-
-
-def _check_only_tensors(value: Any) -> None:
-    """A number or a flag that a method returns may follow from values; a graph would hold that of the traced batch."""
-    items = items_of(value)
-    if not (isinstance(value, Tensor | dict | list | tuple) or value is None or items):
-        raise TypeError(f"it returns a {type(value).__name__}, which a graph would take for a constant")
-    for item in items:
-        _check_only_tensors(item)
-
-
-def layouts(value: Any) -> Any:
-    """A nested value with each tensor replaced by its `Layout`."""
-    if isinstance(value, Tensor):
-        return Layout(tuple(value.shape), value.stride(), value.dtype)
-    return map_nested(value, layouts)
-
-
-def symbolic_like(first: Any, second: Any, known: Sequence[Known]) -> Any:
-    """A nested value with each `Layout` (seen in both batches) replaced by a tensor with symbolic sizes."""
-    if not isinstance(first, Layout):
-        ours, theirs = len(list(items_of(first))), len(list(items_of(second)))
-        if ours != theirs:
-            size = next((expression(symbol) for symbol, a, b in known if (a, b) == (ours, theirs)), None)
-            symbol = size if isinstance(size, sympy.Symbol) else None
-            raise compat.SpecializedSizeError(f"it returns {ours} values, {theirs} in another batch", symbol)
-        seconds = iter(items_of(second))
-        return map_nested(first, lambda item: symbolic_like(item, next(seconds), known))
-    sizes = [_symbolic_size(a, b, known) for a, b in zip(first.sizes, second.sizes, strict=True)]
-    order = sorted(range(len(sizes)), key=lambda dim: -first.strides[dim])
-    stored = torch.empty([sizes[dim] for dim in order], dtype=first.dtype, device=compat.TRACE_DEVICE)
-    return stored.permute([order.index(dim) for dim in range(len(sizes))])
-
-
-def _symbolic_size(first: int, second: int, known: Sequence[Known]) -> int | torch.SymInt:
-    """The size that is `first` in one batch and `second` in the other.
-
-    Raises:
-        SpecializedSizeError: no rule fits.
-    """
-    exact = next((symbol for symbol, a, b in known if (a, b) == (first, second)), None)
-    if exact is not None:
-        return exact
-    if first == second:
-        return first
-    changed = ((symbol, a, b) for symbol, a, b in known if a != b)
-    for symbol, a, b in changed:
-        if first - a == second - b:
-            return symbol + (first - a)
-        if first % a == 0 and first * b == second * a:
-            return symbol * (first // a)
-        if a % first == 0 and first * b == second * a:
-            return cast(torch.SymInt, symbol // (a // first))
-    raise compat.SpecializedSizeError(
-        f"its output has a size of {first}, {second} in another batch, which follows no simple rule"
-    )
-
-
-def observe(
-    root: nn.Module, modules: Mapping[str, nn.Module], methods: Mapping[str, Method], run: Callable[[], object]
-) -> dict[str, list[Any]]:
-    """Outputs' layouts of every call of `modules` and `methods` during a real `run`."""
-    seen: dict[str, list[Any]] = {name: [] for name in (*modules, *methods)}
-
-    def seeing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            output = function(*args, **kwargs)
-            seen[name].append(layouts(output))
-            return output
-
-        return call
-
-    with (
-        attributes_restored(root),
-        compat.calls_replaced(modules, lambda name, module: seeing(name, module._call_impl)),
-        methods_replaced(methods, lambda name, method: seeing(name, original(method))),
-        torch.no_grad(),
-    ):
-        run()
-    return seen

@@ -34,7 +34,7 @@ from torch import fx
 
 from lightning_compress.graph.leaf import Grouped, takes_a_value
 from lightning_compress.graph.trace import Leaf, Traced, leaf_input
-from lightning_compress.graph.values import concrete
+from lightning_compress.graph.values import concrete, depends_on_values, is_symbolic
 
 
 class Schedule(StrEnum):
@@ -277,11 +277,15 @@ def _is_wide(value: fx.Node, nodes: Sequence[fx.Node]) -> bool:
 
 
 def _nbytes(node: fx.Node) -> int:
-    """Bytes of a value for the traced batch; 0 for what is no tensor."""
+    """Bytes of a value for the traced batch; 0 for what is no tensor, or of a size that depends on values."""
     value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, torch.Tensor) or any(map(_depends, value.shape)):
         return 0
     return prod(int(concrete(size)) for size in value.shape) * value.element_size()
+
+
+def _depends(size: int | torch.SymInt) -> bool:
+    return is_symbolic(size) and depends_on_values(size)
 
 
 def _block(nodes: Sequence[fx.Node], unsolved: set[str], key: GroupKey) -> list[Step]:
@@ -335,6 +339,8 @@ def datafree_subgraphs(names: Sequence[tuple[str, Sequence[str]]]) -> tuple[Subg
 def _trimmed(steps: list[list[Step]]) -> list[list[Step]]:
     """Drop every step behind the last one that solves something."""
     flat = [(part, position) for part, found in enumerate(steps) for position, step in enumerate(found) if step.solve]
+    if not flat:
+        return []
     last_part, last_position = flat[-1]
     return [*steps[:last_part], steps[last_part][: last_position + 1]]
 

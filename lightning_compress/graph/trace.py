@@ -140,7 +140,8 @@ def trace(
                 continue
             if isinstance(outcome, Traced):
                 hidden = hidden_in_methods(cut, leaf_names)
-                found = tuple(replace(each, hidden=hidden.get(each.module, each.hidden)) for each in fallbacks.values())
+                left = [each for name, each in fallbacks.items() if name not in cut.given_up]
+                found = tuple(replace(each, hidden=hidden.get(each.module, each.hidden)) for each in left)
                 warn(root, found)
                 return replace(outcome, fallbacks=found)
             known = fixed

@@ -13,6 +13,7 @@ from lightning_compress.calibration.solve import group_key
 from lightning_compress.calibration.target import find_target
 from lightning_compress.data.batches import calibration_batches
 from lightning_compress.data.config import load_data_config
+from lightning_compress.errors import CompressionError
 from lightning_compress.graph.experts import unfolded
 from lightning_compress.graph.leaf import Leaf
 from lightning_compress.graph.stages import Group, Schedule, Subgraph, subgraphs
@@ -35,6 +36,13 @@ def run_inspect(config: DictConfig) -> GraphView:
     Raises:
         CompressionError: a model that cannot be built or traced, or a recipe that does not fit it.
     """
+    if config.schedule not in tuple(Schedule) or not all(
+        isinstance(n, int) and n > 0 for n in (config.rows, config.length)
+    ):
+        raise CompressionError(
+            f"schedule={config.schedule} rows={config.rows} length={config.length}: schedules are "
+            f"{', '.join(Schedule)}; rows and length are positive numbers."
+        )
     schedule = Schedule(config.schedule)
     if config.get("data") is None:
         model: nn.Module = load_config_only(config.model)

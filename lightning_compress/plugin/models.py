@@ -71,7 +71,7 @@ def load_model(config: DictConfig, from_disk: bool) -> tuple[nn.Module, Any]:
         model = build(config.path, dtype=config.dtype, trust_remote_code=config.trust_remote_code, **extra)
     except CompressionError:
         raise
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
         raise CompressionError(f"model.path={config.path} cannot be loaded: {error}") from error
     return model.eval(), processor
 

@@ -5,10 +5,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import CLIPImageProcessorPil, LlavaProcessor, PreTrainedTokenizerFast
@@ -76,14 +78,51 @@ def test_chat_template(pairs: Path) -> None:
     assert len(ids) > 1 + PATCHES
 
 
+def test_the_beginning_is_not_said_twice(pairs: Path) -> None:
+    """A template that renders it, and a tokenizer that adds it. Seen to fail: with special tokens added."""
+    of = processor(chat_template="<eos>{% for c in messages[0]['content'] %}{{ c['text'] or '<image> ' }}{% endfor %}")
+    of.tokenizer.bos_token = "<eos>"
+    of.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", 1)])
+    (batch,) = batches({"source": "multimodal", "path": str(pairs), "num_samples": 1, "batch_size": 1}, of)
+    assert batch["input_ids"][0].tolist().count(WORDS.index("<eos>")) == 1
+
+
+def test_images_of_every_form(pairs: Path, tmp_path: Path) -> None:
+    """Images, bytes and lists of paths, as data sets hold them."""
+    opened = [Image.open(pairs.parent / f"{number}.png").convert("L") for number in range(2)]
+    encoded = [(pairs.parent / f"{number}.png").read_bytes() for number in range(2)]
+    paths = [[str(pairs.parent / f"{number}.png")] for number in range(2)]
+    for number, column in enumerate((opened, encoded, paths)):
+        features = datasets.Features({"text": datasets.Value("string"), "image": datasets.Image()})
+        rows = datasets.Dataset.from_dict({"text": ["a", "a cat"], "image": column}, None if number else features)
+        rows.save_to_disk(tmp_path / str(number))
+        given = {"source": "multimodal", "path": str(tmp_path / str(number)), "num_samples": 2, "batch_size": 1}
+        assert [batch["pixel_values"].shape for batch in batches(given)] == [(1, 3, 32, 32)] * 2
+
+
 def test_what_cannot_be_read_is_named(pairs: Path) -> None:
     given = {"source": "multimodal", "path": str(pairs), "num_samples": 4, "batch_size": 2}
-    with pytest.raises(CalibrationDataError, match=r"takes no images: model.path has to hold a processor_config.json"):
+    with pytest.raises(CalibrationDataError, match=r"is none: model.path has to hold a processor_config.json"):
         batches(given, processor().tokenizer)
     with pytest.raises(CalibrationDataError, match=r"data.image_column='picture': .* has the columns text, image"):
         batches({**given, "image_column": "picture"})
     with pytest.raises(CalibrationDataError, match="has 4 rows, and 9 are needed"):
-        batches({**given, "num_samples": 9})
+        batches({**given, "num_samples": 9, "batch_size": 1})
+    with pytest.raises(CalibrationDataError, match=r"data.batch_size=3 does not divide data.num_samples=4"):
+        batches({**given, "batch_size": 3})
+    rows = [
+        {"text": "a cat", "image": "0.png"},
+        {"text": None, "image": "0.png"},
+        {"text": "a <image>", "image": "0.png"},
+    ]
+    rows += [{"text": "a cat", "image": None}, {"text": "a cat", "image": "pairs.jsonl"}]
+    for row, message in zip(
+        rows[1:], ("holds NoneType", "LlavaProcessor refuses", "without an image", "pairs.jsonl"), strict=True
+    ):
+        bad = pairs.with_name("bad.jsonl")
+        bad.write_text(f"{json.dumps(rows[0])}\n{json.dumps(row)}")
+        with pytest.raises(CalibrationDataError, match=message):
+            batches({**given, "path": str(bad), "num_samples": 2, "batch_size": 1})
     with pytest.raises(CalibrationDataError, match=r"perplexity is of text, not of data.source='multimodal'"):
         evaluation_dataloader(load_data_config(given), processor().tokenizer)
 
@@ -125,6 +164,8 @@ def test_a_loader_of_ones_own() -> None:
         ({}, r"data.loader._target_ is missing"),
         ({"_target_": "no_such.thing"}, r"data.loader: .*no_such"),
         ({"_target_": "builtins.int"}, "made a int: neither a data set nor an iterable"),
+        ({"_target_": "builtins.dict", "input_ids": [1]}, "made a dict: one batch, it seems"),
+        ({"_target_": f"{__name__}.of_tokenizer", "_partial_": True, "size": 3}, "data.loader: .*unexpected keyword"),
     ],
 )
 def test_loaders_that_are_none(loader: dict[str, Any], message: str) -> None:

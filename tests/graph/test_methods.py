@@ -8,7 +8,7 @@ import torch
 from families import Toy, assert_same, leaf_nodes, toy_batch, traced
 from torch import Tensor, nn
 
-from lightning_compress.errors import UntraceableModelError
+from lightning_compress.errors import CalibrationDataError, UntraceableModelError
 from lightning_compress.graph.leaf import Leaf, Within
 from lightning_compress.graph.methods import running_methods
 from lightning_compress.graph.trace import Traced
@@ -121,3 +121,101 @@ def test_running_methods() -> None:
         model(**toy_batch(2, 9))
     assert running_methods(model, caught.value) == ["counted", "outer"]
     assert running_methods(model.tower, caught.value) == []
+
+
+class Parts(Reading):
+    """As many values as the largest id says, as models make a list of their images."""
+
+    def parts(self, ids: Tensor, x: Tensor) -> list[Tensor]:
+        return [x * (number + 1) for number in range(int(ids.max()) + 1)]
+
+    def forward(self, x: Tensor, ids: Tensor) -> dict[str, Tensor]:
+        return Toy.forward(self, sum(self.parts(ids, x), torch.zeros(())), ids)
+
+
+class Picked(Reading):
+    """A number of tokens that values decide, which the caller asks for."""
+
+    def pick(self, ids: Tensor, x: Tensor) -> Tensor:
+        return x[:, : int((ids == 0).sum(1).min())]
+
+    def forward(self, x: Tensor, ids: Tensor) -> dict[str, Tensor]:
+        y = self.pick(ids, x)
+        return Toy.forward(self, y * y.shape[1], ids)
+
+
+def with_ones(batch: dict[str, Tensor], number: int) -> dict[str, Tensor]:
+    batch["ids"][:, :number] = 1
+    return batch
+
+
+@pytest.mark.parametrize(
+    ("kind", "given"), [(Parts, r"2 values .* recorded was 1 values"), (Picked, r"it gives \[2, 7, 8\]")]
+)
+def test_a_batch_on_which_it_would_give_something_else_is_refused(kind: type[Reading], given: str) -> None:
+    """A graph holds how many values there are, and sizes that did not change. Seen to fail: silently wrong outputs."""
+    model = kind()
+    graph = traced(model, toy_batch(2, 9), leaf_names=["first", "middle", "last"], boundary_names=[])
+    assert_same(model, graph, toy_batch(2, 9))
+    with pytest.raises(CalibrationDataError, match=given):
+        assert_same(model, graph, with_ones(toy_batch(2, 9), 2))
+
+
+def test_sizes_that_values_decide_are_read() -> None:
+    """Where the two batches that are observed differ in them by no rule: then any is served."""
+    model = Picked()
+    fields = {"leaf_names": ["first", "middle", "last"], "boundary_names": []}
+    batch = with_ones(toy_batch(2, 23), 7)  # traced with 3 and 2 rows of 23 and 19 tokens: 16 and 12 are picked
+    batch["ids"][:, 20:] = 1
+    graph = traced(model, batch, **fields)
+    assert_same(model, graph, batch, with_ones(toy_batch(3, 12), 4), with_ones(toy_batch(1, 30), 1))
+
+
+class Setting(Reading):
+    """Leaves something behind, which `forward` asks for or does not."""
+
+    def __init__(self, asks: bool) -> None:
+        super().__init__()
+        self.asks, self.odd = asks, False
+
+    def counted(self, ids: Tensor, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        self.odd = bool(int((ids == 0).sum()) % 2)
+        return super().counted(ids, x)
+
+    def forward(self, x: Tensor, ids: Tensor) -> dict[str, Tensor]:
+        x, found = self.counted(ids, x)
+        if self.asks and self.odd:
+            x = x * 5
+        return Toy.forward(self, x + found["more"], ids)
+
+
+def test_what_a_method_leaves_behind_must_not_be_used() -> None:
+    """Seen to fail: the flag as it was before."""
+    fields: dict[str, Any] = {"leaf_names": ["first", "middle", "last"], "boundary_names": []}
+    unused = Setting(asks=False)
+    assert_same(unused, traced(unused, toy_batch(2, 9), **fields), *batches())
+    with pytest.raises(UntraceableModelError, match="counted sets odd, and code outside of it uses that"):
+        traced(Setting(asks=True), toy_batch(2, 9), **fields)
+
+
+def test_calls_within_a_call_are_not_its_own() -> None:
+    """Seen to fail: the layouts of the inner calls, one after the other."""
+
+    class Inner(Reading):
+        def wide(self, ids: Tensor, x: Tensor, times: int) -> Tensor:
+            return torch.cat([x] * (times + int(ids.min() < 0)), 1)
+
+        def counted(self, ids: Tensor, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            if int(ids.max()) < 0:
+                return x, {}
+            return self.wide(ids, x, 3)[:, : x.shape[1]], {"more": x}
+
+        def forward(self, x: Tensor, ids: Tensor) -> dict[str, Tensor]:
+            first = self.wide(ids, x, 1)
+            x, found = self.counted(ids, first)
+            return Toy.forward(self, torch.cat([x + found["more"], self.wide(ids, x, 2)], 1), ids)
+
+    model = Inner()
+    graph = traced(model, toy_batch(2, 9), leaf_names=["first", "middle", "last"], boundary_names=[])
+    assert {leaf.name for leaf in method_leaves(graph)} == {"wide", "counted"}
+    assert_same(model, graph, *batches())

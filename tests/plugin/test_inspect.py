@@ -82,6 +82,8 @@ def test_layers_of_text_and_of_cross_attention(command: Command, checkpoint: Pat
     ("given", "message"),
     [
         (["graph=out.xyz"], "graph=out.xyz: Format 'xyz' is not supported"),
+        (["schedule=stagd"], "schedules are staged, recompute, block, basic, datafree"),
+        (["rows=two"], "rows=two"),
         (["sequential_targets=[NoSuchLayer]"], "No module matches sequential_targets"),
     ],
 )

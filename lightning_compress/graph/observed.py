@@ -1,0 +1,235 @@
+"""What real runs of two batches tell of a call that cannot run on fake tensors, and whether later batches keep to it.
+
+A size that is the same in both batches is a constant (unless a size of the batch did not change either); others are a
+size of the batch or of the call's inputs, a product of two of them, or one of those plus, times or divided by a
+constant; or, for a call that was observed, any number that is read when it is needed.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any, cast
+
+import sympy
+import torch
+from torch import Tensor, fx, nn
+
+from lightning_compress.errors import CalibrationDataError
+from lightning_compress.graph import compat
+from lightning_compress.graph.methods import Method, methods_replaced, original
+from lightning_compress.graph.restore import attributes_restored
+from lightning_compress.graph.values import concrete, expression, is_symbolic, items_of, map_nested
+
+_EXPECTED = "expected"
+_FEW_MORE = 4
+"""So many tokens more or fewer than a size are taken for a rule (a class token, a label less), not for chance."""
+
+
+@dataclass(frozen=True)
+class _Shape:
+    sizes: tuple[sympy.Expr, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a real run tells about a tensor: enough to make a fake one."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+Known = tuple[torch.SymInt, int, int]
+"""A symbolic size, its value in the traced batch and its value in the second batch."""
+
+
+def known_sizes(symbols: Sequence[torch.SymInt], other: Mapping[sympy.Symbol, int]) -> list[Known]:
+    """Each size and each product of two, without repetition."""
+    known: dict[sympy.Expr, Known] = {}
+    singles = {expression(symbol): symbol for symbol in symbols}
+    for symbol in [*singles.values(), *(left * right for left, right in combinations(singles.values(), 2))]:
+        known.setdefault(expression(symbol), (symbol, concrete(symbol), concrete(symbol, other)))
+    return list(known.values())
+
+
+def layouts(value: Any) -> Any:
+    """A nested value with each tensor replaced by its `Layout`."""
+    if isinstance(value, Tensor):
+        return Layout(tuple(value.shape), value.stride(), value.dtype)
+    return map_nested(value, layouts)
+
+
+def symbolic_like(
+    first: Any, second: Any, known: Sequence[Known], other_size: Callable[[], torch.SymInt] | None = None
+) -> Any:
+    """A nested value with each `Layout` (seen in both batches) replaced by a tensor with symbolic sizes.
+
+    Args:
+        first, second: what two batches gave.
+        known: sizes of them.
+        other_size: makes a size that none of these tell; None: there must be none.
+
+    Raises:
+        SpecializedSizeError: the values differ by more than sizes that can be told.
+    """
+    if not isinstance(first, Layout):
+        if type(first) is not type(second) or (isinstance(first, dict) and first.keys() != second.keys()):
+            raise compat.SpecializedSizeError(
+                f"it returns a {type(first).__name__}, in another batch a {type(second).__name__} or other keys"
+            )
+        ours, theirs = len(list(items_of(first))), len(list(items_of(second)))
+        if ours != theirs:
+            size = next((expression(symbol) for symbol, a, b in known if (a, b) == (ours, theirs)), None)
+            symbol = size if isinstance(size, sympy.Symbol) else None
+            raise compat.SpecializedSizeError(f"it returns {ours} values, {theirs} in another batch", symbol)
+        seconds = iter(items_of(second))
+        return map_nested(first, lambda item: symbolic_like(item, next(seconds), known, other_size))
+    if not isinstance(second, Layout) or len(first.sizes) != len(second.sizes):
+        raise compat.SpecializedSizeError("it returns a tensor, in another batch none or one of other dimensions")
+    sizes = [_symbolic_size(a, b, known, other_size) for a, b in zip(first.sizes, second.sizes, strict=True)]
+    order = sorted(range(len(sizes)), key=lambda dim: -first.strides[dim])
+    stored = torch.empty([sizes[dim] for dim in order], dtype=first.dtype, device=compat.TRACE_DEVICE)
+    return stored.permute([order.index(dim) for dim in range(len(sizes))])
+
+
+def _symbolic_size(
+    first: int, second: int, known: Sequence[Known], other_size: Callable[[], torch.SymInt] | None
+) -> int | torch.SymInt:
+    """The size that is `first` in one batch and `second` in the other.
+
+    Raises:
+        SpecializedSizeError: no rule fits.
+    """
+    exact = next((symbol for symbol, a, b in known if (a, b) == (first, second)), None)
+    if exact is not None:
+        return exact
+    if first == second:
+        return first
+    changed = ((symbol, a, b) for symbol, a, b in known if a != b)
+    for symbol, a, b in changed:
+        if first - a == second - b and (other_size is None or abs(first - a) <= _FEW_MORE):
+            return symbol + (first - a)
+        if first % a == 0 and first * b == second * a:
+            return symbol * (first // a)
+        if a % first == 0 and first * b == second * a:
+            return cast(torch.SymInt, symbol // (a // first))
+    if other_size is not None:
+        return other_size()
+    raise compat.SpecializedSizeError(
+        f"its output has a size of {first}, {second} in another batch, which follows no simple rule"
+    )
+
+
+def observe(
+    root: nn.Module, modules: Mapping[str, nn.Module], methods: Mapping[str, Method], run: Callable[[], object]
+) -> dict[str, list[Any]]:
+    """Output layouts of every call of `modules` and `methods` during a real `run`, those within such calls left out."""
+    inside: list[str] = []
+    seen: dict[str, list[Any]] = {name: [] for name in (*modules, *methods)}
+
+    def seeing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            inside.append(name)
+            try:
+                output = function(*args, **kwargs)
+            finally:
+                inside.pop()
+            if not inside:
+                seen[name].append(layouts(output))
+            return output
+
+        return call
+
+    with (
+        attributes_restored(root),
+        compat.calls_replaced(modules, lambda name, module: seeing(name, module._call_impl)),
+        methods_replaced(methods, lambda name, method: seeing(name, original(method))),
+        torch.no_grad(),
+    ):
+        run()
+    return seen
+
+
+def check_only_tensors(value: Any) -> None:
+    """A number or a flag that a method returns may follow from values; a graph would hold that of the traced batch.
+
+    Raises:
+        TypeError: there is one.
+    """
+    items = items_of(value)
+    if not (isinstance(value, Tensor | dict | list | tuple) or value is None or items):
+        raise TypeError(f"it returns a {type(value).__name__}, which a graph would take for a constant")
+    for item in items:
+        check_only_tensors(item)
+
+
+def expect(node: fx.Node, output: Any) -> None:
+    """Note what a call that was observed returns, for `check_expected`."""
+    node.meta[_EXPECTED] = _described(output)
+
+
+def check_expected(node: fx.Node, values: Mapping[Any, object], output: Any) -> None:
+    """Whether a call returns what was recorded of it: as many values, of as many dimensions, of the sizes that follow
+    from those of what it reads or are constants of the graph.
+
+    Args:
+        node: of the call; nothing is expected of most.
+        values: of the nodes that it reads, among others.
+        output: what it returned.
+
+    Raises:
+        CalibrationDataError: it does not; the graph does not serve this batch.
+    """
+    if _EXPECTED not in node.meta:
+        return
+    sizes: dict[sympy.Expr, sympy.Expr] = {}
+    for read in node.all_input_nodes:
+        traced, value = read.meta.get("val"), values.get(read)
+        if isinstance(traced, Tensor) and isinstance(value, Tensor):
+            sizes.update(zip(map(expression, traced.shape), map(expression, value.shape), strict=True))
+        elif is_symbolic(traced) and isinstance(value, int):
+            sizes[expression(traced)] = expression(value)
+    expected, found = node.meta[_EXPECTED], _described(output)
+    if not _fits(expected, found, {size: number for size, number in sizes.items() if size.is_Symbol}):
+        raise CalibrationDataError(
+            f"{getattr(node.target, 'name', node.name)} takes another way on a batch than on those that the model was "
+            f"recorded with: it gives {_text(found)}, recorded was {_text(expected)}. Bring the batches to one form: "
+            "as many images in each, of one size."
+        )
+
+
+def _described(value: Any) -> Any:
+    """Types, keys and sizes."""
+    if isinstance(value, Tensor):
+        return _Shape(tuple(map(expression, value.shape)), value.dtype)
+    if isinstance(value, dict):
+        return {key: _described(item) for key, item in value.items()}
+    items = items_of(value)
+    return [_described(item) for item in items] if items else type(value).__name__
+
+
+def _fits(expected: Any, found: Any, sizes: Mapping[sympy.Expr, sympy.Expr]) -> bool:
+    if isinstance(expected, _Shape):
+        if not isinstance(found, _Shape) or (len(expected.sizes), expected.dtype) != (len(found.sizes), found.dtype):
+            return False
+        wanted = (size.xreplace(sizes) for size in expected.sizes)
+        return all(size == other or size.free_symbols for size, other in zip(wanted, found.sizes, strict=True))
+    if isinstance(expected, dict):
+        is_alike = isinstance(found, dict) and expected.keys() == found.keys()
+        return is_alike and all(_fits(item, found[key], sizes) for key, item in expected.items())
+    if isinstance(expected, list):
+        is_alike = isinstance(found, list) and len(expected) == len(found)
+        return is_alike and all(_fits(*pair, sizes) for pair in zip(expected, found, strict=True))
+    return bool(expected == found)
+
+
+def _text(described: Any) -> str:
+    if isinstance(described, _Shape):
+        return f"[{', '.join(map(str, described.sizes))}]"
+    if isinstance(described, dict):
+        return "{" + ", ".join(f"{key}: {_text(item)}" for key, item in described.items()) + "}"
+    if isinstance(described, list):
+        more = ", ..." if len(described) > 3 else ""
+        return f"{len(described)} values ({', '.join(map(_text, described[:3]))}{more})"
+    return str(described)
