@@ -6,7 +6,7 @@ a method that was running becomes a single call (see `methods`); any other size 
 """
 
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -98,9 +98,11 @@ def _inside(names: Sequence[str], targets: Collection[str]) -> tuple[str, ...]:
     return tuple(sorted(target for target in targets if f"{target}.".startswith(tuple(f"{name}." for name in names))))
 
 
-def hidden_in_methods(cut: Cut, targets: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """The targets that each method runs."""
-    return {name: _inside(method.calls, targets) for name, method in cut.methods.items()}
+def in_the_end(cut: Cut, fallbacks: Mapping[str, Fallback], targets: Collection[str]) -> tuple[Fallback, ...]:
+    """What is left of what was told: without methods that were given up, with the targets that others run."""
+    hidden = {name: _inside(method.calls, targets) for name, method in cut.methods.items()}
+    left = [each for name, each in fallbacks.items() if name not in cut.given_up]
+    return tuple(replace(each, hidden=hidden.get(each.module, each.hidden)) for each in left)
 
 
 def _opaque_instead(cut: Cut, failed: str, targets: frozenset[str]) -> dict[str, nn.Module]:

@@ -29,7 +29,7 @@ from lightning_compress.graph.fallback import (
     Fallback,
     TraceFallbackWarning,
     fall_back,
-    hidden_in_methods,
+    in_the_end,
     warn,
     with_observations,
 )
@@ -132,6 +132,8 @@ def trace(
     with attributes_restored(root), compat.without_cache(root):
         while True:
             batches = made(fixed=fixed)
+            runs = [partial(_run, root, step, structure, each, onloading) for each in batches]
+            cut = with_observations(root, cut, runs, can_run=onloading is not None)
             outcome = _attempt(root, step, cut, structure, batches)
             if isinstance(outcome, Traced) and violated_guards(outcome, batch) and lengths - fixed:
                 reason = f"the graph serves batches of one length only: {violated_guards(outcome, batch)[0]}"
@@ -139,18 +141,14 @@ def trace(
                 fixed, cut = fixed | lengths, replace(cut, observed={})
                 continue
             if isinstance(outcome, Traced):
-                hidden = hidden_in_methods(cut, leaf_names)
-                left = [each for name, each in fallbacks.items() if name not in cut.given_up]
-                found = tuple(replace(each, hidden=hidden.get(each.module, each.hidden)) for each in left)
-                warn(root, found)
-                return replace(outcome, fallbacks=found)
+                left = in_the_end(cut, fallbacks, leaf_names)
+                warn(root, left)
+                return replace(outcome, fallbacks=left)
             known = fixed
             cut, fixed, told = fall_back(root, cut, fixed, outcome, frozenset(leaf_names))
             fallbacks = {**{fallback.module: fallback for fallback in told}, **fallbacks}
             if fixed != known:  # other batches, of which nothing has been seen
                 cut = replace(cut, observed={})
-            runs = [partial(_run, root, step, structure, each, onloading) for each in made(fixed=fixed)]
-            cut = with_observations(root, cut, runs, can_run=onloading is not None)
 
 
 def _first_cut(root: nn.Module, leaf_names: Collection[str], boundary_names: Collection[str]) -> Cut:
