@@ -144,6 +144,10 @@ def _reference(
     return reference, reference.in_their_forms(needs)
 
 
+_TRIED = 3
+"""Batches to record the model on, one after the other, until one serves all."""
+
+
 @contextmanager
 def calibrating(root: nn.Module) -> Iterator[None]:
     """As `evaluating`; gradients are dropped for good."""
@@ -173,7 +177,7 @@ def trace_on(
     data: CalibrationSet,
     source: WeightSource | None = None,
 ) -> Traced:
-    """Record the model on the largest batch.
+    """Record the model on the largest batch, or on one of the next where that has sizes that are equal by chance.
 
     Args:
         target: the model.
@@ -186,30 +190,31 @@ def trace_on(
         UntraceableModelError: the forward cannot be recorded.
         CalibrationDataError: another batch would take another path.
     """
-    largest = max(data.batches, key=_num_elements)
     onloading = None
     if source is not None:
         store = WeightStore(target.root, Lane(torch.device("cpu")), source)
         onloading = partial(onloaded_when_called, target.root, boundaries, store, stay={})
-    traced = trace(
-        target.root,
-        target.step,
-        largest,
-        leaf_names=leaves,
-        boundary_names=boundaries,
-        others=data.batches,
-        onloading=onloading,
+    problems: list[str] = []
+    for batch in sorted(data.batches, key=_num_elements, reverse=True)[:_TRIED]:
+        traced = trace(
+            target.root,
+            target.step,
+            batch,
+            leaf_names=leaves,
+            boundary_names=boundaries,
+            others=data.batches,
+            onloading=onloading,
+        )
+        found = ((number, violated_guards(traced, other)) for number, other in enumerate(data.batches))
+        number, violated = next(((number, each) for number, each in found if each), (0, []))
+        if not violated:
+            return traced
+        problems = problems or [f"Batch {number}", "; ".join(violated[:3])]
+    raise CalibrationDataError(
+        f"{problems[0]} of the calibration data would take another path through the model than the one recorded "
+        f"({problems[1]}). Bring the batches to one form: one length, as many rows (drop_last) and images in each, of "
+        "one size; or leave this one out."
     )
-    for number, batch in enumerate(data.batches):
-        violated = violated_guards(traced, batch)
-        if violated:
-            raise CalibrationDataError(
-                f"Batch {number} of the calibration data would take another path through the model than the one "
-                "recorded "
-                f"({'; '.join(violated[:3])}). Bring the batches to one form: one length, as many rows (drop_last) and "
-                "images in each, of one size; or leave this one out."
-            )
-    return traced
 
 
 def _num_elements(batch: Any) -> int:

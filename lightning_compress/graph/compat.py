@@ -174,7 +174,9 @@ def new_fake_mode(symbolic: bool = True, cached: bool = True) -> FakeTensorMode:
 
 def size_from_values(fake_mode: FakeTensorMode) -> torch.SymInt:
     """A size that no size of the batch tells: the graph reads it when it is needed."""
-    size: torch.SymInt = shapes_of(fake_mode).create_unbacked_symint()
+    shapes = shapes_of(fake_mode)
+    with shapes.ignore_fresh_unbacked_symbols():  # no operation gives it
+        size: torch.SymInt = shapes.create_unbacked_symint()
     torch._check(size >= 0)
     return size
 
