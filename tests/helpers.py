@@ -6,8 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    CLIPImageProcessorPil,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlavaProcessor,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from lightning_compress.calibration import solve as solving
 from lightning_compress.calibration.batches import collect
@@ -57,6 +66,28 @@ def tiny_mixtral(num_layers: int, num_experts: int) -> MixtralForCausalLM:
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": num_layers}
     experts = {"num_local_experts": num_experts, "num_experts_per_tok": 2}
     return MixtralForCausalLM(MixtralConfig(vocab_size=64, **sizes, **heads, **experts)).eval()
+
+
+def llava_processor(words: Sequence[str], **options: Any) -> LlavaProcessor:
+    """Of text in these words (unknown, end and image first) with images of 32 x 32 in patches of 8: 16 tokens each."""
+    vocabulary = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token=words[0]))
+    vocabulary.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=vocabulary,
+        eos_token=words[1],
+        unk_token=words[0],
+        pad_token=words[1],
+        additional_special_tokens=[words[2]],
+    )
+    images = CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
+    return LlavaProcessor(
+        image_processor=images,
+        tokenizer=tokenizer,
+        patch_size=8,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        **options,
+    )
 
 
 def saved(model: nn.Module, folder: Path, **options: Any) -> nn.Module:

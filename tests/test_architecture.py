@@ -6,6 +6,9 @@ function.
 """
 
 import ast
+import re
+import sys
+import tomllib
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -98,6 +101,23 @@ def test_foreign_imports_stay_where_they_belong(path: Path) -> None:
             assert folder(path) == "plugin", where
         if top in PRIVATE_IMPORTS and any(part.startswith("_") and not part.startswith("__") for part in rest):
             assert relative(path) == PRIVATE_IMPORTS[top], where
+
+
+THROUGH = {
+    "numpy": "torchmetrics", "sympy": "torch", "yaml": "omegaconf", "pydantic": "compressed-tensors",
+    "huggingface_hub": "transformers", "lightning_utilities": "lightning", "PIL": "pillow", "hydra": "hydra-core",
+}  # fmt: skip
+OPTIONAL = {"matplotlib", "triton"}
+"""Packages that others bring or that have another name; and those that are asked for where they are needed."""
+
+
+def test_what_is_imported_is_declared() -> None:
+    """Else a plain installation fails on import. Seen to fail: without pillow, which only the extras brought."""
+    project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["project"]
+    declared = {re.split("[<>=]", each)[0].replace("-", "_") for each in project["dependencies"]}
+    found = {name.partition(".")[0] for path in FILES for _, name in imports(path)}
+    foreign = found - set(sys.stdlib_module_names) - OPTIONAL - {PACKAGE}
+    assert {THROUGH.get(name, name).replace("-", "_") for name in foreign} <= declared
 
 
 def test_no_import_cycles() -> None:

@@ -36,6 +36,12 @@ class DataConfig:
     def __post_init__(self) -> None:
         self._check_least(num_samples=1, batch_size=1)
 
+    def _check_path(self, path: str) -> None:
+        if not path:
+            raise CalibrationDataError(
+                "data.path is missing: a data set's name on the Hub, a saved folder or a local file."
+            )
+
     def _check_least(self, **least: int) -> None:
         for name, smallest in least.items():
             if getattr(self, name) < smallest:
@@ -117,10 +123,7 @@ class HfConfig(TokensConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.path:
-            raise CalibrationDataError(
-                "data.path is missing: a data set's name on the Hub, a saved folder or a local file."
-            )
+        self._check_path(self.path)
 
 
 @final
@@ -144,10 +147,7 @@ class MultimodalConfig(DataConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.path:
-            raise CalibrationDataError(
-                "data.path is missing: a data set's name on the Hub, a saved folder or a local file."
-            )
+        self._check_path(self.path)
 
 
 @final

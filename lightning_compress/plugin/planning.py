@@ -48,7 +48,7 @@ def run_plan(config: DictConfig) -> Planned:
     situation = Situation(
         recipe=load_recipe(_plain(config.recipe)),
         num_samples=config.data.num_samples,
-        max_length=config.data.max_length,
+        max_length=_max_length(config),
         ranks=config.ranks,
         verify=config.verify,
         device=None if card is None else tensors_on(card),
@@ -176,7 +176,7 @@ def plan_for_run(config: DictConfig, trainer: pl.Trainer, device: torch.device, 
     situation = Situation(
         recipe=load_recipe(_plain(config.recipe)),
         num_samples=config.data.num_samples,
-        max_length=config.data.max_length,
+        max_length=_max_length(config),
         verify=config.calibration.verify,
         device=on_device if device.type == "cuda" else None,
         host=memory.num_bytes("host_budget") or available_bytes() + resident_bytes(),
@@ -265,6 +265,16 @@ def _plain_value(config: DictConfig, key: str) -> Any:
     return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
 
+def _max_length(config: DictConfig) -> int:
+    """Tokens of each sample."""
+    if "max_length" not in config.data:
+        raise CompressionError(
+            f"data.source={config.data.source} does not say how long its samples are, so no plan can be made of it: "
+            "plan with data=docs and a data.max_length like theirs, or compress without a plan."
+        )
+    return int(config.data.max_length)
+
+
 def _check_same(
     config: DictConfig, planned: Planned, num_parameters: int, device: torch.device, num_ranks: int
 ) -> None:
@@ -272,7 +282,7 @@ def _check_same(
     pairs = {
         "parameters of the model": (planned.num_parameters, num_parameters),
         "data.num_samples": (situation.num_samples, config.data.num_samples),
-        "data.max_length": (situation.max_length, config.data.max_length),
+        "data.max_length": (situation.max_length, _max_length(config)),
         "recipe": (situation.recipe.to_dict(), load_recipe(_plain(config.recipe)).to_dict()),
         "ranks": (situation.ranks, num_ranks),
         "kind of device": (planned.machine.device, device.type),

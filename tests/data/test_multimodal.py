@@ -8,12 +8,12 @@ from typing import Any
 import datasets
 import pytest
 import torch
+from helpers import llava_processor
 from PIL import Image
-from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from torch.utils.data import Dataset
-from transformers import CLIPImageProcessorPil, LlavaProcessor, PreTrainedTokenizerFast
+from transformers import LlavaProcessor
 
 from lightning_compress.data import calibration_batches, evaluation_dataloader, load_data_config
 from lightning_compress.errors import CalibrationDataError
@@ -23,19 +23,7 @@ PATCHES = 16
 
 
 def processor(**options: Any) -> LlavaProcessor:
-    """Of images of 32 x 32 in patches of 8, and of a few words."""
-    vocabulary = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<unk>"))
-    vocabulary.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=vocabulary, eos_token="<eos>", unk_token="<unk>", pad_token="<eos>",
-        additional_special_tokens=["<image>"],
-    )  # fmt: skip
-    images = CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
-    strategy = "default" if "vision_feature_select_strategy" not in options else options.pop(next(iter(options)))
-    return LlavaProcessor(
-        image_processor=images, tokenizer=tokenizer, patch_size=8, vision_feature_select_strategy=strategy,
-        num_additional_image_tokens=1, **options,
-    )  # fmt: skip
+    return llava_processor(WORDS, **options)
 
 
 @pytest.fixture

@@ -7,24 +7,21 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from helpers import compress, contents, recipe, saved
+from helpers import compress, contents, llava_processor, recipe, saved
 from hydra import compose, initialize_config_dir
 from PIL import Image
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import (
     AutoProcessor,
-    CLIPImageProcessorPil,
     LlavaConfig,
     LlavaForConditionalGeneration,
     LlavaProcessor,
-    PreTrainedTokenizerFast,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
 )
 
-from lightning_compress import Compressor, load_compressed
+from lightning_compress import CompressionError, Compressor, load_compressed
 from lightning_compress.plugin.cli import run_compress
 from lightning_compress.recipe.load import config_dir
 
@@ -33,18 +30,7 @@ SCHEME = {"weights": {"num_bits": 4, "strategy": "channel"}}
 
 def llava(folder: Path) -> None:
     """A tiny one with its processor; images of 32 x 32 become 16 tokens."""
-    words = {word: number for number, word in enumerate(["<unk>", "<eos>", "<image>", "a", "cat", "two", "dogs"])}
-    vocabulary = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    vocabulary.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=vocabulary, eos_token="<eos>", unk_token="<unk>", pad_token="<eos>",
-        additional_special_tokens=["<image>"],
-    )  # fmt: skip
-    images = CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
-    LlavaProcessor(
-        image_processor=images, tokenizer=tokenizer, patch_size=8, vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-    ).save_pretrained(folder)  # fmt: skip
+    llava_processor(["<unk>", "<eos>", "<image>", "a", "cat", "two", "dogs"]).save_pretrained(folder)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     torch.manual_seed(0)
     config = LlavaConfig(
@@ -93,6 +79,12 @@ def test_images_with_text(pairs: Path, tmp_path: Path) -> None:
     assert report.verification.passed
     assert report.verification.loaded_with == "transformers LlavaForConditionalGeneration.from_pretrained"
     assert isinstance(AutoProcessor.from_pretrained(tmp_path / "out"), LlavaProcessor)
+
+
+def test_no_plan_for_samples_of_unknown_length(pairs: Path, tmp_path: Path) -> None:
+    llava(tmp_path / "model")
+    with pytest.raises(CompressionError, match=r"data.source=multimodal does not say how long its samples are"):
+        run_compress(composed(tmp_path / "model", pairs, "plan=auto"), tmp_path / "out")
 
 
 def test_towers_by_recipe(pairs: Path, tmp_path: Path) -> None:
