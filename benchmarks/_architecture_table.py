@@ -55,8 +55,7 @@ weights have to be the same bit for bit. A model that is a single call of the gr
   and what these inputs do not reach.
 - **reload error**: the largest difference of the outputs of the quantized model in memory and of what is read back.
   *ours*: not by transformers (see below).
-- **fed**: what the model was run on. *position ids* were given where the model would compute them from the values of
-  tokens, which no graph can.
+- **fed**: what the model was run on. *position ids* were given where it could not be recorded without.
 """
 
 

@@ -21,6 +21,7 @@ ROWS = (3, 2)
 SHORTEST = 11
 """Rows of the two synthetic batches, and their shortest length."""
 _FEW = 64
+"""Numbers in a tensor whose values, too, tell batches apart: sizes of images."""
 
 
 @dataclass(frozen=True)
