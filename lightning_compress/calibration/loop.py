@@ -297,7 +297,7 @@ def _record(
 ) -> ModuleRecord:
     weight: Tensor = run.flow.root.get_submodule(quantized.module).get_parameter("weight")
     nodes = run.flow.traced.graph.nodes if run.flow.traced is not None else ()
-    calls = sum(1 for node in nodes if isinstance(node.target, Leaf) and node.target.name == quantized.module)
+    calls = sum(1 for node in nodes if isinstance(node.target, Leaf) and node.target.weights_of == quantized.module)
     return ModuleRecord(
         module=quantized.module,
         subgraph=subgraph.name,

@@ -12,6 +12,7 @@ from lightning_compress.distributed.collective import Collective
 from lightning_compress.graph.experts import sizes_of
 from lightning_compress.graph.shadow import Key
 from lightning_compress.graph.stages import Source, Step, quantizable_calls
+from lightning_compress.recipe.forms import reader
 from lightning_compress.statistics import Beside, Statistic
 
 Statistics = dict[Source, dict[type[Statistic], Statistic]]
@@ -50,7 +51,7 @@ def observing(
     with ExitStack() as hooks:
         for source in wanted:
             if source.inner is not None:
-                hooks.enter_context(_catching(root.get_submodule(source.inner), partial(catch, source)))
+                hooks.enter_context(_catching(reader(root.get_submodule(source.inner)), partial(catch, source)))
         yield
         for source in wanted:
             beside = None

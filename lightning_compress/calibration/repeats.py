@@ -92,7 +92,7 @@ class _Match:
 
     def _targets(self, one: object, other: object) -> bool:
         if isinstance(one, Leaf) and isinstance(other, Leaf) and one.within is None and other.within is None:
-            return _structure(self._root, one.name) == _structure(self._root, other.name)
+            return _structure(self._root, one.weights_of) == _structure(self._root, other.weights_of)
         return one == other
 
     def _sources(self, ours: tuple[Source, ...], theirs: tuple[Source, ...]) -> bool:

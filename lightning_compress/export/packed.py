@@ -1,9 +1,11 @@
 """Reading compressed checkpoints: into a module, or as a source of weights, unpacked one tensor at a time."""
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -15,7 +17,7 @@ from lightning_compress.calibration.solve import InputQuantizer, quantize_inputs
 from lightning_compress.errors import CompressionError
 from lightning_compress.export.checkpoint import INCOMPLETE
 from lightning_compress.export.packing import PACKED_NAMES, checkpoint_names, unpack
-from lightning_compress.graph.experts import unfolded
+from lightning_compress.graph.unfold import unfolded
 from lightning_compress.memory.files import StoredTensor, stored_tensors
 from lightning_compress.memory.source import Readable, WeightSource, tensor_loads, weight_source
 
@@ -28,6 +30,7 @@ class PackedWeight:
 
     parts: Mapping[str, StoredTensor]
     scheme: QuantizationScheme
+    is_matrix = True
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -73,9 +76,24 @@ def quantized_modules(config: QuantizationConfig, names: Collection[str]) -> dic
         names: of its tensors.
     """
     by_target = {target: scheme for scheme in config.config_groups.values() for target in scheme.targets}
-    linear = nn.Linear(1, 1, device="meta")
+    samples = (nn.Linear(1, 1, device="meta"), nn.Embedding(1, 1, device="meta"), nn.Conv2d(1, 1, 1, device="meta"))
     modules = [name.removesuffix(_SCALE) for name in names if name.endswith(_SCALE)]
-    return {name: by_target[match_targets(name, linear, list(by_target))[0]] for name in modules}
+    found = {name: [match_targets(name, sample, list(by_target)) for sample in samples] for name in modules}
+    return {name: by_target[next(chain.from_iterable(targets))] for name, targets in found.items()}
+
+
+def unfolded_as_packed(root: nn.Module, folder: Path | None) -> AbstractContextManager[None]:
+    """Within: stacked experts and `Conv1D`s of a model are Linears, and so are the convolutions that a checkpoint in
+    `folder`, of any kind, holds packed."""
+    config = None if folder is None or not folder.is_dir() else quantization_config(folder)
+    if folder is None or config is None:
+        return unfolded(root)
+    return unfolded(root, _packed_in(root, quantized_modules(config, stored_tensors(folder).keys())))
+
+
+def _packed_in(root: nn.Module, schemes: Collection[str]) -> Callable[[str, nn.Module], bool]:
+    names = checkpoint_names(root)
+    return lambda name, module: names.get(name, name) in schemes
 
 
 def checkpoint_source(root: nn.Module, folder: Path) -> WeightSource:
@@ -114,14 +132,16 @@ def load_compressed(module: nn.Module, directory: str | Path) -> nn.Module:
         raise CompressionError(
             f"{directory} holds no compressed checkpoint (no config.json with a quantization_config)."
         )
-    with unfolded(module):
-        _load(module, directory, config)
+    stored = stored_tensors(directory)
+    schemes = quantized_modules(config, stored.keys())
+    with unfolded(module, _packed_in(module, schemes)):
+        _load(module, directory, stored, schemes)
     return module
 
 
-def _load(module: nn.Module, directory: Path, config: QuantizationConfig) -> None:
-    stored = stored_tensors(directory)
-    schemes = quantized_modules(config, stored.keys())
+def _load(
+    module: nn.Module, directory: Path, stored: Mapping[str, StoredTensor], schemes: Mapping[str, QuantizationScheme]
+) -> None:
     loads, unexpected = tensor_loads(module, _decoded(stored, schemes), directory)
     state = {name: value for load in dict.fromkeys(loads.values()) for name, value in load().items()}
     _quantize_inputs(module, stored, schemes)

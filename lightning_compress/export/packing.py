@@ -24,6 +24,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange
 
 from lightning_compress.calibration.solve import QuantizedModule, dequantize_weight
+from lightning_compress.recipe.forms import Quantizable, Storable, class_name
 from lightning_compress.recipe.parts import transformers_models
 from lightning_compress.recipe.resolve import ResolvedRecipe
 
@@ -90,7 +91,7 @@ def checkpoint_names(root: nn.Module) -> dict[str, str]:
     inverted = [conversion.reverse_transform() for conversion in reversed(conversions)]
     names: dict[str, str] = {}
     for name, module in root.named_modules():
-        if isinstance(module, nn.Linear):
+        if isinstance(module, Storable):
             key = f"{name}.weight"
             for conversion in inverted:
                 renamed, matched = conversion.rename_source_key(key)
@@ -103,7 +104,7 @@ def checkpoint_names(root: nn.Module) -> dict[str, str]:
 def quantization_config(resolved: ResolvedRecipe, root: nn.Module, rename: Mapping[str, str]) -> dict[str, object]:
     """The `quantization_config` of config.json.
 
-    With one scheme the target is the class `Linear`, less an `ignore` list. With several, every group names its
+    With one scheme the targets are classes (`Linear`), less an `ignore` list. With several, every group names its
     modules: readers that fuse q/k/v into one layer resolve names, but would let the class name win over them. Where a
     module has another name in the checkpoint, both are given: vLLM resolves the file's names, transformers its own.
 
@@ -120,12 +121,14 @@ def quantization_config(resolved: ResolvedRecipe, root: nn.Module, rename: Mappi
                 break
         else:
             schemes.append((assignment.scheme, [name]))
-    linears = [name for name, module in root.named_modules() if isinstance(module, nn.Linear)]
-    ignore = [name for name in linears if name not in resolved.assignments]
+    found = {name: module for name, module in root.named_modules() if isinstance(module, Quantizable)}
+    targeted = {class_name(module): None for name, module in found.items() if name in resolved.assignments}
+    known = [name for name, module in found.items() if class_name(module) in targeted]
+    ignore = [name for name in known if name not in resolved.assignments]
     groups = {
         f"group_{number}": scheme.model_copy(
             update={
-                "targets": ["Linear"] if len(schemes) == 1 else _targets(members, linears, rename),
+                "targets": list(targeted) if len(schemes) == 1 else _targets(members, known, rename),
                 "format": scheme_format(scheme),
             }
         )
@@ -189,10 +192,10 @@ def _responsible(model: PreTrainedModel, path: str) -> PreTrainedModel:
     return next(module for module in around if isinstance(module, PreTrainedModel))
 
 
-def _targets(members: Sequence[str], linears: Sequence[str], rename: Mapping[str, str]) -> list[str]:
+def _targets(members: Sequence[str], others: Sequence[str], rename: Mapping[str, str]) -> list[str]:
     """Modules of one scheme among several, by name; experts by patterns, by which transformers tells whose scheme is
     theirs, with any number in place of layer and expert where all that it fits are among them."""
-    chosen, known = set(_both_names(members, rename)), _both_names(linears, rename)
+    chosen, known = set(_both_names(members, rename)), _both_names(others, rename)
     targets: dict[str, None] = {}
     for name in _both_names(members, rename):
         if _EXPERT.search(name) is None:

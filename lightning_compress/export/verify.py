@@ -31,7 +31,7 @@ from lightning_compress.calibration.target import find_target
 from lightning_compress.errors import CompressionError, OutputDirectoryError
 from lightning_compress.export.packed import load_compressed
 from lightning_compress.graph.compat import pytree
-from lightning_compress.graph.experts import unfolded
+from lightning_compress.graph.unfold import unfolded
 from lightning_compress.memory.files import INDEX
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -98,7 +98,7 @@ def verify(directory: Path, root: nn.Module, names: Iterable[str], batch: Any | 
     buffers = _align_unsaved_buffers(root, reloaded)
     difference, tolerance = _output_difference(root, reloaded, batch) if buffers else (as_loaded, tolerance)
     names = list(names)
-    with unfolded(reloaded):
+    with unfolded(reloaded, lambda name, _: name in names):
         for name in names:  # a model that has not run yet still holds packed weights
             module = reloaded.get_submodule(name)
             if getattr(module, "quantization_status", None) == QuantizationStatus.COMPRESSED:
@@ -173,7 +173,8 @@ def _reload(directory: Path, root: nn.Module) -> tuple[nn.Module, str]:
                 output_loading_info=True,
             )
             model, found = loaded
-            if missing := sorted(found["missing_keys"]):
+            computed = dict(root.named_buffers()).keys() - root.state_dict().keys()
+            if missing := sorted(found["missing_keys"] - computed):
                 raise CompressionError(f"it does not find {', '.join(missing[:3])} in it")
             return model.eval(), f"transformers {name}.from_pretrained"
         except Exception as error:  # whatever it is: the finding is that this reader cannot read it

@@ -56,6 +56,7 @@ from lightning_compress.export.packing import (
 )
 from lightning_compress.export.verify import read_back
 from lightning_compress.graph.stages import Subgraph
+from lightning_compress.graph.unfold import Unfolding
 from lightning_compress.memory.files import INDEX, free_bytes
 from lightning_compress.memory.store import WeightStore
 from lightning_compress.recipe.resolve import ResolvedRecipe
@@ -289,8 +290,9 @@ class CheckpointWriter:
             if module in self._packed and name == "weight":
                 state.update({f"{module}.{local}": tensor for local, tensor in self._packed[module].items()})
             else:
-                tensor = getattr(self._root.get_submodule(module), name)
-                state[key] = tensor.detach().cpu().contiguous()
+                owner = self._root.get_submodule(module)
+                tensor = getattr(owner, name).detach().cpu()
+                state[key] = (owner.joined(name, tensor) if isinstance(owner, Unfolding) else tensor).contiguous()
         if isinstance(self._root, PreTrainedModel):
             try:
                 state = revert_weight_conversion(self._root, state)

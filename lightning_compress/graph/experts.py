@@ -1,10 +1,10 @@
 """Mixtures of experts as what they are made of: a Linear for every projection of every expert.
 
 transformers keeps the experts of a layer as stacked parameters [E, O, I] (some transposed, some with gate and up
-interleaved), and runs them in a loop over those that were hit, which no graph can hold. Within `unfolded`, the module
-that owns them is replaced by `Experts`, whose Linears are views of the same memory: what is written to one is written
-to the original. Their names are those of checkpoints (`mlp.experts.3.gate_proj`), so recipes, reports, exports and
-sources of weights know nothing of stacks.
+interleaved), and runs them in a loop over those that were hit, which no graph can hold. Within `unfold.unfolded`, the
+module that owns them is replaced by `Experts`, whose Linears are views of the same memory: what is written to one is
+written to the original. Their names are those of checkpoints (`mlp.experts.3.gate_proj`), so recipes, reports, exports
+and sources of weights know nothing of stacks.
 
 Tokens are sorted by expert, and pass two `GroupedLinear`s: single calls of the graph, of which each expert's Linears
 read some rows (see `leaf.Grouped`). So an expert's statistics are those of the tokens that were routed to it, and the
@@ -16,15 +16,11 @@ that the expert never sees), and keeping stacks in the recipe, which every later
 
 import inspect
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any, cast, final
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 
 from lightning_compress.graph.compat import FakeTensor
@@ -146,6 +142,10 @@ class Experts(nn.Module):
                     found[f"{number}.{name}.{local}"] = rows[place :: len(names)]
         return found
 
+    def joined(self, key: str, tensor: Tensor) -> Tensor:
+        """A parameter as checkpoints of ours have it: expert by expert, as it is here."""
+        return tensor
+
     def linears(self, number: int, projections: tuple[str, ...]) -> list[nn.Linear]:
         """Some projections of an expert."""
         expert = self.get_submodule(str(number))
@@ -190,64 +190,3 @@ def projection_names(conversions: Iterable[object], path: str, has_gate: bool) -
                 sources = [pattern.removesuffix(".weight") for pattern in conversion.source_patterns]
                 usual[stack] = tuple(source.rpartition(".")[2] for source in sources)
     return (*usual["gate_up_proj" if has_gate else "up_proj"], *usual["down_proj"])
-
-
-@final
-@dataclass(frozen=True)
-class Unfolded:
-    """Experts of a model that can take the place of the stacks which they are made of.
-
-    Attributes:
-        places: for each a module, the name of its child, the stacked child, and the Linears.
-    """
-
-    places: tuple[tuple[nn.Module, str, nn.Module, Experts], ...]
-
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Within: all stacked experts of the model are Linears; what is written to these is in the stacks afterwards.
-
-        Parameters must not move meanwhile, for then views are views no more. Experts whose inputs have come to be
-        quantized stay Linears: a stack has no inputs of its own.
-        """
-        for parent, key, _, experts in self.places:
-            parent._modules[key] = experts.train(parent.training)
-        try:
-            yield
-        finally:
-            for parent, key, folded, experts in self.places:
-                if not any(module._forward_pre_hooks for module in experts.modules()):
-                    parent._modules[key] = folded
-
-
-def unfold(root: nn.Module) -> Unfolded:
-    """The stacked experts of a model as Linears, which are not in place yet."""
-    places: list[tuple[nn.Module, str, nn.Module, Experts]] = []
-    conversions: dict[str, list[object]] = {}
-    for path, parent in root.named_modules():
-        for key, child in parent.named_children():
-            if not is_stack(child):
-                continue
-            model_path, model = _model_around(root, path)
-            if model_path not in conversions:
-                found = get_model_conversion_mapping(model) if isinstance(model, PreTrainedModel) else []
-                conversions[model_path] = list(found)
-            own = f"{path}.{key}".removeprefix(f"{model_path}.") if model_path else f"{path}.{key}"
-            names = projection_names(conversions[model_path], own, bool(child.has_gate))
-            places.append((parent, key, child, Experts(child, names)))
-    return Unfolded(tuple(places))
-
-
-def unfolded(root: nn.Module) -> AbstractContextManager[None]:
-    """Within: all stacked experts of a model are Linears (see `Unfolded.in_place`)."""
-    return unfold(root).in_place()
-
-
-def _model_around(root: nn.Module, path: str) -> tuple[str, nn.Module]:
-    """The outermost transformers model on the way to a module, else the root."""
-    names = path.split(".") if path else []
-    for length in range(len(names) + 1):
-        prefix = ".".join(names[:length])
-        if isinstance(module := root.get_submodule(prefix), PreTrainedModel):
-            return prefix, module
-    return "", root

@@ -45,6 +45,7 @@ class Leaf:
     Attributes:
         grouped: what it calls, if it is a call of experts.
         within: what it needs, if it is a call of a method.
+        lender: the module whose weight it multiplies with, if it owns none (see `recipe.forms.Rows`).
 
     >>> Leaf("model.layers.0.mlp").__name__
     'model_layers_0_mlp'
@@ -53,13 +54,19 @@ class Leaf:
     name: str
     grouped: Grouped | None = None
     within: Within | None = None
+    lender: str | None = None
 
     @property
     def modules(self) -> tuple[str, ...]:
         """Names of the modules that own the weights."""
         if self.within is not None:
             return self.within.modules
-        return (self.name if self.grouped is None else self.grouped.owner,)
+        return (self.weights_of if self.grouped is None else self.grouped.owner,)
+
+    @property
+    def weights_of(self) -> str:
+        """Name of the module that owns the weight of a call that is neither grouped nor of a method."""
+        return self.lender or self.name
 
     def function(self, root: nn.Module) -> Callable[..., object]:
         """What it calls."""

@@ -30,6 +30,7 @@ from lightning_compress.graph.methods import Method, Unrecorded, original
 from lightning_compress.graph.observed import check_only_tensors, expect, known_sizes, layouts, symbolic_like
 from lightning_compress.graph.restore import attributes_restored
 from lightning_compress.graph.values import concrete, expression, symbolic_sizes
+from lightning_compress.recipe.forms import Rows
 
 PASS_THROUGH = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
@@ -124,7 +125,8 @@ class Attempt:
         with compat.not_recording():
             output = self._leaf_output(name, module, args, kwargs)
         grouped = module.grouped(name) if isinstance(module, GroupedLinear) else None
-        node = compat.add_call(self.recorder, Leaf(name, grouped), args, kwargs, output)
+        lender = name.rpartition(".")[0] if isinstance(module, Rows) else None
+        node = compat.add_call(self.recorder, Leaf(name, grouped, lender=lender), args, kwargs, output)
         if self.cut.bodies.get(name) is Body.OBSERVED:
             expect(node, output)
         return output

@@ -89,7 +89,7 @@ def residuals(graph: fx.Graph, groups: Iterable[Group]) -> dict[str, Residual]:
     first_readers: dict[fx.Node, int] = {}
     for node in graph.nodes:
         if isinstance(node.target, Leaf):
-            calls.setdefault(node.target.name, []).append(node)
+            calls.setdefault(node.target.weights_of, []).append(node)
         if isinstance(node.target, Leaf) and takes_a_value(node):
             first_readers.setdefault(leaf_input(node), memory.position[node])
     found: dict[str, Residual] = {}

@@ -174,7 +174,7 @@ def _reads_weights(nodes: Iterable[fx.Node]) -> bool:
 
 
 def _first_leaf(nodes: Sequence[fx.Node]) -> str:
-    return next((node.target.name for node in nodes if isinstance(node.target, Leaf)), "inputs")
+    return next((node.target.weights_of for node in nodes if isinstance(node.target, Leaf)), "inputs")
 
 
 Calls = tuple[tuple[str, Source], ...]
@@ -211,7 +211,7 @@ def quantizable_calls(node: fx.Node, quantizable: frozenset[str]) -> Calls:
     """The quantizable modules that executing `node` calls, each with where its input can be seen."""
     if not isinstance(node.target, Leaf):
         return ()
-    name = node.target.name
+    name = node.target.weights_of
     if node.target.grouped is not None:
         return tuple(_expert_calls(node, node.target.grouped, quantizable))
     if name in quantizable:

@@ -39,6 +39,7 @@ from lightning_compress.graph.record import Attempt, Cut
 from lightning_compress.graph.restore import attributes_restored
 from lightning_compress.graph.synthesize import Structure, Synthetic, flatten_batch, synthesize
 from lightning_compress.graph.values import expression, is_symbolic, symbolic_sizes
+from lightning_compress.recipe.forms import reader
 
 __all__ = [
     "Fallback",
@@ -153,8 +154,12 @@ def trace(
 
 def _first_cut(root: nn.Module, leaf_names: Collection[str], boundary_names: Collection[str]) -> Cut:
     """Leaves: targets, and modules with neither targets nor boundaries inside. Containers: what holds those."""
-    chosen = {id(root.get_submodule(name)): name for name in [*boundary_names, *leaf_names]}
-    targets = {id(root.get_submodule(name)) for name in leaf_names}
+    chosen = {id(root.get_submodule(name)): name for name in boundary_names}
+    targets: set[int] = set()
+    for name in leaf_names:
+        module = root.get_submodule(name)
+        targets.add(id(reader(module)))
+        chosen[id(reader(module))] = name if reader(module) is module else f"{name}.rows"
     leaves: dict[str, nn.Module] = {}
     containers: dict[str, nn.Module] = {}
     holds = _holders(root, set(chosen))

@@ -66,6 +66,7 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
     stride: tuple[int, ...] | None = None
+    is_matrix = False
 
     @property
     def nbytes(self) -> int:

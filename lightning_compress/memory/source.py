@@ -19,7 +19,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from lightning_compress.errors import CompressionError
-from lightning_compress.graph.experts import Experts
+from lightning_compress.graph.unfold import Unfolding
 from lightning_compress.memory.files import StoredTensor, files_fingerprint, stored_tensors
 from lightning_compress.memory.pickled import stored_state_dict
 from lightning_compress.recipe.parts import transformers_models
@@ -28,7 +28,13 @@ Load = Callable[[], Mapping[str, Tensor]]
 
 
 class Readable(Protocol):
-    """A tensor that is not in memory."""
+    """A tensor that is not in memory.
+
+    Attributes:
+        is_matrix: it is a packed weight, a matrix [O, I], whatever form the module keeps it in that it is for.
+    """
+
+    is_matrix: bool
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -143,6 +149,7 @@ class _Found:
     load: Load
     shape: tuple[int, ...]
     keys: tuple[str, ...]
+    is_matrix: bool = False
 
 
 def _tensors(root: nn.Module) -> dict[str, Tensor]:
@@ -226,7 +233,7 @@ def _named(root: nn.Module, stored: Mapping[str, Readable], prefix: str = "") ->
 
 
 def _reading(name: str, key: str, tensor: Readable) -> _Found:
-    return _Found(lambda: {name: tensor.read()}, tensor.shape, (key,))
+    return _Found(lambda: {name: tensor.read()}, tensor.shape, (key,), tensor.is_matrix)
 
 
 def _transformers_tensors(
@@ -263,32 +270,34 @@ def _transformers_tensors(
     return _taken_apart(model, found, prefix)
 
 
-def _stacks(root: nn.Module) -> dict[str, tuple[Experts, str]]:
-    """Names that the parameters of stacked experts would have, if they were not Linears, each with whose it is."""
-    experts = ((path, module) for path, module in root.named_modules() if isinstance(module, Experts))
-    return {f"{path}.{key}": (module, key) for path, module in experts for key in module.stacks}
+def _stacks(root: nn.Module) -> dict[str, tuple[Unfolding, str]]:
+    """Names of the parameters that have another form where the model's own modules are in place (experts stacked), each
+    with whose they are."""
+    found = ((path, module) for path, module in root.named_modules() if isinstance(module, Unfolding))
+    return {f"{path}.{key}" if path else key: (module, key) for path, module in found for key in module.stacks}
 
 
 def _taken_apart(root: nn.Module, found: Mapping[str, _Found], prefix: str = "") -> dict[str, _Found]:
-    """Stacks of experts as the Linears that the model has in their place; a stack is read once for all of them."""
+    """Parameters of modules that others are in the place of, as these have them; a stack of experts is read once for
+    all."""
     stacks = {f"{prefix}{name}": place for name, place in _stacks(root).items()}
     apart: dict[str, _Found] = {}
     for name, entry in found.items():
-        if name in stacks:
+        if name in stacks and not entry.is_matrix:
             apart.update(_linears_of(entry, *stacks[name], name))
         else:
             apart[name] = entry
     return apart
 
 
-def _linears_of(stack: _Found, experts: Experts, key: str, name: str) -> dict[str, _Found]:
+def _linears_of(stack: _Found, unfolding: Unfolding, key: str, name: str) -> dict[str, _Found]:
     path = name.removesuffix(key)
 
     def load() -> dict[str, Tensor]:
         (value,) = stack.load().values()
-        return {path + local: part for local, part in experts.split(key, value).items()}
+        return {path + local: part for local, part in unfolding.split(key, value).items()}
 
-    shapes = experts.split(key, torch.empty(stack.shape, device="meta"))
+    shapes = unfolding.split(key, torch.empty(stack.shape, device="meta"))
     return {path + local: _Found(load, tuple(part.shape), stack.keys) for local, part in shapes.items()}
 
 

@@ -23,11 +23,10 @@ from lightning_compress.data.batches import calibration_batches, evaluation_data
 from lightning_compress.data.config import load_data_config
 from lightning_compress.data.perplexity import perplexity
 from lightning_compress.errors import CompressionError
-from lightning_compress.export.packed import checkpoint_source
+from lightning_compress.export.packed import checkpoint_source, unfolded_as_packed
 from lightning_compress.foresight.estimate import Estimate
 from lightning_compress.foresight.jobs import FineTuningJob
 from lightning_compress.foresight.planned import save_planned
-from lightning_compress.graph.experts import unfolded
 from lightning_compress.memory.files import has_safetensors
 from lightning_compress.memory.placement import placement
 from lightning_compress.memory.tracker import available_bytes
@@ -266,7 +265,7 @@ def _perplexity(
     """Layer by layer where the weights are on disk (`weights`) or have to be copied to a device."""
     if weights is None and device.type == "cpu":
         return perplexity(model, batches)
-    with unfolded(model):  # compressed checkpoints hold experts one by one, for which not all families have names
+    with unfolded_as_packed(model, weights):
         source = None if weights is None else checkpoint_source(model, weights)
         return perplexity(model, batches, placement(memory_options(memory), device, source))
 

@@ -35,14 +35,14 @@ from lightning_compress.foresight.jobs import (
 )
 from lightning_compress.foresight.layouts import Layout, worst_shares
 from lightning_compress.foresight.training import finetune
-from lightning_compress.graph.experts import unfolded
 from lightning_compress.graph.targets import sequential_modules
+from lightning_compress.graph.unfold import unfolded
 from lightning_compress.memory.budget import TITLES, Budgets, Peak, Place, fit, peaks
 from lightning_compress.memory.placement import MemoryConfig
 from lightning_compress.memory.tracker import LiveMemory, resident_bytes
 from lightning_compress.plugin.measure import measured
 from lightning_compress.recipe.load import load_recipe
-from lightning_compress.recipe.resolve import resolve
+from lightning_compress.recipe.resolve import named_by, resolve
 
 GROUP = 128
 _FAKES = (
@@ -203,7 +203,7 @@ def _calibration(
     device = torch.device(config.device)
     target = find_target(model)
     recipe = load_recipe(cast(Any, OmegaConf.to_container(config.recipe, resolve=True)))
-    with unfolded(target.root):
+    with unfolded(target.root, named_by(recipe)):
         resolved = resolve(recipe, target.root)
         found = measured(target, resolved, job, device, verifies=job.verify and not from_disk, memory=memory)
     table = [*found.table, *found.end]

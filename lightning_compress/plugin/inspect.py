@@ -14,14 +14,14 @@ from lightning_compress.calibration.target import find_target
 from lightning_compress.data.batches import calibration_batches
 from lightning_compress.data.config import load_data_config
 from lightning_compress.errors import CompressionError
-from lightning_compress.graph.experts import unfolded
 from lightning_compress.graph.leaf import Leaf
 from lightning_compress.graph.stages import Group, Schedule, Subgraph, subgraphs
 from lightning_compress.graph.trace import Traced
+from lightning_compress.graph.unfold import unfolded
 from lightning_compress.graph.values import concrete
 from lightning_compress.plugin.models import load_config_only, load_model
 from lightning_compress.recipe.load import load_recipe
-from lightning_compress.recipe.resolve import resolve
+from lightning_compress.recipe.resolve import named_by, resolve
 from lightning_compress.report.graph import GraphView, GroupView, SubgraphView
 
 _NUM_BATCHES = 2
@@ -53,7 +53,7 @@ def run_inspect(config: DictConfig) -> GraphView:
         data = collect(calibration_batches(load_data_config(config.data), processor), _NUM_BATCHES)
     recipe = load_recipe(cast(Mapping[str, Any], OmegaConf.to_container(config.recipe, resolve=True)))
     target = find_target(model)
-    with calibrating(model), unfolded(model):
+    with calibrating(model), unfolded(model, named_by(recipe)):
         resolved = resolve(recipe, model)
         names = tuple(resolved.assignments)
         patterns = None if config.sequential_targets is None else tuple(config.sequential_targets)

@@ -23,15 +23,15 @@ from lightning_compress.errors import CompressionError, UnsupportedModelError
 from lightning_compress.export.checkpoint import SavesPretrained, check_output_dir
 from lightning_compress.export.verify import Verification, verify, verify_files
 from lightning_compress.export.writer import CheckpointWriter, Unwritten
-from lightning_compress.graph.experts import Unfolded, unfold, unfolded
 from lightning_compress.graph.stages import Schedule
+from lightning_compress.graph.unfold import Unfolded, unfold, unfolded
 from lightning_compress.memory.budget import MemoryUse
 from lightning_compress.memory.placement import MemoryConfig, placement
 from lightning_compress.memory.source import WeightSource, is_on_meta, weight_source
 from lightning_compress.plugin.budget import finished_use, within_budgets
 from lightning_compress.plugin.progress import Progress, check_continues
 from lightning_compress.recipe.config import Recipe
-from lightning_compress.recipe.resolve import ResolvedRecipe, resolve
+from lightning_compress.recipe.resolve import ResolvedRecipe, named_by, resolve
 from lightning_compress.report.experts import ExpertCoverageWarning, advice, more_samples
 from lightning_compress.report.report import Report
 
@@ -68,7 +68,7 @@ class Job:
 
     Attributes:
         fingerprints: of everything that decides the result, where it is written; see `calibration.resume`.
-        experts: of the model, as Linears while it runs.
+        modules: of the model, which are Linears while it runs.
         memory: what the run is expected to take, where there are budgets.
     """
 
@@ -81,7 +81,7 @@ class Job:
     source: WeightSource | None
     fingerprints: Mapping[str, str]
     prepare_s: float
-    experts: Unfolded
+    modules: Unfolded
     memory: MemoryUse | None = None
 
 
@@ -92,7 +92,7 @@ def plan_recipe(module: nn.Module, settings: Settings) -> tuple[Target, Resolved
     _check_weights(target.root, settings)
     if settings.output_dir is not None:
         check_output_dir(settings.output_dir)
-    with unfolded(target.root):
+    with unfolded(target.root, named_by(settings.recipe)):
         resolved = resolve(settings.recipe, target.root)
         check_layout(target, resolved, settings.schedule, settings.sequential_targets)
     return target, resolved
@@ -122,9 +122,9 @@ def prepare_job(
     if settings.weights is None:
         module.to("cpu")
     schedule = settings.schedule if needs_data(resolved) else Schedule.DATAFREE
-    experts = unfold(target.root)
+    modules = unfold(target.root, named_by(settings.recipe))
     given: Mapping[str, str] = {}
-    with calibrating(target.root), experts.in_place():
+    with calibrating(target.root), modules.in_place():
         source = None
         if settings.weights is not None:
             place = next(name for name, part in module.named_modules() if part is target.root)
@@ -144,7 +144,7 @@ def prepare_job(
             given = _fingerprints(target, resolved, data, run, schedule, source)
             _check_same(given, run.collective)
     prepare_s = time.perf_counter() - start
-    return Job(target, resolved, data, run, settings, schedule, source, given, prepare_s, experts, use)
+    return Job(target, resolved, data, run, settings, schedule, source, given, prepare_s, modules, use)
 
 
 def _check_same(given: Mapping[str, str], collective: Collective) -> None:
@@ -209,7 +209,7 @@ def run_job(
     Raises:
         OutputDirectoryError: the output folder holds an unfinished run of something else, or cannot be written to.
     """
-    with calibrating(job.target.root), job.experts.in_place():
+    with calibrating(job.target.root), job.modules.in_place():
         return (yield from _run(job, max_subgraphs, continues))
 
 

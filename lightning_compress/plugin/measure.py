@@ -13,13 +13,13 @@ from lightning_compress.calibration.prepare import calibrating, needs_data, prep
 from lightning_compress.calibration.target import Target
 from lightning_compress.distributed.collective import SingleProcess
 from lightning_compress.foresight.jobs import CalibrationJob
-from lightning_compress.graph.experts import unfolded
 from lightning_compress.graph.stages import Schedule
 from lightning_compress.graph.trace import Traced, flatten_batch
+from lightning_compress.graph.unfold import unfolded
 from lightning_compress.memory.budget import Needs
 from lightning_compress.memory.placement import MemoryConfig, placement
 from lightning_compress.plugin.budget import at_the_end
-from lightning_compress.recipe.resolve import ResolvedRecipe
+from lightning_compress.recipe.resolve import ResolvedRecipe, named_by
 
 
 @final
@@ -78,7 +78,7 @@ def measured(
     data = CalibrationSet(batches, has_padding=False)
     where = replace(placement(memory or MemoryConfig(), device, None), device_activation_budget=0)
     has_data, start = needs_data(resolved), time.perf_counter()
-    with calibrating(target.root), unfolded(target.root):
+    with calibrating(target.root), unfolded(target.root, named_by(resolved.recipe)):
         run = prepare(
             target,
             resolved,

@@ -10,8 +10,7 @@ from torch import nn
 from torchmetrics import Metric
 
 from lightning_compress.calibration.target import owner
-from lightning_compress.export.packed import checkpoint_source
-from lightning_compress.graph.experts import unfolded
+from lightning_compress.export.packed import checkpoint_source, unfolded_as_packed
 from lightning_compress.graph.targets import sequential_modules
 from lightning_compress.memory.calls import onloaded_when_called
 from lightning_compress.memory.placement import Tier
@@ -38,7 +37,7 @@ def offloaded(
         CompressionError: `weights` does not hold what the model lacks.
     """
     root = owner(compressed_module(module))
-    with unfolded(root):  # as compressed checkpoints hold experts
+    with unfolded_as_packed(root, weights):
         yield from _offloaded(module, root, device, weights, budget)
 
 

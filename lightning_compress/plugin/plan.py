@@ -23,14 +23,14 @@ from lightning_compress.foresight.plan import Candidate, Choice, Plan
 from lightning_compress.foresight.planned import Planned, Situation, card_for
 from lightning_compress.foresight.planner import plans, smallest
 from lightning_compress.foresight.probe import probe
-from lightning_compress.graph.experts import unfolded
 from lightning_compress.graph.stages import Schedule
 from lightning_compress.graph.trace import Traced
+from lightning_compress.graph.unfold import unfolded
 from lightning_compress.memory.budget import gib
 from lightning_compress.memory.files import nearest_existing
 from lightning_compress.memory.tracker import parse_bytes, resident_bytes
 from lightning_compress.plugin.measure import Measured, measured
-from lightning_compress.recipe.resolve import ResolvedRecipe, resolve
+from lightning_compress.recipe.resolve import ResolvedRecipe, named_by, resolve
 
 
 @final
@@ -87,7 +87,7 @@ def plan_calibration(model: PreTrainedModel, situation: Situation, choices: Choi
     resources = situation.resources
     tried: list[Candidate] = []
     found: list[Plan] = []
-    with unfolded(target.root):
+    with unfolded(target.root, named_by(situation.recipe)):
         resolved = resolve(situation.recipe, target.root)
         for targets in choices.sequential_targets:
             here = list(_candidates(target, resolved, situation, choices, machine.device, targets))

@@ -5,17 +5,20 @@ what is implemented, tied weights, models that are quantized already.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, QuantizationStrategy, QuantizationType
 from torch import nn
 
 from lightning_compress.algorithms.base import Algorithm
+from lightning_compress.algorithms.rtn import Rtn
 from lightning_compress.errors import NonFiniteError, UnsupportedModelError
 from lightning_compress.recipe.config import Modifier, Recipe
 from lightning_compress.recipe.defaults import left_alone, output_embeddings
+from lightning_compress.recipe.forms import Quantizable, classes, why_not
 
 OUTPUT_EMBEDDING = "lm_head"
 _WEIGHT_STRATEGIES = (QuantizationStrategy.TENSOR, QuantizationStrategy.CHANNEL, QuantizationStrategy.GROUP)
@@ -59,7 +62,13 @@ def matches(pattern: str, name: str, module: nn.Module) -> bool:
     """Whether `pattern` (`re:...`, a module name, or a class name of the module or its bases) means this module."""
     if pattern.startswith("re:"):
         return re.match(pattern[3:], name) is not None
-    return pattern == name or any(pattern == base.__name__ for base in type(module).__mro__)
+    return pattern == name or pattern in classes(module)
+
+
+def named_by(recipe: Recipe) -> Callable[[str, nn.Module], bool]:
+    """Tells of a module and its name whether a target of the recipe names it, itself or its class."""
+    targets = {target for modifier in recipe.modifiers for target in modifier.targets}
+    return lambda name, module: name in targets or not targets.isdisjoint(classes(module))
 
 
 def resolve(recipe: Recipe, root: nn.Module) -> ResolvedRecipe:
@@ -83,8 +92,7 @@ def resolve(recipe: Recipe, root: nn.Module) -> ResolvedRecipe:
         for position, modifier in enumerate(recipe.modifiers):
             if not any(matches(pattern, name, module) for pattern in modifier.targets):
                 continue
-            if not isinstance(module, nn.Linear):
-                _check_not_named(modifier, name, module)
+            if not isinstance(module, nn.Linear) and not _names(modifier, name, module):
                 continue
             matched[position] = True
             pattern = _ignoring_pattern(modifier, name, module, module in embeddings)
@@ -95,11 +103,10 @@ def resolve(recipe: Recipe, root: nn.Module) -> ResolvedRecipe:
             elif chosen is None:
                 reason = f"ignored by the recipe ({pattern})"
         if chosen is not None:
-            assert isinstance(module, nn.Linear)
+            module = _quantizable(name, module)
             _check_shape(name, module, chosen.scheme)
-            unsigned = chosen.scheme.input_activations is not None
-            algorithm = replace(chosen.algorithm, signed_scales=False) if unsigned else chosen.algorithm
-            assignments[name] = Assignment(name, algorithm, chosen.scheme)
+            _check_inputs(name, module, chosen.scheme)
+            assignments[name] = Assignment(name, _algorithm(chosen, module), _scheme(chosen, module))
         elif isinstance(weight, torch.Tensor) and weight.ndim >= 2:
             excluded.append(Excluded(name, type(module).__name__, tuple(weight.shape), reason))
     _check_matched(recipe, matched, assignments, root)
@@ -110,8 +117,34 @@ def resolve(recipe: Recipe, root: nn.Module) -> ResolvedRecipe:
 
 def _is_named(modifier: Modifier, name: str, module: nn.Module) -> bool:
     """Whether a target means this very module, not its class."""
-    classes = {base.__name__ for base in type(module).__mro__}
-    return any(matches(pattern, name, module) for pattern in modifier.targets if pattern not in classes)
+    return any(matches(pattern, name, module) for pattern in modifier.targets if pattern not in classes(module))
+
+
+def _names(modifier: Modifier, name: str, module: nn.Module) -> bool:
+    """Whether a target names a module with a weight, itself or its class, as what is no Linear has to be."""
+    has_weight = isinstance(getattr(module, "weight", None), torch.Tensor)
+    return has_weight and (name in modifier.targets or not classes(module).isdisjoint(modifier.targets))
+
+
+def _algorithm(modifier: Modifier, module: Quantizable) -> Algorithm:
+    """What quantizes a module. Of a table's rows one is picked at a time, so its Gram is diagonal and rounding to
+    nearest is what GPTQ comes to."""
+    algorithm = modifier.algorithm
+    if modifier.scheme.input_activations is not None:
+        algorithm = replace(algorithm, signed_scales=False)
+    if isinstance(module, nn.Embedding) and not isinstance(algorithm, Rtn):
+        return Rtn(signed_scales=algorithm.signed_scales)
+    return algorithm
+
+
+def _scheme(modifier: Modifier, module: Quantizable) -> QuantizationScheme:
+    """A scheme with the format that it is stored in, where that depends on the module: readers give a table that is not
+    initialized new values, and look for its `weight`, which int8 codes may be."""
+    weights = modifier.scheme.weights
+    assert weights is not None
+    if isinstance(module, nn.Embedding) and weights.num_bits == 8 and modifier.scheme.format is None:
+        return modifier.scheme.model_copy(update={"format": CompressionFormat.int_quantized.value})
+    return modifier.scheme
 
 
 def _ignoring_pattern(modifier: Modifier, name: str, module: nn.Module, is_output_embedding: bool) -> str | None:
@@ -181,9 +214,27 @@ def _check_scheme(scheme: QuantizationScheme) -> None:
         )
 
 
-def _check_shape(name: str, module: nn.Linear, scheme: QuantizationScheme) -> None:
+def _quantizable(name: str, module: nn.Module) -> Quantizable:
+    reason = why_not(module)
+    if isinstance(module, Quantizable) and reason is None:
+        return module
+    raise UnsupportedModelError(
+        f"{name} ({type(module).__name__}, weight of shape {list(module.get_parameter('weight').shape)}) cannot be "
+        f"quantized: {reason}. Remove it from `targets`, or add {name!r} to `ignore`."
+    )
+
+
+def _check_inputs(name: str, module: Quantizable, scheme: QuantizationScheme) -> None:
+    if scheme.input_activations is not None and not isinstance(module, nn.Linear):
+        raise UnsupportedModelError(
+            f"{name} ({type(module).__name__}, weight of shape {list(module.weight.shape)}) has no inputs that a "
+            f"checkpoint could say how to quantize. Give its class a modifier of its own, with a scheme such as W8A16."
+        )
+
+
+def _check_shape(name: str, module: Quantizable, scheme: QuantizationScheme) -> None:
     assert scheme.weights is not None
-    group, columns = scheme.weights.group_size, module.in_features
+    group, columns = scheme.weights.group_size, module.weight.shape[1]
     if scheme.weights.strategy != QuantizationStrategy.GROUP or group is None or columns % group == 0:
         return
     below = next((size for size in range(min(group, columns), 0, -1) if columns % size == 0), 1)
@@ -200,14 +251,6 @@ def _check_shape(name: str, module: nn.Linear, scheme: QuantizationScheme) -> No
     )
 
 
-def _check_not_named(modifier: Modifier, name: str, module: nn.Module) -> None:
-    named = name in modifier.targets or type(module).__name__ in modifier.targets
-    if named and getattr(module, "weight", None) is not None:
-        raise UnsupportedModelError(
-            f"{name} is a {type(module).__name__}; only torch.nn.Linear can be quantized. Remove it from `targets`."
-        )
-
-
 def _check_matched(
     recipe: Recipe, matched: Sequence[bool], assignments: Mapping[str, Assignment], root: nn.Module
 ) -> None:
@@ -218,12 +261,12 @@ def _check_matched(
         if not found:
             raise UnsupportedModelError(
                 f"No module matches the targets {list(modifier.targets)}. Classes with weights in this model: "
-                f"{', '.join(present)}."
+                f"{', '.join(present)}. Patterns (`re:`) reach Linears alone; others have to be named, or their class."
             )
     if not assignments:
         raise UnsupportedModelError(
-            "Every module that the targets match is ignored, so nothing would be compressed; shorten `ignore`. Only "
-            f"torch.nn.Linear can be quantized; classes with weights in this model: {', '.join(present)}."
+            "Every module that the targets match is ignored, so nothing would be compressed; shorten `ignore`, or name "
+            f"other classes; those with weights in this model: {', '.join(present)}."
         )
 
 

@@ -26,7 +26,7 @@ from test_reference import drift_in, inputs_of
 from torch import Tensor, nn
 
 from lightning_compress.errors import SolveError
-from lightning_compress.graph.experts import unfolded
+from lightning_compress.graph.unfold import unfolded
 from lightning_compress.report.experts import ExpertCoverageWarning
 from lightning_compress.statistics import InputGram, MinMax
 

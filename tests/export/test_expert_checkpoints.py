@@ -17,7 +17,7 @@ from lightning_compress import CompressionError, load_compressed
 from lightning_compress.export.packed import quantization_config as quantization_config_of
 from lightning_compress.export.packing import quantization_config
 from lightning_compress.export.verify import ReadBackWarning
-from lightning_compress.graph.experts import unfolded
+from lightning_compress.graph.unfold import unfolded
 from lightning_compress.plugin.job import run_job
 from lightning_compress.recipe.load import load_recipe
 from lightning_compress.recipe.resolve import resolve

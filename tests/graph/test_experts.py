@@ -25,9 +25,10 @@ from families import (
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lightning_compress.graph.experts import Experts, is_stack, unfold, unfolded
+from lightning_compress.graph.experts import Experts, is_stack
 from lightning_compress.graph.stages import Schedule, subgraphs
 from lightning_compress.graph.trace import Leaf
+from lightning_compress.graph.unfold import unfold, unfolded
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "qwen3_moe": CAUSAL_LM["qwen3_moe"] | {},

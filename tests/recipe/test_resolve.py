@@ -20,9 +20,12 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from lightning_compress.algorithms.gptq import Gptq
+from lightning_compress.algorithms.rtn import Rtn
 from lightning_compress.errors import NonFiniteError, UnsupportedModelError
+from lightning_compress.graph.unfold import unfolded
 from lightning_compress.recipe.load import load_recipe
-from lightning_compress.recipe.resolve import ResolvedRecipe, matches, resolve
+from lightning_compress.recipe.resolve import ResolvedRecipe, matches, named_by, resolve
 
 INT8_TENSOR = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "tensor", "dynamic": False}
 INT8_TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
@@ -184,18 +187,61 @@ def test_everything_ignored() -> None:
         resolved(recipe(4, ignore=["Linear"]), tiny_llama(1))
 
 
-@pytest.mark.parametrize("target", ["Embedding", "model.embed_tokens"])
-def test_named_module_that_is_no_linear(target: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"model.embed_tokens is a Embedding; only torch.nn.Linear"):
+@pytest.mark.parametrize("target", ["LlamaRMSNorm", "model.norm"])
+def test_named_module_that_cannot_be_quantized(target: str) -> None:
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"norm \(LlamaRMSNorm, weight of shape \[32\]\) cannot be quantized: only Linear, transformers' Conv1D, "
+        r"Embedding and Conv2d can be quantized",
+    ):
         resolved(recipe(4, targets=["Linear", target]), tiny_llama(1))
 
 
+@pytest.mark.parametrize("target", ["Embedding", "model.embed_tokens"])
+def test_embeddings_have_to_be_named(target: str) -> None:
+    """A pattern reaches Linears alone; what GPTQ comes to for a table is rounding to nearest."""
+    assert "model.embed_tokens" not in resolved(recipe(4, targets=["re:.*"]), tiny_llama(1)).assignments
+    found = resolved(recipe(4, targets=["Linear", target], algorithm="gptq"), tiny_llama(1)).assignments
+    assert isinstance(found["model.embed_tokens"].algorithm, Rtn)
+    assert isinstance(found["model.layers.0.mlp.up_proj"].algorithm, Gptq)
+
+
+def test_embeddings_of_8_bits_are_stored_as_int8() -> None:
+    for bits, stored in ((8, "int-quantized"), (4, None)):
+        found = resolved(recipe(bits, targets=["Embedding"]), tiny_llama(1)).assignments
+        assert found["model.embed_tokens"].scheme.format == stored
+
+
+def test_tables_have_no_inputs_to_quantize() -> None:
+    given = {"modifiers": [{"algorithm": "rtn", "scheme": "W8A8", "targets": ["Linear", "Embedding"]}]}
+    with pytest.raises(UnsupportedModelError, match=r"model.embed_tokens \(Embedding, .*Give its class a modifier of"):
+        resolved(given, tiny_llama(1))
+
+
+def test_tables_that_change_when_they_are_called() -> None:
+    model = nn.Sequential(nn.Embedding(8, 4, max_norm=1.0), nn.Linear(4, 4))
+    with pytest.raises(UnsupportedModelError, match=r"0 \(Embedding, .*changes its weight when it is called"):
+        resolved(recipe(4, strategy="channel", targets=["Embedding"]), model)
+
+
+def test_convolutions_of_several_groups() -> None:
+    model = nn.Sequential(nn.Conv2d(4, 4, 1, groups=2), nn.Conv2d(4, 8, 1))
+    with pytest.raises(UnsupportedModelError, match=r"0 \(Conv2d, .*its 2 groups .*add '0' to `ignore`"):
+        resolved(recipe(4, strategy="channel", targets=["Conv2d"]), model)
+    found = recipe(4, strategy="channel", targets=["Conv2d"], ignore=["0"])
+    with unfolded(model, named_by(load_recipe(found))):
+        assert list(resolved(found, model).assignments) == ["1"]
+
+
 def test_conv1d_of_gpt2() -> None:
+    """They are Linears, by their own class, too."""
     model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=1, n_head=2))
-    with pytest.raises(UnsupportedModelError, match=r"is a Conv1D; only torch\.nn\.Linear"):
-        resolved(recipe(4, targets=["Conv1D"]), model)
-    with pytest.raises(UnsupportedModelError, match="Every module that the targets match is ignored"):
-        resolved(recipe(4), model)
+    with unfolded(model):
+        names = list(resolved(recipe(4), model).assignments)
+        assert names == list(resolved(recipe(4, targets=["Conv1D"]), model).assignments)
+        with pytest.raises(UnsupportedModelError, match=r"c_attn has a weight of shape \[96, 32\].*32 input channels"):
+            resolved(recipe(4, group_size=64), model)
+    assert names == [f"transformer.h.0.{name}" for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")]
 
 
 def test_tied_lm_head() -> None:

@@ -1,0 +1,101 @@
+"""Modules that keep their matrices in another form, as the Linears that they are (see `experts` and `recipe.forms`)."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import final
+
+from torch import nn
+from transformers import PreTrainedModel, pytorch_utils
+from transformers.conversion_mapping import get_model_conversion_mapping
+
+from lightning_compress.graph.experts import Experts, is_stack, projection_names
+from lightning_compress.recipe.forms import Conv1D, Conv2d, why_not
+
+Unfolding = Experts | Conv1D | Conv2d
+Named = Callable[[str, nn.Module], bool]
+
+
+@final
+@dataclass(frozen=True)
+class Unfolded:
+    """Modules that can take the places of those of whose memory their parameters are views.
+
+    Attributes:
+        places: for each a module, the name of its child, that child, and what takes its place.
+    """
+
+    places: tuple[tuple[nn.Module, str, nn.Module, Unfolding], ...]
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Within: they are in place; what is written to their parameters is in the model's afterwards.
+
+        Parameters must not move meanwhile, for then views are views no more. Experts whose inputs have come to be
+        quantized stay Linears: a stack has no inputs of its own.
+        """
+        for parent, key, _, unfolding in self.places:
+            parent._modules[key] = unfolding.train(parent.training)
+        try:
+            yield
+        finally:
+            for parent, key, folded, unfolding in self.places:
+                inside = (module for module in unfolding.modules() if module is not unfolding)
+                if not any(module._forward_pre_hooks for module in inside):
+                    parent._modules[key] = folded
+
+
+def unfold(root: nn.Module, named: Named = lambda name, module: False) -> Unfolded:
+    """The modules of a model that can be Linears, which are not in place yet.
+
+    Args:
+        root: the model.
+        named: tells by name and module which convolutions are meant; stacked experts and `Conv1D`s always are.
+    """
+    places: list[tuple[nn.Module, str, nn.Module, Unfolding]] = []
+    conversions: dict[str, list[object]] = {}
+    known: dict[nn.Module, Unfolding] = {}
+    for path, parent in root.named_modules():
+        for key, child in parent._modules.items():
+            if child is None:
+                continue
+            name = f"{path}.{key}" if path else key
+            if child not in known:
+                found = _unfolding(root, name, child, conversions, named)
+                if found is None:
+                    continue
+                known[child] = found
+            places.append((parent, key, child, known[child]))
+    return Unfolded(tuple(places))
+
+
+def unfolded(root: nn.Module, named: Named = lambda name, module: False) -> AbstractContextManager[None]:
+    """Within: what `unfold` finds is in place (see `Unfolded.in_place`)."""
+    return unfold(root, named).in_place()
+
+
+def _unfolding(
+    root: nn.Module, name: str, module: nn.Module, conversions: dict[str, list[object]], named: Named
+) -> Unfolding | None:
+    if isinstance(module, pytorch_utils.Conv1D):
+        return Conv1D(module)
+    if isinstance(module, nn.Conv2d):
+        return Conv2d(module) if named(name, module) and why_not(module) is None else None
+    if not is_stack(module):
+        return None
+    model_path, model = _model_around(root, name.rpartition(".")[0])
+    if model_path not in conversions:
+        found = get_model_conversion_mapping(model) if isinstance(model, PreTrainedModel) else []
+        conversions[model_path] = list(found)
+    own = name.removeprefix(f"{model_path}.") if model_path else name
+    return Experts(module, projection_names(conversions[model_path], own, bool(module.has_gate)))
+
+
+def _model_around(root: nn.Module, path: str) -> tuple[str, nn.Module]:
+    """The outermost transformers model on the way to a module, else the root."""
+    names = path.split(".") if path else []
+    for length in range(len(names) + 1):
+        prefix = ".".join(names[:length])
+        if isinstance(module := root.get_submodule(prefix), PreTrainedModel):
+            return prefix, module
+    return "", root

@@ -1,0 +1,138 @@
+"""What can be quantized: modules whose weight is a matrix [O, I] that rows of the input are multiplied by, or is picked
+from.
+
+Some keep it in another form. Within `graph.unfold.unfolded`, classes of this file take their places, with views of the
+same memory as parameters, under the same names: a `Conv1D` (GPT-2's, which stores [I, O]) is a Linear then, and a
+`Conv2d` a Linear of the patches that it reads.
+"""
+
+from typing import cast, final
+
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import pytorch_utils
+
+
+@final
+class Conv1D(nn.Linear):
+    """In place of transformers' `Conv1D`: the same function."""
+
+    def __init__(self, folded: pytorch_utils.Conv1D) -> None:
+        super().__init__(folded.nx, folded.nf, device="meta")
+        self.weight = nn.Parameter(folded.weight.detach().t(), requires_grad=False)
+        self.bias = folded.bias
+        _share_hooks(self, folded)
+
+    @property
+    def stacks(self) -> tuple[str, ...]:
+        """Names of the parameters that have another form in the module that this replaces."""
+        return ("weight",)
+
+    def split(self, key: str, stack: Tensor) -> dict[str, Tensor]:
+        """Of such a parameter the ones here, as views."""
+        return {key: stack.t()}
+
+    def joined(self, key: str, tensor: Tensor) -> Tensor:
+        """A parameter as the module has it that this replaces."""
+        return tensor.t() if key == "weight" else tensor
+
+
+@final
+class Conv2d(nn.Module):
+    """In place of a `torch.nn.Conv2d`: the same function, of the patches [B, L, C kh kw] that the kernel lies on.
+
+    Only what a recipe names is replaced: patches that overlap take kh kw times the image's memory.
+    """
+
+    folded: nn.Conv2d
+
+    def __init__(self, folded: nn.Conv2d) -> None:
+        super().__init__()
+        self.__dict__.update(folded=folded)  # not a child
+        self.weight = nn.Parameter(folded.weight.detach().flatten(1), requires_grad=False)
+        self.bias = folded.bias
+        self.rows = Rows(self)
+        _share_hooks(self, folded)
+
+    @property
+    def stacks(self) -> tuple[str, ...]:
+        """Names of the parameters that have another form in the module that this replaces."""
+        return ("weight",)
+
+    def split(self, key: str, stack: Tensor) -> dict[str, Tensor]:
+        """Of such a parameter the ones here, as views."""
+        return {key: stack.flatten(1)}
+
+    def joined(self, key: str, tensor: Tensor) -> Tensor:
+        """A parameter as the module has it that this replaces."""
+        return tensor.view(self.folded.weight.shape) if key == "weight" else tensor
+
+    def forward(self, image: Tensor) -> Tensor:
+        """Of images [B, C, H, W] or [C, H, W]."""
+        if image.ndim == 3:
+            return cast(Tensor, self(image[None]))[0]
+        conv = self.folded
+        mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
+        padded = functional.pad(image, conv._reversed_padding_repeated_twice, mode=mode)
+        patches = functional.unfold(padded, conv.kernel_size, conv.dilation, stride=conv.stride)
+        sizes = zip(padded.shape[2:], conv.kernel_size, conv.dilation, conv.stride, strict=True)
+        height, width = ((size - wide * (kernel - 1) - 1) // step + 1 for size, kernel, wide, step in sizes)
+        y: Tensor = self.rows(patches.transpose(1, 2))
+        return y.transpose(1, 2).reshape(image.shape[0], conv.out_channels, height, width)
+
+
+@final
+class Rows(nn.Module):
+    """What of a `Conv2d` is a Linear: a single call of the graph. Owns nothing: the parameters are the `Conv2d`'s."""
+
+    owner: Conv2d
+
+    def __init__(self, owner: Conv2d) -> None:
+        super().__init__()
+        self.__dict__.update(owner=owner)  # not a child
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Of rows [..., I]."""
+        return functional.linear(input, self.owner.weight, self.owner.bias)
+
+
+Quantizable = nn.Linear | nn.Embedding | Conv2d
+Storable = Quantizable | pytorch_utils.Conv1D | nn.Conv2d
+"""Modules that may be packed in a checkpoint, in place or not."""
+
+
+def reader(module: nn.Module) -> nn.Module:
+    """The module whose input the rows are that a quantizable module multiplies."""
+    return module.rows if isinstance(module, Conv2d) else module
+
+
+def class_name(module: Quantizable) -> str:
+    """What configurations of checkpoints call it, its own subclass or not."""
+    if isinstance(module, nn.Linear):
+        return "Linear"
+    return "Embedding" if isinstance(module, nn.Embedding) else "Conv2d"
+
+
+def classes(module: nn.Module) -> set[str]:
+    """Names of the classes that a target can mean it by: its own and its bases', of what it takes the place of, too."""
+    both = (module, module.folded) if isinstance(module, Conv2d) else (module,)
+    return {base.__name__ for each in both for base in type(each).__mro__}
+
+
+def why_not(module: nn.Module) -> str | None:
+    """Why a module, in place or not, cannot be quantized, or None."""
+    module = module.folded if isinstance(module, Conv2d) else module
+    if isinstance(module, nn.Embedding) and module.max_norm is not None:
+        return "it changes its weight when it is called (max_norm)"
+    if isinstance(module, nn.Conv2d) and module.groups > 1:
+        return f"its {module.groups} groups of channels are as many matrices"
+    if isinstance(module, Storable):
+        return None
+    return "only Linear, transformers' Conv1D, Embedding and Conv2d can be quantized"
+
+
+def _share_hooks(module: nn.Module, folded: nn.Module) -> None:
+    """What is hooked on to one of them is on the other too."""
+    names = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+    for name in (*names, "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"):
+        module.__dict__[name] = folded.__dict__[name]

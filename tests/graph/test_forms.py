@@ -1,0 +1,109 @@
+"""Modules in the places of those that keep their matrices in another form: the same function, of the same memory."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D as TransformersConv1D
+
+from lightning_compress.graph.execute import execute
+from lightning_compress.graph.stages import computed_nodes
+from lightning_compress.graph.trace import trace
+from lightning_compress.graph.unfold import unfold, unfolded
+from lightning_compress.recipe.forms import Conv1D, Conv2d
+
+CONVOLUTIONS: dict[str, dict[str, Any]] = {
+    "patches": {"kernel_size": 4, "stride": 4},
+    "padded": {"kernel_size": 3, "padding": 1},
+    "reflecting": {"kernel_size": 3, "padding": 2, "padding_mode": "reflect"},
+    "circular": {"kernel_size": (3, 2), "padding": (1, 0), "padding_mode": "circular", "stride": (1, 2)},
+    "same": {"kernel_size": (4, 3), "padding": "same", "dilation": 2},
+    "valid without bias": {"kernel_size": 3, "padding": "valid", "bias": False, "stride": 2},
+}
+
+
+def always(name: str, module: nn.Module) -> bool:
+    return True
+
+
+@pytest.mark.parametrize("options", CONVOLUTIONS.values(), ids=CONVOLUTIONS)
+def test_convolutions(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 5, **options)).double()
+    for images in (torch.randn(2, 3, 12, 9), torch.randn(3, 16, 11)):
+        images = images.double()
+        expected = model(images)
+        with unfolded(model, always):
+            assert isinstance(model[0], Conv2d)
+            torch.testing.assert_close(model(images), expected, rtol=1e-12, atol=1e-12)
+        assert type(model[0]) is nn.Conv2d
+
+
+@pytest.mark.parametrize("options", CONVOLUTIONS.values(), ids=CONVOLUTIONS)
+def test_a_graph_of_a_convolution_serves_other_batches(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 5, **options), nn.ReLU())
+    with unfolded(model, always), torch.no_grad():
+        batches = [torch.randn(shape) for shape in ((2, 3, 12, 10), (5, 3, 12, 10))]
+        traced = trace(model, model, batches[0], leaf_names=["0"], boundary_names=[], others=batches)
+        assert "0" in {getattr(node.target, "weights_of", None) for node in traced.graph.nodes}
+        for images in batches:
+            values: dict[Any, object] = {node: images for node in traced.graph.nodes if node.op == "placeholder"}
+            nodes = computed_nodes(traced.graph)
+            execute(nodes, values, model, traced.constants, torch.device("cpu"), {})
+            assert torch.equal(values[nodes[-1]], model(images))  # type: ignore[arg-type]
+
+
+def test_conv1d() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(TransformersConv1D(6, 4)).double()
+    x = torch.randn(2, 3, 4).double()
+    with unfolded(model):
+        assert isinstance(model[0], Conv1D)
+        assert model[0].weight.shape == (6, 4)
+        inside = model(x)
+    torch.testing.assert_close(model(x), inside, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("module", [TransformersConv1D(6, 4), nn.Conv2d(2, 3, 2)], ids=["Conv1D", "Conv2d"])
+def test_what_is_written_is_in_the_model(module: nn.Module) -> None:
+    model = nn.Sequential(module)
+    kept = dict(model.named_parameters())
+    with unfolded(model, always), torch.no_grad():
+        weight = model[0].get_parameter("weight")
+        weight.copy_(torch.arange(weight.numel()).view(weight.shape))
+        joined = model[0].joined("weight", weight)  # type: ignore[operator]
+        assert model.state_dict().keys() == kept.keys()
+    assert dict(model.named_parameters()) == kept
+    assert torch.equal(joined, module.get_parameter("weight"))
+    assert sorted(module.get_parameter("weight").flatten().tolist()) == list(range(weight.numel()))
+
+
+def test_a_module_of_two_places_stays_one() -> None:
+    shared = TransformersConv1D(4, 4)
+    model = nn.ModuleDict({"first": nn.Sequential(shared), "second": nn.Sequential(shared)})
+    with unfolded(model):
+        assert model["first"][0] is model["second"][0]
+        assert isinstance(model["first"][0], Conv1D)
+    assert model["first"][0] is model["second"][0] is shared
+
+
+def test_only_named_convolutions() -> None:
+    model = nn.Sequential(nn.Conv2d(2, 2, 1), nn.Conv2d(2, 2, 1), nn.Conv2d(2, 2, 1, groups=2))
+    found = unfold(model, lambda name, module: name in ("1", "2"))
+    assert [key for _, key, _, _ in found.places] == ["1"], "groups are several matrices"
+    assert not unfold(model).places
+
+
+def test_hooks_are_those_of_both() -> None:
+    """Quantized inputs of a `Conv1D` outlive the run, and an earlier run's are seen in the next."""
+    model = nn.Sequential(TransformersConv1D(4, 4))
+    seen: list[Tensor] = []
+    with unfolded(model):
+        model[0].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+        model(torch.ones(1, 4))
+    model(torch.ones(1, 4))
+    with unfolded(model):
+        model(torch.ones(1, 4))
+    assert len(seen) == 3
