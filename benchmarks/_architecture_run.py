@@ -23,11 +23,12 @@ from lightning_compress.calibration.prepare import calibrating, trace_on
 from lightning_compress.calibration.target import find_target
 from lightning_compress.errors import UntraceableModelError
 from lightning_compress.graph.execute import execute
-from lightning_compress.graph.experts import Experts, unfolded
+from lightning_compress.graph.experts import Experts
 from lightning_compress.graph.leaf import Leaf
 from lightning_compress.graph.synthesize import flatten_batch
 from lightning_compress.graph.targets import sequential_modules
 from lightning_compress.graph.trace import Traced
+from lightning_compress.graph.unfold import unfolded
 from lightning_compress.recipe.load import load_recipe
 from lightning_compress.recipe.resolve import resolve
 from lightning_compress.report.report import Report

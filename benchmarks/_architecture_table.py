@@ -30,6 +30,7 @@ def markdown(rows: Sequence[Row], total: int) -> str:
     parts = [
         "# Architectures\n",
         _INTRO.format(torch=torch.__version__, transformers=transformers.__version__),
+        _MODULES,
         f"**{len(works)} of {total} work ({len(works) / total:.1%}).** Of these, transformers cannot read "
         f"the checkpoints of {len(refused)}, which `lightning_compress.load_compressed` reads; with only those that it "
         f"reads itself, {len(works) - len(refused)} work ({(len(works) - len(refused)) / total:.1%}).\n",
@@ -57,6 +58,22 @@ weights have to be the same bit for bit. A model that is a single call of the gr
   *ours*: not by transformers (see below).
 - **fed**: what the model was run on. *position ids* were given where it could not be recorded without.
 """
+
+_MODULES = "\n".join(
+    [
+        "| module | targeted by | read back by |",
+        "|---|---|---|",
+        "| `Linear` | class, name or pattern | transformers, vLLM, `load_compressed` |",
+        "| stacked experts | as a `Linear` each | the same, if their checkpoints hold single experts |",
+        "| transformers' `Conv1D` (GPT-2) | as a `Linear`, or by its class | `load_compressed`; vLLM, by its source, "
+        "which keeps them as they are packed; transformers refuses |",
+        "| `Embedding` | class or name; rounded to nearest | transformers (beside Linears of another scheme with 8 "
+        "bits alone), `load_compressed` |",
+        "| `Conv2d`, if not of several groups | class or name; as a `Linear` of its patches | `load_compressed`; "
+        "transformers refuses |",
+        "",
+    ]
+)
 
 
 def _counts(rows: Sequence[Row]) -> str:

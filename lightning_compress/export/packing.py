@@ -24,7 +24,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange
 
 from lightning_compress.calibration.solve import QuantizedModule, dequantize_weight
-from lightning_compress.recipe.forms import Quantizable, Storable, class_name
+from lightning_compress.recipe.forms import Conv1D, Conv2d, Quantizable, Storable, class_name
 from lightning_compress.recipe.parts import transformers_models
 from lightning_compress.recipe.resolve import ResolvedRecipe
 
@@ -146,7 +146,7 @@ def quantization_config(resolved: ResolvedRecipe, root: nn.Module, rename: Mappi
     if (
         len(schemes) == 1
         and scheme.input_activations is None
-        and (_packs_zero_points(scheme) or _initializes_packed(root, resolved))
+        and (_packs_zero_points(scheme) or _has_other_forms(root, resolved) or _initializes_packed(root, resolved))
     ):
         dumped["dequantize"] = True
     return dumped
@@ -163,6 +163,12 @@ def _packs_zero_points(scheme: QuantizationScheme) -> bool:
     return scheme_format(scheme) == CompressionFormat.pack_quantized.value and not (
         scheme.weights.symmetric or scheme.weights.strategy == QuantizationStrategy.TENSOR
     )
+
+
+def _has_other_forms(root: nn.Module, resolved: ResolvedRecipe) -> bool:
+    """Whether matrices are packed that the model's own modules keep in another form: transformers would leave those
+    out and initialize them. Told to dequantize, it finds that their shapes are wrong, and refuses."""
+    return any(isinstance(root.get_submodule(name), Conv1D | Conv2d) for name in resolved.assignments)
 
 
 def _initializes_packed(root: nn.Module, resolved: ResolvedRecipe) -> bool:

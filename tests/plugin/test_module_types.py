@@ -78,6 +78,8 @@ def test_gpt2_is_what_it_is_with_linears(tmp_path: Path) -> None:
     assert torch.equal(ours["transformer.h.1.mlp.c_fc.weight"], gpt2().transformer.h[1].mlp.c_fc.weight)
     assert report.verification is not None
     assert report.verification.passed
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        GPT2LMHeadModel.from_pretrained(tmp_path / "out")
     loaded = load_compressed(gpt2(), tmp_path / "out")
     assert torch.equal(loaded(**batches[0]).logits, model(**batches[0]).logits)
 
