@@ -12,9 +12,13 @@ that were held out: with X = M (C + ..)⁻¹ from the other batches it is, less 
 so the best strength s in [0, 1] is known in closed form, and the ridges are compared by what is left. Zero is among the
 strengths: on those batches a correction never does harm. The choice made, X is made of all batches, row by row.
 
-Published relatives: GPTAQ (arXiv 2504.02692) and Qronos (arXiv 2505.11695) aim at the original model's outputs for
-W (x_ref - x) too, without the residual. They correct while they round: in GPTAQ's implementation what column i lacks is
-passed on to the columns behind it only, times a fixed factor (0.25). V is the minimum over all columns at once.
+Published relatives aim at the original model's outputs for W (x_ref - x) too, without the residual, and correct while
+they round. Qronos (arXiv 2505.11695), with H = C + λI and G = mean of x x_refᵀ + λI: q_1 = round((G_1 w - H_12 w_2) /
+H_11), then w_2 = (H_22)⁻¹ (G_2 w - H_21 q_1), where 2 stands for all later channels, and GPTQ of those. GPTQ of V =
+H⁻¹ G w, which is strength 1 with the damping for a ridge (`correct="qronos"`), is the same but for q_1 = round(V_1): it
+counts on the later channels' making up for the first one, as for every other. GPTAQ (arXiv 2504.02692) passes what
+column i lacks on to the columns behind it only, in its implementation times a fixed factor (0.25); V is the minimum
+over all columns at once.
 """
 
 import torch

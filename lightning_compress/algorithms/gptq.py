@@ -64,7 +64,7 @@ from lightning_compress.algorithms.target import row_errors
 from lightning_compress.errors import SolveError
 from lightning_compress.statistics import Drift, InputDrift, InputGram, Statistic, matrix_bytes, row_products
 
-CORRECTS = ("none", "inputs", "residual")
+CORRECTS = ("none", "inputs", "residual", "qronos")
 _NOT_CORRECTED = (
     "Not corrected: it is an expert, or called several times, or inside a module that cannot be traced, or shares its "
     "input with modules of another scheme."
@@ -83,7 +83,7 @@ class Gptq(Algorithm):
         scale_search: choose scales that minimize the rounding error, weighted by what it costs, instead of min-max.
         correct: what the weight makes good for before it is quantized: errors of its "inputs", of these and of the
             "residual" that its output is added to, or "none"; see `correction`. Takes a run of the original model
-            beside the quantized one.
+            beside the quantized one. "qronos": of its inputs, in full, with the damping for a ridge.
         strength, ridge: of the correction, fractions; None: chosen for every group by batches that are held out.
         refit: how often scales are fitted to the codes, and codes found anew; None: chosen for every row tile, at most
             `refit.ROUNDS`, by batches that are held out; 0 where there are none.
@@ -105,6 +105,11 @@ class Gptq(Algorithm):
             raise ValueError(f"damping must be from 0 to {MAX_DAMPING}, not {self.damping}; 0.01 is a good choice.")
         if self.correct not in CORRECTS:
             raise ValueError(f"correct must be one of {', '.join(CORRECTS)}, not {self.correct}.")
+        if self.correct == "qronos" and (not self.damping or (self.strength, self.ridge) != (None, None)):
+            raise ValueError(
+                "correct=qronos corrects in full, with the damping for a ridge: leave strength and ridge out, and give "
+                "a damping of more than 0; or take correct=inputs."
+            )
         if self.strength is not None and not 0 <= self.strength <= 1:
             raise ValueError(f"strength must be from 0 to 1, or null to choose it, not {self.strength}.")
         if self.ridge is not None and not self.ridge > 0:
@@ -119,6 +124,11 @@ class Gptq(Algorithm):
     @property
     def corrects_residual(self) -> bool:
         return self.correct == "residual"
+
+    @property
+    def _correction(self) -> tuple[float | None, float | None]:
+        """Strength and ridge, where they are given."""
+        return (1.0, self.damping) if self.correct == "qronos" else (self.strength, self.ridge)
 
     @property
     def _most_rounds(self) -> int:
@@ -191,7 +201,7 @@ class Gptq(Algorithm):
         notes = list(factor.notes)
         drift, correction = drift_of(statistics), None
         if drift is not None:
-            correction = correct(weight, gram, drift, self.strength, self.ridge, self.refit is None)
+            correction = correct(weight, gram, drift, *self._correction, self.refit is None)
             if grid.per_tensor:
                 tiles = [(weight[rows], rows) for rows in row_tiles(len(weight))]
                 weight = torch.cat([correction.target(w, correction.lack.missing(w, rows)) for w, rows in tiles])
