@@ -107,7 +107,7 @@ THROUGH = {
     "numpy": "torchmetrics", "sympy": "torch", "yaml": "omegaconf", "pydantic": "compressed-tensors",
     "huggingface_hub": "transformers", "lightning_utilities": "lightning", "PIL": "pillow", "hydra": "hydra-core",
 }  # fmt: skip
-OPTIONAL = {"matplotlib", "triton"}
+OPTIONAL = {"matplotlib", "soundfile", "triton"}
 """Packages that others bring or that have another name; and those that are asked for where they are needed."""
 
 

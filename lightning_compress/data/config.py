@@ -1,10 +1,10 @@
 """What a calibration or an evaluation reads, as typed configuration.
 
-Method: one frozen dataclass per source (`docs`, `text` and `hf` of text, `multimodal` of text with images) over the
-fields that all share. They hold plain values only, so they serialize, hash into a fingerprint and compose in Hydra
-(`data=docs data.num_samples=64`). Alternative not taken: Hydra's `_target_` in the YAML, which reports a mistyped value
-where it is first used and an unknown key as a `TypeError` of some constructor; it is there for what no source knows
-(`custom`).
+Method: one frozen dataclass per source (`docs`, `text` and `hf` of text, `multimodal` of text with images or sounds)
+over the fields that all share. They hold plain values only, so they serialize, hash into a fingerprint and compose in
+Hydra (`data=docs data.num_samples=64`). Alternative not taken: Hydra's `_target_` in the YAML, which reports a mistyped
+value where it is first used and an unknown key as a `TypeError` of some constructor; it is there for what no source
+knows (`custom`).
 """
 
 import difflib
@@ -129,11 +129,12 @@ class HfConfig(TokensConfig):
 @final
 @dataclass(frozen=True)
 class MultimodalConfig(DataConfig):
-    """A data set whose rows hold text and an image, or several; they go through the model's processor.
+    """A data set whose rows hold text, images and sounds; they go through the model's processor.
 
     path, name, split: as of `HfConfig`.
-    text_column: strings, or chats (lists of {role, content}).
-    image_column: an image, a list of them, or paths; null: text alone.
+    text_column: strings, or chats (lists of {role, content}); null: none.
+    image_column: an image, a list of them, or paths; null: none.
+    audio_column: likewise sounds; they go through the processor one at a time.
     """
 
     source: ClassVar[str] = "multimodal"
@@ -142,12 +143,20 @@ class MultimodalConfig(DataConfig):
     path: str = ""
     name: str | None = None
     split: str = "train"
-    text_column: str = "text"
+    text_column: str | None = "text"
     image_column: str | None = "image"
+    audio_column: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_path(self.path)
+        if self.text_column is self.image_column is self.audio_column is None:
+            raise CalibrationDataError("data names no column: text_column, image_column and audio_column are all null.")
+        if self.audio_column is not None and self.batch_size > 1:
+            raise CalibrationDataError(
+                f"data.batch_size={self.batch_size}: sounds of several lengths make no batch that all models read. Use "
+                "data.batch_size=1."
+            )
 
 
 @final

@@ -1,7 +1,8 @@
-"""Text with images, as the model's processor makes batches of it."""
+"""Text with images or sounds, as the model's processor makes batches of it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, final
 
@@ -10,8 +11,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader
+from transformers import SequenceFeatureExtractor
 
 from lightning_compress.data.config import MultimodalConfig
+from lightning_compress.data.sounds import decoded, undecoded
 from lightning_compress.data.sources import check_columns, is_chat, load_rows
 from lightning_compress.errors import CalibrationDataError
 
@@ -19,18 +22,26 @@ from lightning_compress.errors import CalibrationDataError
 def multimodal_dataloader(config: MultimodalConfig, processor: Any) -> DataLoader[dict[str, Any]]:
     """`num_samples` rows drawn with `seed`, in batches, as the processor returns them.
 
-    Strings become one message of a user, with the images before it; chats say themselves where images are.
+    Strings become one message of a user, with images and sounds before it; chats say themselves where those are.
 
     Raises:
-        CalibrationDataError: no processor of images, a column that is not there, or too few rows.
+        CalibrationDataError: no processor of images or sounds, a column that is not there, or too few rows.
     """
     if config.image_column is not None and getattr(processor, "image_processor", None) is None:
         raise CalibrationDataError(
             f"data=multimodal needs a processor of text with images, and {type(processor).__name__} is none: "
             "model.path has to hold a processor_config.json or preprocessor_config.json."
         )
+    if config.audio_column is not None and _sampling_rate(processor) is None:
+        raise CalibrationDataError(
+            f"data.audio_column={config.audio_column!r} needs a processor of sounds, and {type(processor).__name__} is "
+            "none: model.path has to hold a processor_config.json or preprocessor_config.json."
+        )
     rows = load_rows(config)
-    check_columns(rows, config, text_column=config.text_column, image_column=config.image_column)
+    columns = {key: getattr(config, key) for key in ("text_column", "image_column", "audio_column")}
+    check_columns(rows, config, **columns)
+    if config.audio_column is not None:
+        rows = undecoded(rows, config.audio_column)
     if config.num_samples % config.batch_size:
         raise CalibrationDataError(
             f"data.batch_size={config.batch_size} does not divide data.num_samples={config.num_samples}: models that "
@@ -56,17 +67,14 @@ class _Collate:
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         images = [self._images(row) for row in rows]
-        texts = [self._text(row, len(each)) for row, each in zip(rows, images, strict=True)]
-        given: dict[str, Any] = {"images": images} if any(images) else {}
-        beginning = getattr(getattr(self.processor, "tokenizer", self.processor), "bos_token", None)
-        if beginning and all(text.startswith(beginning) for text in texts):  # by the chat template
-            given["add_special_tokens"] = False
+        sounds = [self._sounds(row) for row in rows]
+        texts = [self._text(row, len(seen), len(heard)) for row, seen, heard in zip(rows, images, sounds, strict=True)]
         try:
-            made = self.processor(text=texts, **given, padding=len(rows) > 1, return_tensors="pt")
+            made = self._processed(texts, images, list(chain(*sounds)))
         except ValueError as error:
             raise CalibrationDataError(
                 f"{type(self.processor).__name__} refuses {[text[:80] for text in texts]} with "
-                f"{[len(each) for each in images]} images: {error}"
+                f"{[len(each) for each in images]} images and {[len(each) for each in sounds]} sounds: {error}"
             ) from error
         lists = [key for key, value in made.items() if not isinstance(value, Tensor)]
         if lists:
@@ -75,6 +83,32 @@ class _Collate:
                 "one batch?). Use data.batch_size=1, or data=custom with a collation of your own."
             )
         return dict(made)
+
+    def _processed(self, texts: list[str], images: list[list[Any]], sounds: list[Any]) -> Any:
+        given: dict[str, Any] = {"images": images} if any(images) else {}
+        if sounds:  # their processors know best how to pad
+            given["sampling_rate"] = _sampling_rate(self.processor)
+        else:
+            given["padding"] = len(texts) > 1
+        beginning = getattr(getattr(self.processor, "tokenizer", self.processor), "bos_token", None)
+        if beginning and all(text.startswith(beginning) for text in texts):  # by the chat template
+            given["add_special_tokens"] = False
+        if isinstance(self.processor, SequenceFeatureExtractor):
+            extract: Any = self.processor
+            return extract(sounds, **given, return_tensors="pt")
+        heard = {"audio": sounds} if sounds else {}
+        said = {} if self.config.text_column is None else {"text": texts}
+        return self.processor(**said, **heard, **given, return_tensors="pt")
+
+    def _sounds(self, row: Mapping[str, Any]) -> list[Any]:
+        column, rate = self.config.audio_column, _sampling_rate(self.processor)
+        if column is None or rate is None:
+            return []
+        found = row[column] if isinstance(row[column], list) else [row[column]]
+        try:
+            return [decoded(sound, rate, Path(self.config.path).parent) for sound in found]
+        except CalibrationDataError as error:
+            raise CalibrationDataError(f"data.audio_column={column!r} of {self.config.path!r}: {error}") from error
 
     def _images(self, row: Mapping[str, Any]) -> list[Any]:
         column = self.config.image_column
@@ -104,7 +138,9 @@ class _Collate:
             )
         return opened.convert("RGB")
 
-    def _text(self, row: Mapping[str, Any], num_images: int) -> str:
+    def _text(self, row: Mapping[str, Any], num_images: int, num_sounds: int) -> str:
+        if self.config.text_column is None:
+            return ""
         text = row[self.config.text_column]
         where = f"data.text_column={self.config.text_column!r} of {self.config.path!r}"
         if not isinstance(text, str) and not is_chat(text):
@@ -113,11 +149,19 @@ class _Collate:
         if template is None and not isinstance(text, str):
             raise CalibrationDataError(f"{where} holds chats, and the processor has no chat template.")
         if template is None:
-            return f"{getattr(self.processor, 'image_token', '')} " * num_images + str(text)
-        content = [{"type": "image"}] * num_images + [{"type": "text", "text": text}]
+            tokens = [getattr(self.processor, "image_token", "")] * num_images
+            tokens += [getattr(self.processor, "audio_token", "")] * num_sounds
+            return " ".join([*(token for token in tokens if token), text])
+        content = [{"type": "image"}] * num_images + [{"type": "audio"}] * num_sounds + [{"type": "text", "text": text}]
         chat = [{"role": "user", "content": content}] if isinstance(text, str) else _without_nulls(text)
         rendered: str = self.processor.apply_chat_template(chat, tokenize=False)
         return rendered
+
+
+def _sampling_rate(processor: Any) -> int | None:
+    """Of the sounds that a processor takes; None: it takes none."""
+    rate = getattr(getattr(processor, "feature_extractor", processor), "sampling_rate", None)
+    return rate if isinstance(rate, int) else None
 
 
 def _without_nulls(value: Any) -> Any:

@@ -5,11 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
+import soundfile
 import torch
 from helpers import compress, contents, llava_processor, recipe, saved
 from hydra import compose, initialize_config_dir
 from PIL import Image
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import (
@@ -17,8 +22,14 @@ from transformers import (
     LlavaConfig,
     LlavaForConditionalGeneration,
     LlavaProcessor,
+    PreTrainedTokenizerFast,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
+    WhisperConfig,
+    WhisperFeatureExtractor,
+    WhisperForConditionalGeneration,
+    WhisperProcessor,
+    WhisperTokenizer,
 )
 
 from lightning_compress import CompressionError, Compressor, load_compressed
@@ -192,3 +203,47 @@ def test_a_cnn(schedule: str, tmp_path: Path) -> None:
     after = module(images).detach()
     assert 0 < (after - before).norm() / before.norm() < 0.2
     assert torch.equal(load_compressed(Digits().eval(), tmp_path / "out")(images), after)
+
+
+def whisper(folder: Path) -> None:
+    """A tiny one with its processor."""
+    words = ["<|endoftext|>", "<|startoftranscript|>", "a", "low", "high", "tone"]
+    tokenizer = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token=words[0]))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=words[0], pad_token=words[0])
+    words_only = WhisperTokenizer(tokenizer_object=fast.backend_tokenizer)
+    WhisperProcessor(WhisperFeatureExtractor(), words_only).save_pretrained(folder)
+    sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    torch.manual_seed(0)
+    config = WhisperConfig(
+        **sizes, d_model=32, encoder_ffn_dim=48, decoder_ffn_dim=48, vocab_size=16, pad_token_id=0, bos_token_id=1,
+        eos_token_id=0, decoder_start_token_id=1, max_target_positions=64, suppress_tokens=None,
+        begin_suppress_tokens=None,
+    )  # fmt: skip
+    WhisperForConditionalGeneration(config).save_pretrained(folder)
+
+
+def test_sounds_with_transcripts(tmp_path: Path) -> None:
+    """Encoder and decoder see what they see in use: frames, and the transcript's tokens."""
+    whisper(tmp_path / "model")
+    rows = []
+    for number, text in enumerate(("a low tone", "a high tone a", "tone")):
+        samples = np.sin(2 * np.pi * 200 * (number + 1) * np.arange(8000) / 8000)
+        soundfile.write(tmp_path / f"{number}.wav", samples, 8000)
+        rows.append(json.dumps({"text": text, "audio": f"{number}.wav"}))
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    overrides = [
+        f"model.path={tmp_path / 'model'}", "model.auto_class=AutoModelForSpeechSeq2Seq", "data=audio",
+        f"data.path={tmp_path / 'rows.jsonl'}", "data.num_samples=3", "output_dir=unused", "trainer=cpu",
+        "recipe.modifiers.0.scheme={weights:{num_bits:4,strategy:channel}}",
+    ]  # fmt: skip
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        report = run_compress(compose("compress", overrides=overrides), tmp_path / "out")
+    tokens = {record.module.removeprefix("model."): record.num_tokens for record in report.modules}
+    assert tokens["encoder.layers.0.fc1"] == 3 * 1500
+    processor = WhisperProcessor.from_pretrained(tmp_path / "out")
+    lengths = [len(processor.tokenizer(text).input_ids) for text in ("a low tone", "a high tone a", "tone")]
+    assert tokens["decoder.layers.0.fc1"] == sum(lengths)
+    assert tokens["decoder.layers.0.encoder_attn.k_proj"] == 3 * 1500
+    assert report.verification is not None
+    assert report.verification.passed
