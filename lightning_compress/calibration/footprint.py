@@ -16,10 +16,10 @@ Alternative not taken: adding up sizes of the graph's values. Half of what a nor
 in-place writes have to be told from copies.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, islice
 
@@ -32,7 +32,7 @@ from lightning_compress.calibration.flow import Values, run_step
 from lightning_compress.calibration.loop import Calibration
 from lightning_compress.calibration.observe import Statistics, begin_statistics, observing
 from lightning_compress.calibration.reference import differences
-from lightning_compress.calibration.repeats import repeated
+from lightning_compress.calibration.repeats import one_of_each, repeated
 from lightning_compress.calibration.solve import bytes_together, stacked_groups
 from lightning_compress.calibration.stand_ins import LikeQuantizing, failures_allowed
 from lightning_compress.errors import BudgetError
@@ -81,8 +81,9 @@ def footprint(run: Calibration, batches: Sequence[Sequence[Tensor]]) -> tuple[Ne
             for step in subgraph.steps:
                 moments += meter.run(step, number, packed)
                 together = bytes_together(step.solve, run.flow.root) if run.collective.size > 1 else 0
+                held = meter.held() if step.solve else NOTHING
                 for groups in stacked_groups(step.solve, run.flow.root, run.resolved):
-                    solve, size = meter.solve(groups, packed + together)
+                    solve, size = meter.solve(groups, packed + together, held)
                     moments.append(solve)
                     packed += size
                     for group in groups:
@@ -93,6 +94,18 @@ def footprint(run: Calibration, batches: Sequence[Sequence[Tensor]]) -> tuple[Ne
             meter.forget_originals(index)
             rows.append(Needs(subgraph.name, meter.brought(subgraph), tuple(moments)))
     return tuple(rows)
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of the values that wait (those that may go to the file, and small ones), and of statistics."""
+
+    waiting: int
+    fixed: int
+    statistics: int
+
+
+NOTHING = Held(0, 0, 0)
 
 
 class _Meter:
@@ -216,7 +229,12 @@ class _Meter:
         self._flow.cache.rename(0, nodes)
         return True
 
-    def solve(self, groups: Sequence[Group], packed: int) -> tuple[Moment, int]:
+    def held(self) -> "Held":
+        """What is there whatever is done with it."""
+        large, small = (sum(sizes) for sizes in self._waiting())
+        return Held(large, small, _nbytes_of(self._statistics.values()))
+
+    def solve(self, groups: Sequence[Group], packed: int, held: "Held") -> tuple[Moment, int]:
         """The moment at which groups of one kind are solved together or packed, with `packed` bytes there already, and
         how many they add."""
         group, number = groups[0], len(groups)
@@ -231,16 +249,15 @@ class _Meter:
         results = number * result_bytes(num_rows, num_channels, assignment.weights)
         added = results - number * num_rows * num_channels * (8 - assignment.weights.num_bits) // 8
         packing = PACKING * max(weight.numel() for weight in weights)
-        large, small = (sum(sizes) for sizes in self._waiting())
         most = packed + self._originals + merged + max(stacked + workspace, results + added + packing)
         size = self._run.collective.size
         serial, shared = (number * cost for cost in assignment.algorithm.costs(num_rows, num_channels))
         moment = Moment(
             "solve",
             ", ".join(name for group in groups for name in group.members),
-            waiting=large,
-            fixed=small,
-            statistics=_nbytes_of(self._statistics.values()),
+            waiting=held.waiting,
+            fixed=held.fixed,
+            statistics=held.statistics,
             workspace=most,
             work={"solve": serial + shared / size, "packing": number * num_rows * num_channels / size},
         )
@@ -248,17 +265,16 @@ class _Meter:
 
     def write(self, subgraph: Subgraph, packed: int) -> Moment:
         """The moment at which a subgraph's shard, with `packed` bytes of modules, is read back tensor by tensor."""
-        large, small = (sum(sizes) for sizes in self._waiting())
-        tensors = _tensors(self._root, subgraph)
+        held, tensors = self.held(), _tensors(self._root, subgraph)
         kept = [
             tensor.nbytes for name, tensor in tensors.items() if name.removesuffix(".weight") not in subgraph.solved
         ]
         copied = sum(kept) if self._run.flow.device.type != "cpu" else 0
         return Moment(
             "write",
-            waiting=large,
-            fixed=small,
-            statistics=_nbytes_of(self._statistics.values()),
+            waiting=held.waiting,
+            fixed=held.fixed,
+            statistics=held.statistics,
             workspace=packed + self._originals + copied + max([*kept, packed]),
             work={"writing": (packed + sum(kept)) / self._run.collective.size},
         )
@@ -316,9 +332,15 @@ class _Meter:
             if source in run.flow.masks
         ]
         beside = partial(differences, values=values, root=self._root, reference=self._flow.reference)
-        with observing(self._root, sources, values, {}, self._statistics, beside):
+        others = [source for source in sources if source.rows is None]
+        with observing(self._root, others, values, {}, self._statistics, beside):
             copied = torch.empty(max(masked, default=0), dtype=torch.uint8)
             yield
+        for source, number in one_of_each(sources, values):
+            before = Counter(self._work.work)
+            with observing(self._root, [source], values, {}, self._statistics, beside):
+                pass
+            self._work.work.update(times(self._work.work - before, number - 1))
         del copied
 
     def _quantize_inputs(self, step: Step) -> None:

@@ -1,17 +1,19 @@
-"""Layers that are alike: what was found out about one holds for the next, node by node.
+"""Layers and experts that are alike: what was found out about one holds for the next, node by node.
 
 Alike are two subgraphs, one behind the other, whose nodes do the same with values of the same sizes, read what
 corresponds, are observed and solved alike, and are followed by readers at the same distance.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import torch
 from torch import Tensor, fx, nn
 
+from lightning_compress.calibration.flow import Values
 from lightning_compress.calibration.loop import Calibration
 from lightning_compress.graph.compat import pytree
+from lightning_compress.graph.experts import sizes_of
 from lightning_compress.graph.leaf import Leaf
 from lightning_compress.graph.shadow import Key, Shadow
 from lightning_compress.graph.stages import Group, Rows, Source, Step
@@ -150,3 +152,16 @@ def _signature(node: fx.Node) -> list[object]:
         else str(leaf)
         for leaf in pytree.tree_leaves(node.meta.get("val"))
     ]
+
+
+def one_of_each(sources: Sequence[Source], values: Values) -> list[tuple[Source, int]]:
+    """Of the sources that are rows of a value, one of every number of rows, with how many have it."""
+    found: dict[tuple[object, ...], list[Source]] = {}
+    for source in (each for each in sources if each.rows is not None):
+        assert source.rows is not None
+        token, counts = values[source.rows.token], values[source.rows.counts]
+        assert isinstance(token, Tensor)
+        assert isinstance(counts, Tensor)
+        size = sizes_of(counts, len(token))[source.rows.expert]
+        found.setdefault((source.node, source.rows.counts, size), []).append(source)
+    return [(alike[0], len(alike)) for alike in found.values()]

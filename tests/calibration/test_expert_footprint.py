@@ -17,7 +17,7 @@ def test_never_less_than_the_run_takes_and_not_much_more(schedule: str) -> None:
     config = Qwen3MoeConfig(**sizes, **heads, num_hidden_layers=2, num_experts=8, num_experts_per_tok=2)
     batches = [{"input_ids": torch.randint(0, 64, (8, 128))} for _ in range(3)]
     job = prepare(Qwen3MoeForCausalLM(config).eval(), batches, recipe(4, group_size=64), schedule=schedule)
-    with job.experts.in_place():
+    with job.modules.in_place():
         table = table_of(job)
         ours, theirs = foreseen(table, 0, [0] * len(table)), taken(job)
     assert all(one >= other for one, other in zip(ours, theirs, strict=True)), (ours, theirs)
