@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, islice
+from itertools import accumulate
 
 import sympy
 import torch
@@ -32,7 +32,7 @@ from lightning_compress.calibration.flow import Values, run_step
 from lightning_compress.calibration.loop import Calibration
 from lightning_compress.calibration.observe import Statistics, begin_statistics, observing
 from lightning_compress.calibration.reference import differences
-from lightning_compress.calibration.repeats import one_of_each, repeated
+from lightning_compress.calibration.repeats import of_another, one_of_each, repeated
 from lightning_compress.calibration.solve import bytes_together, stacked_groups
 from lightning_compress.calibration.stand_ins import LikeQuantizing, failures_allowed
 from lightning_compress.errors import BudgetError
@@ -73,7 +73,7 @@ def footprint(run: Calibration, batches: Sequence[Sequence[Tensor]]) -> tuple[Ne
         for index, subgraph in enumerate(run.flow.subgraphs):
             before, start = start, meter.cached
             if meter.repeats(index, before):
-                rows.append(_of_another(rows[-1], subgraph, meter.brought(subgraph)))
+                rows.append(of_another(rows[-1], subgraph, meter.brought(subgraph)))
                 number += len(subgraph.steps)
                 continue
             moments: list[Moment] = []
@@ -82,12 +82,14 @@ def footprint(run: Calibration, batches: Sequence[Sequence[Tensor]]) -> tuple[Ne
                 moments += meter.run(step, number, packed)
                 together = bytes_together(step.solve, run.flow.root) if run.collective.size > 1 else 0
                 held = meter.held() if step.solve else NOTHING
+                solves: list[Moment] = []
                 for groups in stacked_groups(step.solve, run.flow.root, run.resolved):
                     solve, size = meter.solve(groups, packed + together, held)
-                    moments.append(solve)
+                    solves.append(solve)
                     packed += size
                     for group in groups:
                         meter.keep(group, index)
+                moments += _as_one(solves)
                 meter.forget(step)
                 number += 1
             moments.append(meter.write(subgraph, packed))
@@ -355,14 +357,14 @@ class _Meter:
         return bindings(self._run.flow.traced, self._largest)
 
 
-def _of_another(row: Needs, subgraph: Subgraph, brought: int) -> Needs:
-    """The row of a subgraph that is like the one whose row is given."""
-    members = iter([name for step in subgraph.steps for group in step.solve for name in group.members])
-    moments = (
-        replace(each, of=", ".join(islice(members, each.of.count(", ") + 1))) if each.what == "solve" else each
-        for each in row.moments
-    )
-    return Needs(subgraph.name, brought, tuple(moments))
+def _as_one(solves: Sequence[Moment]) -> list[Moment]:
+    """Solves with the same beside them, as the one that takes the most."""
+    if not solves:
+        return []
+    most, work = max(solves, key=lambda each: each.workspace), Counter[str]()
+    for each in solves:
+        work.update(each.work)
+    return [replace(most, of=", ".join(each.of for each in solves), work=dict(work))]
 
 
 def _numel(batch: Sequence[Tensor]) -> int:

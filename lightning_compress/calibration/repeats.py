@@ -5,6 +5,8 @@ corresponds, are observed and solved alike, and are followed by readers at the s
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
 from typing import Any, final
 
 import torch
@@ -16,8 +18,9 @@ from lightning_compress.graph.compat import pytree
 from lightning_compress.graph.experts import sizes_of
 from lightning_compress.graph.leaf import Leaf
 from lightning_compress.graph.shadow import Key, Shadow
-from lightning_compress.graph.stages import Group, Rows, Source, Step
+from lightning_compress.graph.stages import Group, Rows, Source, Step, Subgraph
 from lightning_compress.graph.values import expression
+from lightning_compress.memory.budget import Needs
 
 NUMBERS = ("layer_idx", "layer_id")
 """Attributes of modules that say no more than which layer they are."""
@@ -165,3 +168,13 @@ def one_of_each(sources: Sequence[Source], values: Values) -> list[tuple[Source,
         size = sizes_of(counts, len(token))[source.rows.expert]
         found.setdefault((source.node, source.rows.counts, size), []).append(source)
     return [(alike[0], len(alike)) for alike in found.values()]
+
+
+def of_another(row: Needs, subgraph: Subgraph, brought: int) -> Needs:
+    """The row of a subgraph that is like the one whose row is given."""
+    members = iter([name for step in subgraph.steps for group in step.solve for name in group.members])
+    moments = (
+        replace(each, of=", ".join(islice(members, each.of.count(", ") + 1))) if each.what == "solve" else each
+        for each in row.moments
+    )
+    return Needs(subgraph.name, brought, tuple(moments))
