@@ -19,6 +19,8 @@ from transformers import (
     Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    OpenAIGPTConfig,
+    OpenAIGPTLMHeadModel,
 )
 
 from lightning_compress import load_compressed
@@ -109,6 +111,16 @@ def test_gpt2_with_quantized_inputs(tmp_path: Path) -> None:
     assert len(model.transformer.h[0].attn.c_attn._forward_pre_hooks) == 1
     loaded = load_compressed(gpt2(), tmp_path / "out")
     assert torch.equal(loaded(**batches[0]).logits, model(**batches[0]).logits)
+
+
+@pytest.mark.filterwarnings("ignore::lightning_compress.export.verify.ReadBackWarning")
+def test_transformers_refuses_what_it_would_initialize(tmp_path: Path) -> None:
+    """It would take the matrices of this model for missing. Seen to fail: without `dequantize`."""
+    torch.manual_seed(0)
+    model = OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=VOCAB, n_embd=32, n_layer=1, n_head=2, n_positions=32))
+    compress(model.eval(), ragged_batches(), recipe(4, group_size=16), tmp_path / "out")
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        OpenAIGPTLMHeadModel.from_pretrained(tmp_path / "out")
 
 
 def gemma() -> Gemma3ForCausalLM:
