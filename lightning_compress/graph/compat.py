@@ -21,6 +21,7 @@ from typing import Any
 
 import sympy
 import torch
+from sympy.logic.boolalg import Boolean
 from torch import Tensor, fx, nn
 from torch import distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -28,7 +29,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._guards import SLoc
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import (
     PreDispatchTorchFunctionMode,
     ProxyTorchDispatchMode,
@@ -40,10 +41,12 @@ from torch.fx.experimental.proxy_tensor import (
     track_tensor_tree,
 )
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as GuardOnDataDependentSymNode
 from torch.utils import _python_dispatch, _pytree
 from transformers import masking_utils
 
 from lightning_compress.graph.configs import configs_of
+from lightning_compress.graph.restore import assigned
 from lightning_compress.graph.values import SYMBOLIC_TYPES, map_nested
 
 pytree = _pytree
@@ -144,6 +147,16 @@ class Shapes(ShapeEnv):
         self.decisions: list[sympy.Basic] = []
         self.inside_operation: Callable[[], bool] = lambda: False
         self.equalities_allowed = True
+        self.decide: Callable[[sympy.Basic], bool | None] = lambda condition: None
+
+    def evaluate_expr(self, orig_expr: sympy.Basic, *args: Any, **kwargs: Any) -> sympy.Basic:
+        """As in torch; what depends on values is asked of `decide`, which may leave it undecided."""
+        try:
+            return super().evaluate_expr(orig_expr, *args, **kwargs)
+        except GuardOnDataDependentSymNode:
+            if orig_expr.is_Symbol or not isinstance(orig_expr, Boolean) or (outcome := self.decide(orig_expr)) is None:
+                raise
+            return sympy.true if outcome else sympy.false
 
     def _get_stack_summary(self, is_debug: bool = False, framework_loc: str | None = None) -> tuple[SLoc, str]:
         return SLoc(framework_loc, None), ""  # the real one imports all of torch's compiler (0.4 s)
@@ -214,7 +227,7 @@ def recording(recorder: Recorder) -> Iterator[None]:
     with ExitStack() as stack:
         for logger in ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes"):
             # they log a failure at length before raising it, and failing is how fallbacks are found
-            stack.enter_context(_assigned(logging.getLogger(logger), "disabled", True))
+            stack.enter_context(assigned(logging.getLogger(logger), "disabled", True))
         stack.enter_context(torch.no_grad())
         stack.enter_context(recorder.fake_mode)
         stack.enter_context(enable_python_dispatcher())
@@ -232,6 +245,13 @@ def not_recording() -> Iterator[None]:
 
 
 @contextmanager
+def on_real_tensors() -> Iterator[None]:
+    """Within `recording`: operations run on real tensors, and leave no trace."""
+    with not_recording(), unset_fake_temporarily():
+        yield
+
+
+@contextmanager
 def deciding_nothing(shapes: Shapes) -> Iterator[None]:
     """Within: conditions on sizes are evaluated for the traced batch and not kept; an equality raises.
 
@@ -241,7 +261,7 @@ def deciding_nothing(shapes: Shapes) -> Iterator[None]:
         SpecializedSizeError: at the first equality that is not true for all sizes.
     """
     kept = len(shapes.decisions)
-    with shapes.suppress_guards(), _assigned(shapes, "equalities_allowed", False):
+    with shapes.suppress_guards(), assigned(shapes, "equalities_allowed", False):
         yield
     del shapes.decisions[kept:]
 
@@ -339,22 +359,12 @@ def replace_by_fakes(root: nn.Module, fake_mode: FakeTensorMode, device: torch.d
 
 
 @contextmanager
-def _assigned(target: Any, name: str, value: object) -> Iterator[None]:
-    before = getattr(target, name)
-    setattr(target, name, value)
-    try:
-        yield
-    finally:
-        setattr(target, name, before)
-
-
-@contextmanager
 def without_cache(root: nn.Module) -> Iterator[None]:
     """Within: the models inside `root` keep no key/value cache."""
     with ExitStack() as stack:
         for config in configs_of(root):
             if getattr(config, "use_cache", None):
-                stack.enter_context(_assigned(config, "use_cache", False))
+                stack.enter_context(assigned(config, "use_cache", False))
         yield
 
 
@@ -371,13 +381,13 @@ def traceable_transformers(root: nn.Module, *, packed_sequences: bool) -> Iterat
     """Within: transformers takes the branches it takes on real, unpacked data, and runs experts without a loop."""
     with ExitStack() as stack:
         # as broadcast over index tensors, not as vmap: its indexing operator cannot be recorded before dispatch
-        stack.enter_context(_assigned(masking_utils, "_vmap_expansion_sdpa", _mask_by_broadcast))
-        stack.enter_context(_assigned(masking_utils, "TransformGetItemToIndex", nullcontext))
+        stack.enter_context(assigned(masking_utils, "_vmap_expansion_sdpa", _mask_by_broadcast))
+        stack.enter_context(assigned(masking_utils, "TransformGetItemToIndex", nullcontext))
         if not packed_sequences:
-            stack.enter_context(_assigned(masking_utils, "find_packed_sequence_indices", lambda position_ids: None))
+            stack.enter_context(assigned(masking_utils, "find_packed_sequence_indices", lambda position_ids: None))
         for config in configs_of(root):
             if hasattr(config, "_experts_implementation_internal"):
-                stack.enter_context(_assigned(config, "_experts_implementation_internal", "batched_mm"))
+                stack.enter_context(assigned(config, "_experts_implementation_internal", "batched_mm"))
         yield
 
 

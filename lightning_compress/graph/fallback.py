@@ -2,7 +2,8 @@
 
 In this order: a leaf's output shape is found in another way (see `record`); the module that failed, and all of its
 class, become single calls, unless that hid everything; a number of rows that the model insists on becomes a constant;
-a method that was running becomes a single call (see `methods`); any other size becomes a constant.
+a method that was running becomes a single call (see `methods`); any other size becomes a constant; the branches that
+values decide are those that all batches take (see `decisions`).
 """
 
 import warnings
@@ -12,6 +13,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from lightning_compress.errors import UntraceableModelError
+from lightning_compress.graph.compat import GuardOnDataDependentSymNode
 from lightning_compress.graph.methods import Behaviour, Method, behaviour, running_methods
 from lightning_compress.graph.observed import observe
 from lightning_compress.graph.record import Body, Cut
@@ -91,6 +93,9 @@ def fall_back(
         told = [Fallback(left[0], f"recorded as a single call: {reason}")]
         # what is seen anew: calls within it are its own from now on
         return replace(cut, methods={**cut.methods, left[0]: method}, observed={}), fixed, told
+    if isinstance(failure.error, GuardOnDataDependentSymNode) and not cut.decides:
+        told = [Fallback(name, f"it takes the branches that all batches take: {reason}")]
+        return replace(cut, decides=True), fixed, told
     raise untraceable(root, failure)
 
 

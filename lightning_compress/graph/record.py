@@ -59,6 +59,7 @@ class Cut:
         observed: what real runs of two batches told of leaves and methods, call by call.
         methods: of containers, single calls too, with bodies that are observed.
         given_up: methods that cannot be.
+        decides: branches that values decide are taken as all batches take them.
     """
 
     leaves: Mapping[str, nn.Module]
@@ -68,6 +69,7 @@ class Cut:
     observed: Mapping[str, tuple[Sequence[Any], Sequence[Any]]]
     methods: Mapping[str, Method] = field(default_factory=dict)
     given_up: frozenset[str] = frozenset()
+    decides: bool = False
 
 
 @dataclass

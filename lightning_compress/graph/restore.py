@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 
@@ -25,3 +26,14 @@ def attributes_restored(root: nn.Module) -> Iterator[None]:
             for container, content in contents:
                 container.clear()
                 container.update(content)
+
+
+@contextmanager
+def assigned(target: Any, name: str, value: object) -> Iterator[None]:
+    """Within: an attribute has this value."""
+    before = getattr(target, name)
+    setattr(target, name, value)
+    try:
+        yield
+    finally:
+        setattr(target, name, before)

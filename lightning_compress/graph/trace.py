@@ -24,6 +24,7 @@ from torch import Tensor, fx, nn
 
 from lightning_compress.graph import compat
 from lightning_compress.graph.configs import is_encoder_decoder
+from lightning_compress.graph.decisions import Decision, decide
 from lightning_compress.graph.fallback import (
     Failure,
     Fallback,
@@ -79,6 +80,7 @@ class Traced:
         fallbacks: what could not be recorded as asked.
         outputs: key path of each tensor the step returned, in the order of the output node's arguments.
         guards: what has to hold of the sizes for this graph to be the path the model takes.
+        decisions: likewise of the values.
     """
 
     graph: fx.Graph
@@ -88,6 +90,7 @@ class Traced:
     fallbacks: tuple[Fallback, ...]
     outputs: tuple[str, ...] = ()
     guards: tuple[sympy.Basic, ...] = ()
+    decisions: tuple[Decision, ...] = ()
 
 
 def trace(
@@ -117,13 +120,8 @@ def trace(
         UntraceableModelError: not even fallbacks help; names the module and the remedy.
     """
     tensors, structure = flatten_batch(batch)
-    made = partial(
-        synthesize,
-        structure.paths,
-        tensors,
-        separate_decoder=is_encoder_decoder(root),
-        others=[flatten_batch(other)[0] for other in others],
-    )
+    others_flat = [flatten_batch(other)[0] for other in others]
+    made = partial(synthesize, structure.paths, tensors, separate_decoder=is_encoder_decoder(root), others=others_flat)
     cut = _first_cut(root, leaf_names, boundary_names)
     lengths = frozenset(
         (index, dim) for index, dims in enumerate(made()[0].dynamic) for dim, free in enumerate(dims) if free and dim
@@ -135,7 +133,7 @@ def trace(
             batches = made(fixed=fixed)
             runs = [partial(_run, root, step, structure, each, onloading) for each in batches]
             cut = with_observations(root, cut, runs, can_run=onloading is not None)
-            outcome = _attempt(root, step, cut, structure, batches)
+            outcome = _attempt(root, step, cut, structure, batches, others_flat or [tensors])
             if isinstance(outcome, Traced) and violated_guards(outcome, batch) and lengths - fixed:
                 reason = f"the graph serves batches of one length only: {violated_guards(outcome, batch)[0]}"
                 fallbacks[""] = Fallback("", reason)
@@ -196,7 +194,12 @@ def _holders(root: nn.Module, chosen: set[int]) -> set[int]:
 
 
 def _attempt(
-    root: nn.Module, step: Callable[[Any], Any], cut: Cut, structure: Structure, batches: tuple[Synthetic, Synthetic]
+    root: nn.Module,
+    step: Callable[[Any], Any],
+    cut: Cut,
+    structure: Structure,
+    batches: tuple[Synthetic, Synthetic],
+    real: Sequence[Sequence[Tensor]],
 ) -> Traced | Failure:
     fake_mode = compat.new_fake_mode(cached=len(cut.boundaries) >= _LAYERS_TO_CACHE)
     synthetic, second = batches
@@ -212,6 +215,9 @@ def _attempt(
         recorder = compat.Recorder(compat.replace_by_fakes(root, fake_mode), fake_mode)
         attempt = Attempt(cut, recorder, frozenset(other), symbolic_sizes(inputs), other)
         recorder.before_node = attempt.check_sizes
+        decisions: dict[sympy.Basic, Decision] = {}
+        if cut.decides:
+            compat.shapes_of(fake_mode).decide = partial(decide, recorder, real, decisions)
         try:
             replaced = compat.calls_replaced({**cut.leaves, **cut.containers}, attempt.wrap)
             with replaced, methods_replaced(cut.methods, attempt.wrap_method), compat.recording(recorder):
@@ -225,10 +231,19 @@ def _attempt(
             fixed = _dimensions(inputs, error)
             rows = any(dim == 0 and inputs[i].ndim == 2 and not inputs[i].is_floating_point() for i, dim in fixed)
             return Failure(name, error, fixed, rows)
-    decisions = dict.fromkeys(compat.shapes_of(fake_mode).decisions)
-    guards = tuple(condition for condition in decisions if condition.free_symbols <= attempt.symbols)
+    conditions = dict.fromkeys(compat.shapes_of(fake_mode).decisions)
+    guards = tuple(condition for condition in conditions if condition.free_symbols <= attempt.symbols)
     spans = _tidy(recorder.graph, attempt.spans)
-    return Traced(recorder.graph, spans, structure.paths, recorder.constants, (), returned.paths, guards)
+    return Traced(
+        recorder.graph,
+        spans,
+        structure.paths,
+        recorder.constants,
+        (),
+        returned.paths,
+        guards,
+        tuple(decisions.values()),
+    )
 
 
 def _tidy(graph: fx.Graph, spans: Sequence[tuple[str, Sequence[fx.Node]]]) -> tuple[Span, ...]:
@@ -298,4 +313,7 @@ def violated_guards(traced: Traced, batch: Any) -> list[str]:
     for guard in traced.guards:
         if guard.xreplace({symbol: sympy.Integer(size) for symbol, size in values.items()}) == sympy.false:
             problems.append(f"its sizes do not satisfy {guard}")
+    if not problems:
+        wrong = [decision for decision in traced.decisions if not decision.holds(tensors)]
+        problems += [f"by its values {each.condition} is {not each.outcome}" for each in wrong]
     return problems

@@ -103,7 +103,7 @@ def test_a_method_whose_result_no_graph_holds_is_given_up() -> None:
 def test_what_has_no_method_of_its_own_is_refused() -> None:
     class Root(Reading):
         def forward(self, x: Tensor, ids: Tensor) -> dict[str, Tensor]:
-            return Toy.forward(self, x if ids.sum() > 0 else -x, ids)
+            return Toy.forward(self, x if x.sum() > self.scale else -x, ids)
 
     with pytest.raises(UntraceableModelError, match=r"the model itself \(Root\).* module of its own"):
         traced(Root(), toy_batch(2, 9), boundary_names=[])
