@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 Batch = dict[str, Tensor]
 
@@ -85,7 +85,10 @@ def read_case() -> Case:
 def run(tool: str, case: Case, solve: Solve) -> None:
     """Loads, solves (timed), evaluates if asked, and prints the results as JSON."""
     torch.set_num_threads(case.threads)
-    model = AutoModelForCausalLM.from_pretrained(case.model, dtype=torch.float32).eval()
+    # some versions of transformers run Gemma 2 with an attention that leaves its softcapping out
+    has_cap = getattr(AutoConfig.from_pretrained(case.model), "attn_logit_softcapping", None) is not None
+    options = {"attn_implementation": "eager"} if has_cap else {}
+    model = AutoModelForCausalLM.from_pretrained(case.model, dtype=torch.float32, **options).eval()
     tokens = torch.load(case.tokens)
     rows = [{"input_ids": row} for row in tokens["calibration"][: case.num_samples]]
     assert len(rows) == case.num_samples, f"{case.tokens} holds {len(rows)} calibration samples only"

@@ -53,7 +53,7 @@ def solve(model: PreTrainedModel, loader: DataLoader[Batch], case: Case) -> None
         memory=MemoryConfig(activation_budget=case.activation_budget),
     )
     job = prepare_job(model, collect(loader), settings, torch.device("cpu"))
-    with calibrating(job.target.root), job.experts.in_place():
+    with calibrating(job.target.root), job.modules.in_place():
         for _ in calibrate(job.run, Unpacked()):
             pass
 

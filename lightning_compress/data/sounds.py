@@ -15,8 +15,11 @@ from lightning_compress.errors import CalibrationDataError
 
 def undecoded(rows: datasets.Dataset, column: str) -> datasets.Dataset:
     """A data set whose sounds are left as they are stored: decoding is `decoded`'s affair."""
-    if isinstance(rows.features[column], datasets.Audio):
-        return rows.cast_column(column, datasets.Audio(decode=False))
+    kind, stored = rows.features[column], datasets.Audio(decode=False)
+    if isinstance(kind, datasets.Audio):
+        return rows.cast_column(column, stored)
+    if isinstance(getattr(kind, "feature", None), datasets.Audio):  # a list of them
+        return rows.cast_column(column, type(kind)(stored))
     return rows
 
 
@@ -33,8 +36,7 @@ def decoded(sound: Any, rate: int, folder: Path) -> np.ndarray:
         CalibrationDataError: it is nothing of this kind, or a file that cannot be read; or `soundfile` is missing.
     """
     if isinstance(sound, Mapping) and sound.get("array") is not None:
-        samples, given = np.asarray(sound["array"], dtype=np.float32), int(sound["sampling_rate"])
-        samples = samples.mean(int(np.argmin(samples.shape))) if samples.ndim == 2 else samples
+        samples, given = _samples(sound)
     else:
         samples, given = _read(sound, folder)
     if samples.ndim != 1 or not len(samples):
@@ -43,6 +45,22 @@ def decoded(sound: Any, rate: int, folder: Path) -> np.ndarray:
         )
     shared = gcd(rate, given)
     return samples if rate == given else resample_poly(samples, rate // shared, given // shared).astype(np.float32)
+
+
+def _samples(sound: Mapping[str, Any]) -> tuple[np.ndarray, int]:
+    rate = sound.get("sampling_rate")
+    try:
+        samples = np.asarray(sound["array"])
+    except ValueError as error:
+        raise CalibrationDataError(f"The samples of a sound are no array: {error}") from error
+    if not isinstance(rate, int) or rate <= 0:
+        raise CalibrationDataError(f"A sound has the sampling_rate {rate!r}; it has to be samples per second.")
+    if samples.dtype in (np.int16, np.int32):
+        samples = samples / (np.iinfo(samples.dtype).max + 1)
+    if samples.dtype.kind != "f":
+        raise CalibrationDataError(f"A sound has samples of {samples.dtype}; they have to be float, or int16 or int32.")
+    samples = samples.astype(np.float32)
+    return samples.mean(int(np.argmin(samples.shape))) if samples.ndim == 2 else samples, rate
 
 
 def _read(sound: Any, folder: Path) -> tuple[np.ndarray, int]:

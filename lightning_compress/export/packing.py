@@ -143,10 +143,9 @@ def quantization_config(resolved: ResolvedRecipe, root: nn.Module, rename: Mappi
     )
     dumped: dict[str, object] = config.model_dump(mode="json")
     scheme = schemes[0][0]
-    if (
-        len(schemes) == 1
-        and scheme.input_activations is None
-        and (_packs_zero_points(scheme) or _has_other_forms(root, resolved) or _initializes_packed(root, resolved))
+    is_alone = len(schemes) == 1 and scheme.input_activations is None
+    if _has_other_forms(root, resolved) or (
+        is_alone and (_packs_zero_points(scheme) or _initializes_packed(root, resolved))
     ):
         dumped["dequantize"] = True
     return dumped

@@ -5,10 +5,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import final
 
+import torch
 from torch import fx
 
 from lightning_compress.graph.compat import SIZE_READERS
-from lightning_compress.graph.stages import aliased
+
+_OPERATOR = type(torch.ops.aten.add.Tensor)
+
+
+def aliased(node: fx.Node) -> list[tuple[fx.Node, bool]]:
+    """Values whose memory an operation's result may share, each with whether the operation writes to it."""
+    if not isinstance(node.target, _OPERATOR):
+        return []
+    found = []
+    for number, declared in enumerate(node.target._schema.arguments):
+        value = node.args[number] if number < len(node.args) else node.kwargs.get(declared.name)
+        if declared.alias_info is not None and isinstance(value, fx.Node):
+            found.append((value, declared.alias_info.is_write))
+    return found
 
 
 @final

@@ -32,6 +32,7 @@ from math import prod
 import torch
 from torch import fx
 
+from lightning_compress.graph.aliases import aliased
 from lightning_compress.graph.leaf import Grouped, takes_a_value
 from lightning_compress.graph.trace import Leaf, Traced, leaf_input
 from lightning_compress.graph.values import concrete, depends_on_values, is_symbolic
@@ -179,7 +180,6 @@ def _first_leaf(nodes: Sequence[fx.Node]) -> str:
 
 Calls = tuple[tuple[str, Source], ...]
 _WRITES = "writes"
-_OPERATOR = type(torch.ops.aten.add.Tensor)
 
 
 def _count_writes(graph: fx.Graph) -> None:
@@ -193,18 +193,6 @@ def _count_writes(graph: fx.Graph) -> None:
         for value, is_write in aliased(node):
             owners[node] = owner = owners.get(value, value)
             writes[owner] = writes.get(owner, 0) + is_write
-
-
-def aliased(node: fx.Node) -> list[tuple[fx.Node, bool]]:
-    """Values whose memory an operation's result may share, each with whether the operation writes to it."""
-    if not isinstance(node.target, _OPERATOR):
-        return []
-    found = []
-    for number, declared in enumerate(node.target._schema.arguments):
-        value = node.args[number] if number < len(node.args) else node.kwargs.get(declared.name)
-        if declared.alias_info is not None and isinstance(value, fx.Node):
-            found.append((value, declared.alias_info.is_write))
-    return found
 
 
 def quantizable_calls(node: fx.Node, quantizable: frozenset[str]) -> Calls:

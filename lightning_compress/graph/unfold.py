@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, pytorch_utils
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from lightning_compress.graph.experts import Experts, is_stack, projection_names
-from lightning_compress.recipe.forms import Conv1D, Conv2d, why_not
+from lightning_compress.recipe.forms import Conv1D, Conv2d, as_matrix, why_not
 
 Unfolding = Experts | Conv1D | Conv2d
 Named = Callable[[str, nn.Module], bool]
@@ -52,20 +52,16 @@ def unfold(root: nn.Module, named: Named = lambda name, module: False) -> Unfold
         root: the model.
         named: tells by name and module which convolutions are meant; stacked experts and `Conv1D`s always are.
     """
-    places: list[tuple[nn.Module, str, nn.Module, Unfolding]] = []
+    found: dict[nn.Module, Unfolding] = {}
     conversions: dict[str, list[object]] = {}
-    known: dict[nn.Module, Unfolding] = {}
-    for path, parent in root.named_modules():
-        for key, child in parent._modules.items():
-            if child is None:
-                continue
-            name = f"{path}.{key}" if path else key
-            if child not in known:
-                found = _unfolding(root, name, child, conversions, named)
-                if found is None:
-                    continue
-                known[child] = found
-            places.append((parent, key, child, known[child]))
+    matrices: dict[int, nn.Parameter] = {}  # of tied weights, one
+    for name, module in root.named_modules():
+        unfolding = _unfolding(root, name, module, conversions, matrices, named) if name else None
+        if unfolding is not None:
+            found[module] = unfolding
+    places: list[tuple[nn.Module, str, nn.Module, Unfolding]] = []
+    for parent in root.modules():
+        places += [(parent, key, child, found[child]) for key, child in parent._modules.items() if child in found]
     return Unfolded(tuple(places))
 
 
@@ -75,12 +71,20 @@ def unfolded(root: nn.Module, named: Named = lambda name, module: False) -> Abst
 
 
 def _unfolding(
-    root: nn.Module, name: str, module: nn.Module, conversions: dict[str, list[object]], named: Named
+    root: nn.Module,
+    name: str,
+    module: nn.Module,
+    conversions: dict[str, list[object]],
+    matrices: dict[int, nn.Parameter],
+    named: Named,
 ) -> Unfolding | None:
-    if isinstance(module, pytorch_utils.Conv1D):
-        return Conv1D(module)
-    if isinstance(module, nn.Conv2d):
-        return Conv2d(module) if named(name, module) and why_not(module) is None else None
+    if isinstance(module, pytorch_utils.Conv1D | nn.Conv2d):
+        if why_not(module) is not None or (isinstance(module, nn.Conv2d) and not named(name, module)):
+            return None
+        if id(module.weight) not in matrices:
+            matrices[id(module.weight)] = as_matrix(module)
+        matrix = matrices[id(module.weight)]
+        return Conv2d(module, matrix) if isinstance(module, nn.Conv2d) else Conv1D(module, matrix)
     if not is_stack(module):
         return None
     model_path, model = _model_around(root, name.rpartition(".")[0])

@@ -79,7 +79,13 @@ def load_model(config: DictConfig, from_disk: bool) -> tuple[nn.Module, Any]:
 def _in_memory(auto_class: Any, path: str, **options: Any) -> PreTrainedModel:
     """`from_pretrained`, but it may not make up parameters that the checkpoint lacks."""
     model: PreTrainedModel
-    model, found = auto_class.from_pretrained(path, output_loading_info=True, **options)
+    try:
+        model, found = auto_class.from_pretrained(path, output_loading_info=True, **options)
+    except RuntimeError as error:  # shapes that do not fit
+        raise CompressionError(
+            f"model.path={path}: transformers cannot load it: {error} What lightning-compress has written, it reads "
+            "with model.load=disk."
+        ) from error
     if missing := sorted(found["missing_keys"]):
         remedy = (
             "model.load=disk reads what lightning-compress has written"

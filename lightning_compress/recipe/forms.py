@@ -6,8 +6,9 @@ same memory as parameters, under the same names: a `Conv1D` (GPT-2's, which stor
 `Conv2d` a Linear of the patches that it reads.
 """
 
-from typing import cast, final
+from typing import Any, cast, final
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import pytorch_utils
@@ -17,9 +18,9 @@ from transformers import pytorch_utils
 class Conv1D(nn.Linear):
     """In place of transformers' `Conv1D`: the same function."""
 
-    def __init__(self, folded: pytorch_utils.Conv1D) -> None:
+    def __init__(self, folded: pytorch_utils.Conv1D, weight: nn.Parameter) -> None:
         super().__init__(folded.nx, folded.nf, device="meta")
-        self.weight = nn.Parameter(folded.weight.detach().t(), requires_grad=False)
+        self.weight = weight
         self.bias = folded.bias
         _share_hooks(self, folded)
 
@@ -46,12 +47,12 @@ class Conv2d(nn.Module):
 
     folded: nn.Conv2d
 
-    def __init__(self, folded: nn.Conv2d) -> None:
+    def __init__(self, folded: nn.Conv2d, weight: nn.Parameter) -> None:
         super().__init__()
-        self.__dict__.update(folded=folded)  # not a child
-        self.weight = nn.Parameter(folded.weight.detach().flatten(1), requires_grad=False)
+        self.weight = weight
         self.bias = folded.bias
         self.rows = Rows(self)
+        self.__dict__.update(folded=folded)  # not a child
         _share_hooks(self, folded)
 
     @property
@@ -66,6 +67,15 @@ class Conv2d(nn.Module):
     def joined(self, key: str, tensor: Tensor) -> Tensor:
         """A parameter as the module has it that this replaces."""
         return tensor.view(self.folded.weight.shape) if key == "weight" else tensor
+
+    def __getattr__(self, name: str) -> Any:
+        """What else a convolution has: models read its stride."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "folded" not in self.__dict__:  # while it is copied
+                raise
+            return getattr(self.folded, name)
 
     def forward(self, image: Tensor) -> Tensor:
         """Of images [B, C, H, W] or [C, H, W]."""
@@ -126,9 +136,38 @@ def why_not(module: nn.Module) -> str | None:
         return "it changes its weight when it is called (max_norm)"
     if isinstance(module, nn.Conv2d) and module.groups > 1:
         return f"its {module.groups} groups of channels are as many matrices"
+    if isinstance(module, nn.Conv2d | pytorch_utils.Conv1D | nn.Embedding) and "weight" not in module._parameters:
+        return "its weight is computed from other parameters"
+    if isinstance(module, nn.Conv2d | pytorch_utils.Conv1D) and not _is_as_it_says(module):
+        return "its class has a forward of its own"
     if isinstance(module, Storable):
         return None
     return "only Linear, transformers' Conv1D, Embedding and Conv2d can be quantized"
+
+
+def _is_as_it_says(module: nn.Conv2d | pytorch_utils.Conv1D) -> bool:
+    """Whether a class that is derived from a known one computes the same."""
+    known = nn.Conv2d if isinstance(module, nn.Conv2d) else pytorch_utils.Conv1D
+    names = [name for name in ("forward", "_conv_forward") if hasattr(known, name)]
+    has_own = "forward" in module.__dict__
+    return not has_own and all(getattr(type(module), name) is getattr(known, name) for name in names)
+
+
+def origin(parameter: Tensor) -> Tensor:
+    """The parameter of the model that this one is a view of, or itself."""
+    found: Tensor = getattr(parameter, "origin", parameter)
+    return found
+
+
+def as_matrix(folded: nn.Conv2d | pytorch_utils.Conv1D) -> nn.Parameter:
+    """The weight of a module as a matrix [O, I], a view of it."""
+    with torch.no_grad():
+        if isinstance(folded, nn.Conv2d) and not folded.weight.is_contiguous():  # channels last: no view would do
+            folded.weight.data = folded.weight.data.contiguous()
+    weight = folded.weight.detach()
+    view = nn.Parameter(weight.flatten(1) if isinstance(folded, nn.Conv2d) else weight.t(), requires_grad=False)
+    view.origin = folded.weight  # type: ignore[attr-defined]
+    return view
 
 
 def _share_hooks(module: nn.Module, folded: nn.Module) -> None:

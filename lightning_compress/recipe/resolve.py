@@ -18,7 +18,7 @@ from lightning_compress.algorithms.rtn import Rtn
 from lightning_compress.errors import NonFiniteError, UnsupportedModelError
 from lightning_compress.recipe.config import Modifier, Recipe
 from lightning_compress.recipe.defaults import left_alone, output_embeddings
-from lightning_compress.recipe.forms import Quantizable, classes, why_not
+from lightning_compress.recipe.forms import Quantizable, classes, origin, why_not
 
 OUTPUT_EMBEDDING = "lm_head"
 _WEIGHT_STRATEGIES = (QuantizationStrategy.TENSOR, QuantizationStrategy.CHANNEL, QuantizationStrategy.GROUP)
@@ -216,6 +216,8 @@ def _check_scheme(scheme: QuantizationScheme) -> None:
 
 def _quantizable(name: str, module: nn.Module) -> Quantizable:
     reason = why_not(module)
+    if reason is None and not isinstance(module, Quantizable):
+        reason = "it is the whole model; wrap it in a module"
     if isinstance(module, Quantizable) and reason is None:
         return module
     raise UnsupportedModelError(
@@ -273,11 +275,12 @@ def _check_matched(
 def _check_ties(assignments: Mapping[str, Assignment], root: nn.Module) -> None:
     owners: dict[int, list[str]] = {}
     for name, parameter in root.named_parameters(remove_duplicate=False):
-        owners.setdefault(id(parameter), []).append(name)
+        owners.setdefault(id(origin(parameter)), []).append(name)
     modules = dict(root.named_modules(remove_duplicate=False))
     for name in assignments:
         weight = modules[name].weight
-        tied = [other for other in owners.get(id(weight), []) if modules[other.rpartition(".")[0]] is not modules[name]]
+        same = owners.get(id(origin(weight)), [])
+        tied = [other for other in same if modules[other.rpartition(".")[0]] is not modules[name]]
         if tied:
             raise UnsupportedModelError(
                 f"{name} (shape {list(weight.shape)}) shares its weight with {', '.join(tied)}, so it cannot be "

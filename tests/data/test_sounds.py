@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import Wav2Vec2FeatureExtractor, WhisperFeatureExtractor
 
 from lightning_compress.data import calibration_batches, load_data_config
-from lightning_compress.data.sounds import decoded
+from lightning_compress.data.sounds import decoded, undecoded
 from lightning_compress.errors import CalibrationDataError
 
 RATE = 16000
@@ -125,3 +125,29 @@ def test_bad_input(recordings: Path) -> None:
     ):
         with pytest.raises(CalibrationDataError, match=message):
             batches(recordings, processor, **given)
+
+
+def test_samples_of_integers(tmp_path: Path) -> None:
+    samples = (tone() * 32768).astype(np.int16)
+    found = decoded({"array": samples, "sampling_rate": RATE}, RATE, tmp_path)
+    np.testing.assert_allclose(found, tone(), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("sound", "message"),
+    [
+        ({"array": [0.5, 0.1]}, "has the sampling_rate None"),
+        ({"array": [[0.5], [0.1, 0.2]], "sampling_rate": RATE}, "are no array"),
+        ({"array": [1, 2, 3], "sampling_rate": RATE}, "samples of int64"),
+    ],
+)
+def test_samples_that_are_none(sound: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(CalibrationDataError, match=message):
+        decoded(sound, RATE, tmp_path)
+
+
+def test_lists_of_stored_sounds(recordings: Path) -> None:
+    files = [[str(recordings.parent / f"{number}.wav")] for number in range(3)]
+    rows = datasets.Dataset.from_dict({"sound": files}).cast_column("sound", datasets.List(datasets.Audio()))
+    rows = undecoded(rows, "sound")
+    assert [sound["path"] for sound in rows[0]["sound"]] == files[0]

@@ -91,3 +91,44 @@ def test_what_takes_more_than_the_batch(by: str) -> None:
     model.condition = lambda x: (model.second.weight if by == "weights" else model.second(x)).sum() > 0
     with pytest.raises(UntraceableModelError, match="data-dependent"):
         graph_of(model, torch.rand(4, 8), [])
+
+
+def masked(x: Tensor) -> bool:
+    """A mask that is written to through a view."""
+    mask = torch.zeros_like(x)
+    mask[:, 0] = x[:, 0]
+    return bool((mask > 0).any())
+
+
+def test_writes_through_views() -> None:
+    """Seen to fail: with the writes that nobody reads left out."""
+    model, batches = Branching(masked).eval(), [torch.rand(rows, 8) + 0.5 for rows in (4, 3)]
+    traced = graph_of(model, batches[0], batches)
+    assert torch.equal(output(traced, model, batches[1]), model(batches[1]))  # type: ignore[arg-type]
+    assert violated_guards(traced, -batches[0])
+
+
+def test_batches_stay_as_they_are() -> None:
+    """A model may write to its inputs before it asks. Seen to fail: without copies."""
+    model = Branching(lambda x: (x.mul_(2) > 0).any()).eval()
+    batch = torch.rand(4, 8)
+    kept = batch.clone()
+    traced = graph_of(model, batch, [batch])
+    violated_guards(traced, batch)
+    assert torch.equal(batch, kept)
+
+
+def test_batches_that_do_not_fit_are_named_as_ever() -> None:
+    """By their sizes, not by an error of the decision."""
+    model = Branching(CONDITIONS["bool"]).eval()
+    traced = graph_of(model, torch.rand(4, 8), [torch.rand(4, 8), torch.rand(2, 4, 8)])
+    (problem,) = violated_guards(traced, torch.rand(2, 4, 8))
+    assert "in 3 dimensions, not torch.float32 in 2" in problem
+
+
+@pytest.mark.parametrize("condition", [lambda x: x.mean().item() > 0, lambda x: torch.rand(()).item() > 0.5])
+def test_what_nobody_can_tell(condition: Condition) -> None:
+    """NaN is neither more nor less; random numbers are others on every rank."""
+    batch = torch.full((4, 8), float("nan"))
+    with pytest.raises(UntraceableModelError, match="data-dependent"):
+        graph_of(Branching(condition).eval(), batch, [batch])

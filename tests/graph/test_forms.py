@@ -1,5 +1,6 @@
 """Modules in the places of those that keep their matrices in another form: the same function, of the same memory."""
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -7,12 +8,16 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D as TransformersConv1D
 
+from lightning_compress.errors import UnsupportedModelError
 from lightning_compress.graph.execute import execute
 from lightning_compress.graph.stages import computed_nodes
 from lightning_compress.graph.trace import trace
 from lightning_compress.graph.unfold import unfold, unfolded
-from lightning_compress.recipe.forms import Conv1D, Conv2d
+from lightning_compress.recipe.forms import Conv1D, Conv2d, why_not
+from lightning_compress.recipe.load import load_recipe
+from lightning_compress.recipe.resolve import resolve
 
+SCHEME = {"weights": {"num_bits": 4, "strategy": "channel"}}
 CONVOLUTIONS: dict[str, dict[str, Any]] = {
     "patches": {"kernel_size": 4, "stride": 4},
     "padded": {"kernel_size": 3, "padding": 1},
@@ -107,3 +112,73 @@ def test_hooks_are_those_of_both() -> None:
     with unfolded(model):
         model(torch.ones(1, 4))
     assert len(seen) == 3
+
+
+def test_channels_last() -> None:
+    """No view of such a weight is a matrix, so it is laid out anew. Seen to fail: with a copy in its place."""
+    conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model = nn.Sequential(conv)
+    with unfolded(model, always), torch.no_grad():
+        model[0].get_parameter("weight").fill_(2)
+    assert conv.weight.eq(2).all()
+
+
+class Causal(nn.Conv2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(nn.functional.pad(x, (2, 0, 2, 0)))
+
+
+class Standardized(nn.Conv2d):
+    def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return super()._conv_forward(x, weight - weight.mean(), bias)
+
+
+class Doubled(TransformersConv1D):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (Causal(2, 2, 3), "a forward of its own"),
+        (Standardized(2, 2, 3), "a forward of its own"),
+        (Doubled(2, 2), "a forward of its own"),
+        (nn.utils.parametrizations.weight_norm(nn.Conv2d(2, 2, 3)), "computed from other parameters"),
+    ],
+)
+def test_what_only_looks_like_one(module: nn.Module, reason: str) -> None:
+    """Is not replaced, and refused where it is named. Seen to fail: with any subclass replaced."""
+    model = nn.Sequential(module)
+    assert not unfold(model, always).places
+    assert reason in str(why_not(module))
+
+
+def test_one_matrix_for_tied_weights() -> None:
+    model = nn.Sequential(nn.Conv2d(2, 2, 1), nn.Conv2d(2, 2, 1), TransformersConv1D(3, 2), nn.Embedding(2, 3))
+    model[1].weight = model[0].weight
+    model[3].weight = model[2].weight
+    recipe = load_recipe({"modifiers": [{"algorithm": "rtn", "scheme": SCHEME, "targets": ["Conv2d", "Conv1D"]}]})
+    with unfolded(model, always):
+        assert model[0].weight is model[1].weight
+        with pytest.raises(UnsupportedModelError, match=r"0 .* shares its weight with 1.weight"):
+            resolve(recipe, model)
+        del model[0]
+        with pytest.raises(UnsupportedModelError, match=r"1 .* shares its weight with 2.weight"):
+            resolve(recipe, model)
+
+
+def test_a_module_has_one_name() -> None:
+    """Its first one; the second reaches nothing, as with a Linear."""
+    shared = nn.Conv2d(2, 2, 1)
+    model = nn.ModuleDict({"first": shared, "second": shared})
+    assert not unfold(model, lambda name, module: name == "second").places
+    assert len(unfold(model, lambda name, module: name == "first").places) == 2
+
+
+def test_what_models_ask_of_a_convolution() -> None:
+    model = nn.Sequential(nn.Conv2d(2, 4, 3, stride=2, padding=1))
+    with unfolded(model, always):
+        assert (model[0].stride, model[0].in_channels, model[0].padding) == ((2, 2), 2, (1, 1))
+        assert deepcopy(model)[0].kernel_size == (3, 3)
+        assert not hasattr(model[0], "no_such")

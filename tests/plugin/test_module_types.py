@@ -113,12 +113,22 @@ def test_gpt2_with_quantized_inputs(tmp_path: Path) -> None:
     assert torch.equal(loaded(**batches[0]).logits, model(**batches[0]).logits)
 
 
+REFUSED: dict[str, dict[str, Any]] = {
+    "one scheme": recipe(4, group_size=16),
+    "two": {"modifiers": [modifier(4, group_size=16), modifier(8, strategy="channel", targets=["re:.*mlp"])]},
+    "inputs": recipe(scheme={"weights": INT8_CHANNEL, "input_activations": INT8_TENSOR}),
+}
+
+
 @pytest.mark.filterwarnings("ignore::lightning_compress.export.verify.ReadBackWarning")
-def test_transformers_refuses_what_it_would_initialize(tmp_path: Path) -> None:
-    """It would take the matrices of this model for missing. Seen to fail: without `dequantize`."""
+@pytest.mark.parametrize("given", REFUSED.values(), ids=REFUSED)
+def test_transformers_refuses_what_it_would_initialize(given: dict[str, Any], tmp_path: Path) -> None:
+    """It would take the matrices of this model for missing; ours reads them. Seen to fail: without `dequantize`."""
     torch.manual_seed(0)
     model = OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=VOCAB, n_embd=32, n_layer=1, n_head=2, n_positions=32))
-    compress(model.eval(), ragged_batches(), recipe(4, group_size=16), tmp_path / "out")
+    report = compress(model.eval(), ragged_batches(), given, tmp_path / "out")
+    assert report.verification is not None
+    assert report.verification.passed
     with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
         OpenAIGPTLMHeadModel.from_pretrained(tmp_path / "out")
 
