@@ -77,6 +77,8 @@ def _read(sound: Any, folder: Path) -> tuple[np.ndarray, int]:
             f"A sound is a {type(sound).__name__}; it has to be a path, the bytes of a file, or a mapping of samples "
             "({array, sampling_rate})."
         )
+    if isinstance(sound, str) and not (folder / sound).is_file():
+        raise CalibrationDataError(f"There is no file {folder / sound}.")
     try:
         file = io.BytesIO(sound) if isinstance(sound, bytes) else str(folder / sound)
         samples, given = soundfile.read(file, dtype="float32", always_2d=True)

@@ -19,7 +19,7 @@ from lightning_compress.export.checkpoint import INCOMPLETE
 from lightning_compress.export.packing import PACKED_NAMES, checkpoint_names, unpack
 from lightning_compress.graph.unfold import unfolded
 from lightning_compress.memory.files import StoredTensor, stored_tensors
-from lightning_compress.memory.source import Readable, WeightSource, tensor_loads, weight_source
+from lightning_compress.memory.source import Readable, WeightSource, is_on_meta, tensor_loads, weight_source
 
 _SCALE = ".weight_scale"
 
@@ -131,6 +131,11 @@ def load_compressed(module: nn.Module, directory: str | Path) -> nn.Module:
     if config is None:
         raise CompressionError(
             f"{directory} holds no compressed checkpoint (no config.json with a quantization_config)."
+        )
+    if is_on_meta(module):
+        raise CompressionError(
+            f"Parameters of {type(module).__name__} are on the meta device, so nothing can be loaded into them. Build "
+            "it with values, whatever they are."
         )
     stored = stored_tensors(directory)
     schemes = quantized_modules(config, stored.keys())

@@ -33,6 +33,7 @@ from lightning_compress.export.packed import load_compressed
 from lightning_compress.graph.compat import pytree
 from lightning_compress.graph.unfold import unfolded
 from lightning_compress.memory.files import INDEX
+from lightning_compress.recipe.forms import Conv1D, Conv2d
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 READ_BACK = "safetensors, each shard when it was written"
@@ -178,7 +179,11 @@ def _reload(directory: Path, root: nn.Module) -> tuple[nn.Module, str]:
                 raise CompressionError(f"it does not find {', '.join(missing[:3])} in it")
             return model.eval(), f"transformers {name}.from_pretrained"
         except Exception as error:  # whatever it is: the finding is that this reader cannot read it
-            reader += f", for {name}.from_pretrained of transformers {transformers.__version__} cannot: {error}"
+            has_other_forms = any(isinstance(module, Conv1D | Conv2d) for module in root.modules())
+            reason = (
+                "it does not know Conv1D and Conv2d packed as the Linears that they are" if has_other_forms else error
+            )
+            reader += f", for {name}.from_pretrained of transformers {transformers.__version__} cannot: {reason}"
             warnings.warn(f"The checkpoint {directory} was read back with {reader}", ReadBackWarning, stacklevel=2)
     empty = copy.deepcopy(root)
     for parameter in empty.parameters():

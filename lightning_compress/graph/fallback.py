@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from lightning_compress.errors import UntraceableModelError
-from lightning_compress.graph.compat import GuardOnDataDependentSymNode
+from lightning_compress.graph.compat import DifferentBranchesError, GuardOnDataDependentSymNode
 from lightning_compress.graph.methods import Behaviour, Method, behaviour, running_methods
 from lightning_compress.graph.observed import observe
 from lightning_compress.graph.record import Body, Cut
@@ -147,11 +147,16 @@ def _knowing(method: Method, seen: Sequence[Behaviour]) -> Method:
 def untraceable(root: nn.Module, failure: Failure) -> UntraceableModelError:
     """The error that names what failed, and the remedy."""
     where = f"{failure.module or 'the model itself'} ({_owner(root, failure.module)})"
-    error = UntraceableModelError(
-        f"cannot record {where} as a graph: {_first_line(failure.error)}. Check that the model runs on this batch; if "
-        f"it does, name a class of layers around this code in `sequential_targets`, or give the code a module of its "
-        f"own, which is then recorded as a single call."
-    )
+    checked = "Check that the model runs on this batch; if it does, "
+    if isinstance(failure.error, GuardOnDataDependentSymNode):
+        checked = "It branches on values that its layers compute, which are not known before the run: "
+    elif isinstance(failure.error, DifferentBranchesError):
+        checked = "Give batches that take the same one; or "
+    remedy = "give the code a module of its own, which is then recorded as a single call"
+    if failure.module:
+        remedy = f"name a class of layers around this code in `sequential_targets`, or {remedy}"
+    message = f"cannot record {where} as a graph: {_first_line(failure.error)}. {checked}{remedy}."
+    error = UntraceableModelError(message)
     error.__cause__ = failure.error
     return error
 

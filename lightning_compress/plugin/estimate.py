@@ -9,7 +9,7 @@ import torch
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, pytorch_utils
 
 from lightning_compress.calibration.target import find_target
 from lightning_compress.errors import CompressionError
@@ -192,7 +192,8 @@ def _saved_by_packing(model: PreTrainedModel, num_bits: int) -> int:
     """Bytes that linear weights, but the last one, have less of when they are packed, with a half-precision scale per
     group."""
     last = model.get_output_embeddings()
-    weights = [module.weight for module in model.modules() if isinstance(module, nn.Linear) and module is not last]
+    kinds = nn.Linear | pytorch_utils.Conv1D
+    weights = [module.weight for module in model.modules() if isinstance(module, kinds) and module is not last]
     packed = sum(weight.numel() * num_bits // 8 + 2 * (weight.numel() // GROUP) for weight in weights)
     return sum(weight.nbytes for weight in weights) - packed
 

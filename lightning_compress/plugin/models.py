@@ -66,7 +66,7 @@ def load_model(config: DictConfig, from_disk: bool) -> tuple[nn.Module, Any]:
     try:
         has_processor = any((Path(config.tokenizer) / name).is_file() for name in _PROCESSORS)
         auto_processor = transformers.AutoProcessor if has_processor else transformers.AutoTokenizer
-        processor = auto_processor.from_pretrained(config.tokenizer, trust_remote_code=config.trust_remote_code)
+        processor = _processor(auto_processor, config)
         build = partial(_on_meta, auto_class) if from_disk else partial(_in_memory, auto_class)
         model = build(config.path, dtype=config.dtype, trust_remote_code=config.trust_remote_code, **extra)
     except CompressionError:
@@ -74,6 +74,14 @@ def load_model(config: DictConfig, from_disk: bool) -> tuple[nn.Module, Any]:
     except (OSError, ValueError, ImportError) as error:
         raise CompressionError(f"model.path={config.path} cannot be loaded: {error}") from error
     return model.eval(), processor
+
+
+def _processor(auto_class: Any, config: DictConfig) -> Any:
+    """The folder's processor or tokenizer, or what it has of one: sounds without a word."""
+    try:
+        return auto_class.from_pretrained(config.tokenizer, trust_remote_code=config.trust_remote_code)
+    except TypeError:  # a processor whose tokenizer is not there
+        return transformers.AutoFeatureExtractor.from_pretrained(config.tokenizer)
 
 
 def _in_memory(auto_class: Any, path: str, **options: Any) -> PreTrainedModel:

@@ -286,7 +286,7 @@ def _check_ties(assignments: Mapping[str, Assignment], root: nn.Module) -> None:
                 f"{name} (shape {list(weight.shape)}) shares its weight with {', '.join(tied)}, so it cannot be "
                 "quantized alone. "
                 f"Add {name!r} to `ignore`, or untie it first: clone the weight and set "
-                "config.tie_word_embeddings=False."
+                f"config.tie_word_embeddings=False. (An `ignore` of your own replaces the default, {OUTPUT_EMBEDDING}.)"
             )
 
 
