@@ -1,5 +1,6 @@
 """The document that `architectures.py` writes."""
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -139,5 +140,5 @@ def _by_reason(heading: str, rows: Sequence[Row]) -> str:
 def _reason(row: Row) -> str:
     """The first sentence, without what no document needs."""
     text = row["reason"].partition(". Check that the model runs")[0]
-    text = text.partition(" cannot: ")[2] or text
+    text = re.sub(r"\S*/tmp\w+/out\b", "the checkpoint", text.partition(" cannot: ")[2] or text)
     return f"`{text.replace('`', '').replace('|', '/')[:300]}`"

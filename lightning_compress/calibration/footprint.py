@@ -81,7 +81,7 @@ def footprint(run: Calibration, batches: Sequence[Sequence[Tensor]]) -> tuple[Ne
             for step in subgraph.steps:
                 moments += meter.run(step, number, packed)
                 together = bytes_together(step.solve, run.flow.root) if run.collective.size > 1 else 0
-                held = meter.held() if step.solve else NOTHING
+                held = meter.held()
                 solves: list[Moment] = []
                 for groups in stacked_groups(step.solve, run.flow.root, run.resolved):
                     solve, size = meter.solve(groups, packed + together, held)
@@ -105,9 +105,6 @@ class Held:
     waiting: int
     fixed: int
     statistics: int
-
-
-NOTHING = Held(0, 0, 0)
 
 
 class _Meter:
@@ -231,12 +228,12 @@ class _Meter:
         self._flow.cache.rename(0, nodes)
         return True
 
-    def held(self) -> "Held":
+    def held(self) -> Held:
         """What is there whatever is done with it."""
         large, small = (sum(sizes) for sizes in self._waiting())
         return Held(large, small, _nbytes_of(self._statistics.values()))
 
-    def solve(self, groups: Sequence[Group], packed: int, held: "Held") -> tuple[Moment, int]:
+    def solve(self, groups: Sequence[Group], packed: int, held: Held) -> tuple[Moment, int]:
         """The moment at which groups of one kind are solved together or packed, with `packed` bytes there already, and
         how many they add."""
         group, number = groups[0], len(groups)

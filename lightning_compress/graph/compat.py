@@ -71,10 +71,6 @@ class AutocastError(RuntimeError):
     """The model switches autocast between leaves; the recorded operations would run without the switch."""
 
 
-class DifferentBranchesError(RuntimeError):
-    """The batches take different branches, of which a graph has one."""
-
-
 class SpecializedSizeError(RuntimeError):
     """The code only works for the very size that it was traced with; `symbol` is that size, if it is just one."""
 

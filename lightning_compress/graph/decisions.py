@@ -14,10 +14,14 @@ import torch
 from torch import Tensor, fx
 
 from lightning_compress.graph.aliases import memory_of
-from lightning_compress.graph.compat import DifferentBranchesError, Recorder, on_real_tensors
+from lightning_compress.graph.compat import Recorder, on_real_tensors
 from lightning_compress.graph.execute import execute
 from lightning_compress.graph.leaf import Leaf
 from lightning_compress.graph.values import SYMBOLIC_TYPES, expression, is_symbolic
+
+
+class DifferentBranchesError(RuntimeError):
+    """The batches take different branches, of which a graph has one."""
 
 
 @final

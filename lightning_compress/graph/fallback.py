@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from lightning_compress.errors import UntraceableModelError
-from lightning_compress.graph.compat import DifferentBranchesError, GuardOnDataDependentSymNode
+from lightning_compress.graph.compat import GuardOnDataDependentSymNode
+from lightning_compress.graph.decisions import DifferentBranchesError
 from lightning_compress.graph.methods import Behaviour, Method, behaviour, running_methods
 from lightning_compress.graph.observed import observe
 from lightning_compress.graph.record import Body, Cut
