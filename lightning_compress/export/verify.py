@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,11 +94,11 @@ def verify(directory: Path, root: nn.Module, names: Iterable[str], batch: Any | 
     Raises:
         CompressionError: the checkpoint's outputs hold NaN or Inf where those in memory do not.
     """
-    reloaded, loaded_with = _reload(directory, root)
+    names = list(names)
+    reloaded, loaded_with = _reload(directory, root, names)
     as_loaded, tolerance = _output_difference(root, reloaded, batch)
     buffers = _align_unsaved_buffers(root, reloaded)
     difference, tolerance = _output_difference(root, reloaded, batch) if buffers else (as_loaded, tolerance)
-    names = list(names)
     with unfolded(reloaded, lambda name, _: name in names):
         for name in names:  # a model that has not run yet still holds packed weights
             module = reloaded.get_submodule(name)
@@ -162,7 +162,7 @@ def verify_files(directory: Path, names: Iterable[str]) -> Verification:
     return Verification(READ_BACK, len(list(names)), tuple(sorted(damaged)), (), None, None, "none")
 
 
-def _reload(directory: Path, root: nn.Module) -> tuple[nn.Module, str]:
+def _reload(directory: Path, root: nn.Module, quantized: Sequence[str]) -> tuple[nn.Module, str]:
     name = type(root).__name__
     reader = "lightning_compress.load_compressed"
     if isinstance(root, PreTrainedModel):
@@ -179,10 +179,9 @@ def _reload(directory: Path, root: nn.Module) -> tuple[nn.Module, str]:
                 raise CompressionError(f"it does not find {', '.join(missing[:3])} in it")
             return model.eval(), f"transformers {name}.from_pretrained"
         except Exception as error:  # whatever it is: the finding is that this reader cannot read it
-            has_other_forms = any(isinstance(module, Conv1D | Conv2d) for module in root.modules())
-            reason = (
-                "it does not know Conv1D and Conv2d packed as the Linears that they are" if has_other_forms else error
-            )
+            reason = str(error)
+            if any(isinstance(root.get_submodule(module), Conv1D | Conv2d) for module in quantized):
+                reason = "it does not know Conv1D and Conv2d packed as the Linears that they are"
             reader += f", for {name}.from_pretrained of transformers {transformers.__version__} cannot: {reason}"
             warnings.warn(f"The checkpoint {directory} was read back with {reader}", ReadBackWarning, stacklevel=2)
     empty = copy.deepcopy(root)

@@ -23,12 +23,13 @@ from transformers import (
     OpenAIGPTLMHeadModel,
 )
 
-from lightning_compress import load_compressed
+from lightning_compress import CompressionError, load_compressed, parameters_on_meta
 from lightning_compress.data.perplexity import perplexity
 from lightning_compress.export.packed import checkpoint_source, unfolded_as_packed
 from lightning_compress.export.verify import ReadBackWarning
 from lightning_compress.graph.fallback import TraceFallbackWarning
 from lightning_compress.memory.placement import MemoryConfig, placement
+from lightning_compress.plugin.models import _in_memory
 
 CPU = torch.device("cpu")
 INT8_TENSOR = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "tensor", "dynamic": False}
@@ -131,6 +132,18 @@ def test_transformers_refuses_what_it_would_initialize(given: dict[str, Any], tm
     assert report.verification.passed
     with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
         OpenAIGPTLMHeadModel.from_pretrained(tmp_path / "out")
+
+
+@pytest.mark.filterwarnings("ignore::lightning_compress.export.verify.ReadBackWarning")
+def test_who_loads_gpt2_is_told_how(tmp_path: Path) -> None:
+    """From memory transformers would have to; and nothing can be loaded into a model without values."""
+    compress(gpt2(), ragged_batches(), recipe(4, group_size=16), tmp_path / "out")
+    with pytest.raises(CompressionError, match=r"transformers cannot load it: .*model.load=disk"):
+        _in_memory(GPT2LMHeadModel, str(tmp_path / "out"))
+    with parameters_on_meta():
+        empty = GPT2LMHeadModel(gpt2().config)
+    with pytest.raises(CompressionError, match="GPT2LMHeadModel are on the meta device"):
+        load_compressed(empty, tmp_path / "out")
 
 
 def gemma() -> Gemma3ForCausalLM:

@@ -11,6 +11,7 @@ import soundfile
 import torch
 from helpers import compress, contents, llava_processor, recipe, saved
 from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 from PIL import Image
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -25,6 +26,8 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
+    Wav2Vec2Config,
+    Wav2Vec2FeatureExtractor,
     WhisperConfig,
     WhisperFeatureExtractor,
     WhisperForConditionalGeneration,
@@ -34,6 +37,7 @@ from transformers import (
 
 from lightning_compress import CompressionError, Compressor, load_compressed
 from lightning_compress.plugin.cli import run_compress
+from lightning_compress.plugin.models import _processor
 from lightning_compress.recipe.load import config_dir
 
 SCHEME = {"weights": {"num_bits": 4, "strategy": "channel"}}
@@ -247,3 +251,13 @@ def test_sounds_with_transcripts(tmp_path: Path) -> None:
     assert tokens["decoder.layers.0.encoder_attn.k_proj"] == 3 * 1500
     assert report.verification is not None
     assert report.verification.passed
+
+
+def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
+    """Sounds need no words. Seen to fail: with the processor alone, which looks for a tokenizer."""
+    Wav2Vec2Config().save_pretrained(tmp_path)
+    Wav2Vec2FeatureExtractor().save_pretrained(tmp_path)
+    config = OmegaConf.create({"tokenizer": str(tmp_path), "trust_remote_code": False})
+    assert isinstance(_processor(AutoProcessor, config), Wav2Vec2FeatureExtractor)
+    with pytest.raises(TypeError):
+        AutoProcessor.from_pretrained(tmp_path)
