@@ -143,7 +143,7 @@ def reduce_statistics(sources: Sequence[Source], statistics: Statistics, collect
     for together in _siblings(sources):
         if together[0].rows is not None:
             for kind in statistics[together[0]]:
-                kind.complete([statistics[source][kind] for source in together], together[0].rows.gathers)
+                kind.complete([statistics[source][kind] for source in together], together[0].rows.reads_hidden)
             continue
         for source in together:
             if not any(statistic.num_tokens for statistic in statistics[source].values()):

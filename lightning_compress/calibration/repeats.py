@@ -116,7 +116,7 @@ class _Match:
         if one is None or other is None:
             return one is other
         same_values = self._arguments(one.token, other.token) and self._arguments(one.counts, other.counts)
-        return same_values and (one.expert, one.gathers) == (other.expert, other.gathers)
+        return same_values and replace(one, token=other.token, counts=other.counts) == other
 
     def _groups(self, one: Group, other: Group) -> bool:
         assignments = self._run.resolved.assignments

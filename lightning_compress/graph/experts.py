@@ -10,25 +10,57 @@ Tokens are sorted by expert, and pass two `GroupedLinear`s: single calls of the 
 read some rows (see `leaf.Grouped`). So an expert's statistics are those of the tokens that were routed to it, and the
 down projections are solved on what the quantized gates and ups compute.
 
+Llama 4 calls its stack with every token for every expert, those zero that are not routed there. Zeros stay zeros, so
+they are sorted behind all experts and left out.
+
 Alternatives not taken: sending every token to every expert (other tools; E / k times the work, and statistics of tokens
 that the expert never sees), and keeping stacks in the recipe, which every later part would have to take apart.
 """
 
 import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
 from typing import Any, cast, final
 
 import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import WeightConverter
+from transformers.quantizers.base import MODULES_TO_PATCH_FOR_QUANTIZATION
+from transformers.utils.quantization_config import QuantizationMethod
 
 from lightning_compress.graph.compat import FakeTensor
 from lightning_compress.graph.leaf import Grouped
 from lightning_compress.graph.values import is_symbolic
 
-_DESCRIBED = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "num_experts")
-"""What transformers' decorator `use_experts_implementation` and its classes say about a stack."""
+
+@final
+@dataclass(frozen=True)
+class Stack:
+    """How a module keeps its experts; all but `has_every_token` is what transformers' decorator
+    `use_experts_implementation` says of a class.
+
+    Attributes:
+        num_experts: E.
+        has_gate: there is a gate beside the up projection, in one parameter with it.
+        has_bias: there are biases.
+        is_transposed: matrices are [E, I, O].
+        is_concatenated: gates come before ups; otherwise they take turns.
+        has_every_token: it is called with [E T, H], every token for every expert, most of them zeros.
+    """
+
+    num_experts: int
+    has_gate: bool = True
+    has_bias: bool = False
+    is_transposed: bool = False
+    is_concatenated: bool = True
+    has_every_token: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the parameters, weights first."""
+        weights = ("gate_up_proj" if self.has_gate else "up_proj", "down_proj")
+        return (*weights, *(f"{name}_bias" for name in weights if self.has_bias))
 
 
 @final
@@ -40,19 +72,28 @@ class GroupedLinear(nn.Module):
 
     experts: "Experts"
 
-    def __init__(self, experts: "Experts", projections: tuple[str, ...], *, gathers: bool, interleaved: bool) -> None:
+    def __init__(
+        self,
+        experts: "Experts",
+        projections: tuple[str, ...],
+        *,
+        gathers: bool = False,
+        interleaved: bool = False,
+        reads_hidden: bool = False,
+    ) -> None:
         super().__init__()
         self.__dict__.update(experts=experts)  # not a child
         self.projections = projections
         self.gathers = gathers
         self.interleaved = interleaved
+        self.reads_hidden = reads_hidden
 
     def grouped(self, name: str) -> Grouped:
         """What the graph has to know of a call of this module, which has the qualified name `name`."""
         owner = name.rpartition(".")[0]
         experts = range(self.experts.num_experts)
         members = tuple(tuple(f"{owner}.{number}.{each}" for each in self.projections) for number in experts)
-        return Grouped(owner, members, self.gathers)
+        return Grouped(owner, members, self.gathers, self.reads_hidden)
 
     def forward(self, x: Tensor, token: Tensor, counts: Tensor) -> Tensor:
         """Run all experts.
@@ -60,7 +101,7 @@ class GroupedLinear(nn.Module):
         Args:
             x: [S, I], sorted by expert; or, if this `gathers`, [T, I], of which the rows are picked.
             token: int64 [S], for each row the token that it is of.
-            counts: int64 [E], how many rows each expert has.
+            counts: int64 [E], how many rows each expert has; rows behind those are left as zeros.
         """
         first = self.experts.linears(0, self.projections)
         result = x.new_empty(token.shape[0], sum(linear.out_features for linear in first))
@@ -74,6 +115,7 @@ class GroupedLinear(nn.Module):
                 inputs = x[token[rows]] if self.gathers else x[rows]
                 outputs = [linear(inputs) for linear in self.experts.linears(number, self.projections)]
                 result[rows] = torch.stack(outputs, -1).flatten(-2) if self.interleaved else torch.cat(outputs, -1)
+        result[start:] = 0
         return result
 
 
@@ -97,12 +139,12 @@ class Experts(nn.Module):
     folded: Any  # what the decorator gives a class has no type
     signature: inspect.Signature
 
-    def __init__(self, folded: nn.Module, names: tuple[str, ...]) -> None:
+    def __init__(self, folded: nn.Module, stack: Stack, names: tuple[str, ...]) -> None:
         super().__init__()
         self.__dict__.update(folded=folded, signature=inspect.signature(folded.forward))
-        self.num_experts: int = self.folded.num_experts
+        self.stack = stack
         *up, down = self.names = names
-        for number in range(self.num_experts):
+        for number in range(stack.num_experts):
             self.add_module(str(number), nn.Module())
         for key in self.stacks:
             for name, part in self.split(key, getattr(folded, key).detach()).items():
@@ -110,21 +152,27 @@ class Experts(nn.Module):
                 place, _, projection = path.partition(".")
                 expert = self.get_submodule(place)
                 if local == "weight":
-                    linear = nn.Linear(part.shape[1], part.shape[0], bias=self.folded.has_bias, device="meta")
+                    linear = nn.Linear(part.shape[1], part.shape[0], bias=stack.has_bias, device="meta")
                     expert.add_module(projection, linear)
                 expert.get_submodule(projection).register_parameter(local, nn.Parameter(part, requires_grad=False))
-        interleaved = len(up) == 2 and not self.folded.is_concatenated
-        self.add_module("up", GroupedLinear(self, tuple(up), gathers=True, interleaved=interleaved))
-        self.add_module("down", GroupedLinear(self, (down,), gathers=False, interleaved=False))
+        interleaved = stack.has_gate and not stack.is_concatenated
+        gathers = not stack.has_every_token
+        grouped = GroupedLinear(self, tuple(up), gathers=gathers, interleaved=interleaved, reads_hidden=True)
+        self.add_module("up", grouped)
+        self.add_module("down", GroupedLinear(self, (down,)))
         self.normalizes: bool = getattr(self.folded, "has_post_expert_norm", False)
         if self.normalizes:
             self.add_module("post_expert_norm", self.folded.post_expert_norm)
 
     @property
+    def num_experts(self) -> int:
+        """E."""
+        return self.stack.num_experts
+
+    @property
     def stacks(self) -> tuple[str, ...]:
         """Names of the stacked parameters in the module that this replaces, weights first."""
-        weights = ("gate_up_proj" if self.folded.has_gate else "up_proj", "down_proj")
-        return (*weights, *(f"{name}_bias" for name in weights if self.folded.has_bias))
+        return self.stack.names
 
     def split(self, key: str, stack: Tensor) -> dict[str, Tensor]:
         """Of a stack the Linears' parameters, as views, by their names here (`3.gate_proj.weight`)."""
@@ -133,10 +181,10 @@ class Experts(nn.Module):
         names = [down] if key.startswith("down_proj") else up
         found: dict[str, Tensor] = {}
         for number, part in enumerate(stack.unbind(0)):
-            rows = part.t() if local == "weight" and self.folded.is_transposed else part
+            rows = part.t() if local == "weight" and self.stack.is_transposed else part
             size = len(rows) // len(names)
             for place, name in enumerate(names):
-                if self.folded.is_concatenated:
+                if self.stack.is_concatenated:
                     found[f"{number}.{name}.{local}"] = rows[place * size : (place + 1) * size]
                 else:
                     found[f"{number}.{name}.{local}"] = rows[place :: len(names)]
@@ -152,29 +200,65 @@ class Experts(nn.Module):
         return [cast(nn.Linear, getattr(expert, name)) for name in projections]
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As the module that this replaces: hidden states [T, H], chosen experts [T, k] and their weights [T, k]."""
-        x, chosen, weights = self.signature.bind(*args, **kwargs).arguments.values()
+        """As the module that this replaces: hidden states [T, H], chosen experts [T, k] and their weights [T, k]; or
+        hidden states [E T, H], expert by expert."""
+        values = self.signature.bind(*args, **kwargs).arguments.values()
+        return self._of_every_token(*values) if self.stack.has_every_token else self._of_chosen(*values)
+
+    def _of_chosen(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         num_tokens, num_chosen = chosen.shape
         of_row, order = chosen.reshape(-1).sort(stable=True)
-        counts = torch.zeros(self.num_experts, dtype=torch.int64, device=x.device)
-        counts = counts.scatter_add(0, of_row, torch.ones_like(of_row))
         token = torch.div(order, num_chosen, rounding_mode="floor")
-        hidden = self.get_submodule("up")(x, token, counts)
-        hidden = self.folded._apply_gate(hidden) if self.folded.has_gate else self.folded.act_fn(hidden)
-        y = self.get_submodule("down")(hidden, token, counts)
-        if self.normalizes:
-            y = self.get_submodule("post_expert_norm")(y)
+        y = self._run(x, token, self._counts(of_row))
         y = y[order.argsort()].view(num_tokens, num_chosen, y.shape[-1])
         summed: Tensor = (y * weights[..., None]).sum(1)
         return summed.to(x.dtype)
 
+    def _of_every_token(self, x: Tensor) -> Tensor:
+        num_tokens = x.view(self.num_experts, -1, x.shape[-1]).shape[1]
+        row = torch.arange(x.shape[0], device=x.device)
+        expert = torch.div(row, num_tokens, rounding_mode="floor")
+        of_row, order = torch.where(x.ne(0).any(-1), expert, self.num_experts).sort(stable=True)
+        y = self._run(x[order], order % num_tokens, self._counts(of_row))
+        return y[order.argsort()]
 
-def is_stack(module: nn.Module) -> bool:
-    """Whether a module owns experts as stacked parameters, described as transformers does."""
-    if not all(hasattr(module, name) for name in _DESCRIBED):
-        return False
-    stacks = [getattr(module, name, None) for name in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")]
-    return all(isinstance(stack, nn.Parameter) and stack.ndim == 3 for stack in stacks)
+    def _counts(self, of_row: Tensor) -> Tensor:
+        """How many rows each expert has, int64 [E], of the experts that rows are for; E itself stands for none."""
+        counts = torch.zeros(self.num_experts + 1, dtype=torch.int64, device=of_row.device)
+        return counts.scatter_add(0, of_row, torch.ones_like(of_row))[:-1]
+
+    def _run(self, x: Tensor, token: Tensor, counts: Tensor) -> Tensor:
+        """What experts make of rows [S, H] that are sorted by expert."""
+        hidden = self.get_submodule("up")(x, token, counts)
+        if not self.stack.has_gate:
+            hidden = self.folded.act_fn(hidden)
+        elif self.stack.has_every_token:
+            gate, up = hidden.chunk(2, dim=-1)
+            hidden = up * self.folded.act_fn(gate)
+        else:
+            hidden = self.folded._apply_gate(hidden)
+        y: Tensor = self.get_submodule("down")(hidden, token, counts)
+        return self.get_submodule("post_expert_norm")(y) if self.normalizes else y
+
+
+def stack_of(module: nn.Module) -> Stack | None:
+    """How a module keeps experts as stacked parameters: as transformers describes it, or takes them apart where it reads
+    compressed files; None: it does not."""
+    described = [field.name for field in fields(Stack) if field.name != "has_every_token"]
+    if all(hasattr(module, name) for name in described):
+        stack = Stack(**{name: getattr(module, name) for name in described})
+    elif _is_taken_apart(module) and isinstance(number := getattr(module, "num_experts", None), int):
+        stack = Stack(number, is_transposed=True, has_every_token=True)
+    else:
+        return None
+    parameters = [getattr(module, name, None) for name in stack.names[:2]]
+    return stack if all(isinstance(each, nn.Parameter) and each.ndim == 3 for each in parameters) else None
+
+
+def _is_taken_apart(module: nn.Module) -> bool:
+    known: Mapping[str, Any] = MODULES_TO_PATCH_FOR_QUANTIZATION
+    entry = known.get(type(module).__name__, {})
+    return QuantizationMethod.COMPRESSED_TENSORS in entry.get("quantization_methods", ())
 
 
 def projection_names(conversions: Iterable[object], path: str, has_gate: bool) -> tuple[str, ...]:

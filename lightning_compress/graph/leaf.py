@@ -15,11 +15,13 @@ class Grouped:
         owner: name of the module that owns the experts.
         members: for each expert the names of the Linears that read its rows.
         gathers: the rows are picked from x by `token`; otherwise they are those of x.
+        reads_hidden: x is the model's hidden state, so that a channel means the same to all experts.
     """
 
     owner: str
     members: tuple[tuple[str, ...], ...]
     gathers: bool
+    reads_hidden: bool
 
 
 @dataclass(frozen=True)

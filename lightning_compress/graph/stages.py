@@ -57,12 +57,14 @@ class Rows:
         counts: node of int64 [E], how many rows each expert has.
         expert: which one.
         gathers: the value has a row per token, of which `token` picks; otherwise it has S rows.
+        reads_hidden: its channels mean the same to all experts.
     """
 
     token: fx.Node
     counts: fx.Node
     expert: int
     gathers: bool
+    reads_hidden: bool
 
 
 @dataclass(frozen=True)
@@ -215,7 +217,8 @@ def _expert_calls(node: fx.Node, grouped: Grouped, quantizable: frozenset[str]) 
     assert isinstance(token, fx.Node)
     assert isinstance(counts, fx.Node)
     for expert, members in enumerate(grouped.members):
-        source = Source(x, writes=node.meta.get(_WRITES, 0), rows=Rows(token, counts, expert, grouped.gathers))
+        rows = Rows(token, counts, expert, grouped.gathers, grouped.reads_hidden)
+        source = Source(x, writes=node.meta.get(_WRITES, 0), rows=rows)
         yield from ((name, source) for name in members if name in quantizable)
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel, pytorch_utils
 from transformers.conversion_mapping import get_model_conversion_mapping
 
-from lightning_compress.graph.experts import Experts, is_stack, projection_names
+from lightning_compress.graph.experts import Experts, projection_names, stack_of
 from lightning_compress.recipe.forms import Conv1D, Conv2d, as_matrix, why_not
 
 Unfolding = Experts | Conv1D | Conv2d
@@ -85,14 +85,14 @@ def _unfolding(
             matrices[id(module.weight)] = as_matrix(module)
         matrix = matrices[id(module.weight)]
         return Conv2d(module, matrix) if isinstance(module, nn.Conv2d) else Conv1D(module, matrix)
-    if not is_stack(module):
+    if (stack := stack_of(module)) is None:
         return None
     model_path, model = _model_around(root, name.rpartition(".")[0])
     if model_path not in conversions:
         found = get_model_conversion_mapping(model) if isinstance(model, PreTrainedModel) else []
         conversions[model_path] = list(found)
     own = name.removeprefix(f"{model_path}.") if model_path else name
-    return Experts(module, projection_names(conversions[model_path], own, bool(module.has_gate)))
+    return Experts(module, stack, projection_names(conversions[model_path], own, stack.has_gate))
 
 
 def _model_around(root: nn.Module, path: str) -> tuple[str, nn.Module]:

@@ -24,6 +24,7 @@ from helpers import (
 )
 from test_reference import drift_in, inputs_of
 from torch import Tensor, nn
+from transformers import Llama4ForCausalLM, Llama4TextConfig
 
 from lightning_compress.errors import SolveError
 from lightning_compress.graph.unfold import unfolded
@@ -202,3 +203,63 @@ def test_recipes_with_a_correction_leave_experts_out(monkeypatch: pytest.MonkeyP
     scale = float(expected.abs().max() * x.abs().max())
     torch.testing.assert_close(found, expected.t() @ x / len(x), rtol=1e-3, atol=1e-5 * scale)
     assert expected.any()
+
+
+def tiny_llama4() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"intermediate_size_mlp": 32, "interleave_moe_layer_step": 1, "num_local_experts": 4, "head_dim": 16}
+    config = Llama4TextConfig(
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=64,
+        **sizes,
+    )
+    model: nn.Module = Llama4ForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.1)
+    with unfolded(model):
+        make_representable(model)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore::lightning_compress.report.experts.ExpertCoverageWarning")
+@pytest.mark.parametrize("batches", [padded(token_batches()), ragged_batches()], ids=["padded", "ragged"])
+def test_a_stack_called_with_every_token_sees_routed_ones_only(
+    monkeypatch: pytest.MonkeyPatch, batches: list[Any]
+) -> None:
+    """Llama 4 gives each expert all tokens, most of them zeros. Broken once by counting those: as many tokens each."""
+    model = tiny_llama4()
+    experts: Any = model.get_submodule("model.layers.1.feed_forward.experts")
+    grams, counts = [torch.zeros(32, 32, dtype=torch.float64) for _ in range(8)], [0] * 4
+    mask: list[Tensor] = []
+
+    def observe(_: nn.Module, args: tuple[Tensor]) -> None:
+        every_token = args[0].view(4, -1, 32)
+        for number in range(4):
+            x = every_token[number][mask[-1]]
+            gate, up = (x @ experts.gate_up_proj[number]).chunk(2, dim=-1)
+            inner = (torch.nn.functional.silu(gate) * up).double()
+            counts[number] += int(x.any(-1).sum())
+            grams[number] += x.double().T @ x.double()
+            grams[4 + number] += inner.T @ inner
+
+    handle = experts.register_forward_pre_hook(observe)
+    for batch in batches:
+        mask.append(batch.get("attention_mask", torch.ones_like(batch["input_ids"])).reshape(-1).bool())
+        with torch.no_grad():
+            model(**batch)
+    handle.remove()
+    seen = seen_statistics(monkeypatch)
+    compress_in_memory(model, batches, recipe(**UNCHANGING))
+    assert sum(counts) == sum(int(each.sum()) for each in mask)
+    assert len(set(counts)) > 1
+    for number in range(8):
+        name = f"model.layers.1.feed_forward.experts.{number % 4}.{'up' if number < 4 else 'down'}_proj"
+        statistic = cast(InputGram, seen[name][InputGram])
+        assert statistic.num_tokens == counts[number % 4]
+        statistic._prior = None
+        torch.testing.assert_close(gram_sum(seen[name]), grams[number], rtol=1e-5, atol=1e-5)

@@ -25,7 +25,7 @@ from families import (
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lightning_compress.graph.experts import Experts, is_stack
+from lightning_compress.graph.experts import Experts, stack_of
 from lightning_compress.graph.stages import Schedule, subgraphs
 from lightning_compress.graph.trace import Leaf
 from lightning_compress.graph.unfold import unfold, unfolded
@@ -35,13 +35,15 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "mixtral": {**BASE, **MOE},
     "gpt_oss": {**BASE, **MOE, "head_dim": 8},
     "aria_text": CAUSAL_LM["aria_text"] | {},
+    "llama4_text": {**BASE, **MOE, "head_dim": 8, "intermediate_size_mlp": 48, "interleave_moe_layer_step": 1},
     "nemotron_h": {
         **BASE, **MOE, "layers_block_type": ["moe", "attention"], "head_dim": 8, "n_group": 1, "topk_group": 1,
         "moe_shared_expert_intermediate_size": 24, "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 1,
         "ssm_state_size": 8,
     },
 }  # fmt: skip
-"""Halves under two kinds of names; transposed, interleaved and biased; transposed; without a gate."""
+"""Halves under two kinds of names; transposed, interleaved and biased; transposed; likewise, called with every token
+for every expert; without a gate."""
 OTHERS = (
     "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "flex_olmo", "glm4_moe", "granitemoe", "granitemoehybrid",
     "granitemoeshared", "hunyuan_v1_moe", "jamba", "lfm2_moe", "minimax", "olmoe", "phimoe", "qwen2_moe", "qwen3_next",
@@ -78,7 +80,7 @@ def test_every_layout(layout: str) -> None:
             run = executed(graph, model, token_batch(*shape))["logits"]
             torch.testing.assert_close(run, found, rtol=tolerance, atol=tolerance)
     calls = [node.target for node in graph.graph.nodes if isinstance(node.target, Leaf) and node.target.grouped]
-    assert len(calls) == 2 * sum(is_stack(module) for module in model.modules())
+    assert len(calls) == 2 * sum(stack_of(module) is not None for module in model.modules())
 
 
 @pytest.mark.parametrize("family", OTHERS)
