@@ -16,7 +16,8 @@ from lightning_compress.calibration.records import SubgraphRecord
 from lightning_compress.calibration.solve import QuantizedModule, Restored
 from lightning_compress.graph.stages import Schedule, Subgraph
 from lightning_compress.memory.placement import MemoryConfig
-from lightning_compress.plugin.job import Settings, prepare_job
+from lightning_compress.plugin.job import prepare_job
+from lightning_compress.plugin.settings import Settings
 from lightning_compress.recipe.load import load_recipe
 
 

@@ -28,7 +28,8 @@ from lightning_compress.calibration import loop
 from lightning_compress.calibration.batches import collect
 from lightning_compress.distributed.collective import Collective, ProcessGroup, SingleProcess
 from lightning_compress.export.writer import CheckpointWriter
-from lightning_compress.plugin.job import Settings, prepare_job, run_job
+from lightning_compress.plugin.job import prepare_job, run_job
+from lightning_compress.plugin.settings import Settings
 from lightning_compress.recipe.load import load_recipe
 from lightning_compress.report.report import Report
 from lightning_compress.statistics import InputGram, Reduction

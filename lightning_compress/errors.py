@@ -38,4 +38,12 @@ class CommunicationError(RuntimeError):
 
 
 class BudgetError(CompressionError):
-    """A budget of memory cannot hold the run."""
+    """A budget of memory cannot hold the run.
+
+    Attributes:
+        needed: bytes of the smallest that could; None: that is not known.
+    """
+
+    def __init__(self, message: str, needed: int | None = None) -> None:
+        super().__init__(message)
+        self.needed = needed

@@ -23,7 +23,8 @@ from lightning_compress.calibration.batches import collect
 from lightning_compress.calibration.resume import MANIFEST
 from lightning_compress.graph.stages import Group, Schedule
 from lightning_compress.memory.source import is_on_meta, parameters_on_meta
-from lightning_compress.plugin.job import Job, Settings, prepare_job, run_job
+from lightning_compress.plugin.job import Job, prepare_job, run_job
+from lightning_compress.plugin.settings import Settings
 from lightning_compress.recipe.load import RecipeLike, load_recipe
 from lightning_compress.report.report import Report
 from lightning_compress.statistics import InputGram, Statistic

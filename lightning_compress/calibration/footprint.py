@@ -48,13 +48,15 @@ from lightning_compress.graph.shadow import Key, Shadow, node_of, with_shadows
 from lightning_compress.graph.sizes import bindings, traced_bytes
 from lightning_compress.graph.stages import Group, Source, Step, Subgraph
 from lightning_compress.memory.activations import LEAST_SPILLED, ActivationCache
-from lightning_compress.memory.budget import Moment, Needs
+from lightning_compress.memory.budget import Moment, Needs, as_one
 from lightning_compress.memory.tracker import LiveMemory
 from lightning_compress.memory.work import Work, WorkMeter, times
 from lightning_compress.statistics import Statistic
 
 PACKING = 16
 """Bytes per weight that compressed-tensors has alive while it packs one module, its result included (0.19 and 0.20)."""
+_MOST_ALIKE = 32
+"""Subgraphs of a layer, at most, to look for."""
 _CPU = torch.device("cpu")
 
 
@@ -68,13 +70,14 @@ def footprint(run: Calibration, batches: Sequence[Sequence[Tensor]]) -> tuple[Ne
     meter = _Meter(run, batches)
     rows: list[Needs] = []
     number = 0
-    start: set[Key] = set()  # what waits when a subgraph begins
     with meter.on_fakes():
         for index, subgraph in enumerate(run.flow.subgraphs):
-            before, start = start, meter.cached
-            if meter.repeats(index, before):
-                rows.append(of_another(rows[-1], subgraph, meter.brought(subgraph)))
-                number += len(subgraph.steps)
+            if index < len(rows):
+                continue
+            if width := meter.repeats(index):
+                for row, later in zip(rows[-width:], run.flow.subgraphs[index:], strict=False):
+                    rows.append(of_another(row, later, meter.brought(later)))
+                    number += len(later.steps)
                 continue
             moments: list[Moment] = []
             packed = 0
@@ -89,7 +92,7 @@ def footprint(run: Calibration, batches: Sequence[Sequence[Tensor]]) -> tuple[Ne
                     packed += size
                     for group in groups:
                         meter.keep(group, index)
-                moments += _as_one(solves)
+                moments += as_one(solves)
                 meter.forget(step)
                 number += 1
             moments.append(meter.write(subgraph, packed))
@@ -123,6 +126,8 @@ class _Meter:
         self._numbers = [_numel(batch) for batch in batches]
         self._sizes = [bindings(run.flow.traced, batch) for batch in batches] if run.flow.traced is not None else []
         self._num_cached = 0  # bytes of the batch's values that wait now
+        self._starts: dict[int, set[Key]] = {}  # what waits when a subgraph begins
+        self._width = 1  # subgraphs of a layer, as far as is known
         self._work = WorkMeter()
 
     @contextmanager
@@ -218,15 +223,21 @@ class _Meter:
         """What waits now."""
         return set() if self._flow.traced is None else self._flow.cache.keys(0)
 
-    def repeats(self, index: int, before: set[Key]) -> bool:
-        """Whether subgraph `index` is as the one before it, which began with `before`; then all is as behind it."""
+    def repeats(self, index: int) -> int:
+        """How many subgraphs from `index` on are as those before them; then all is as behind them. 0: none."""
+        self._starts[index] = self.cached
         if self._statistics or self._originals or self._flow.traced is None:
-            return False
-        nodes = repeated(self._run, index, before)
-        if nodes is None or self.cached != {nodes.get(node, node) for node in before}:
-            return False
-        self._flow.cache.rename(0, nodes)
-        return True
+            return 0
+        for width in dict.fromkeys((self._width, *range(1, min(index, _MOST_ALIKE) + 1))):
+            before = self._starts.get(index - width)
+            nodes = None if before is None else repeated(self._run, index, width, before)
+            if before is not None and nodes is not None and self.cached == {nodes.get(node, node) for node in before}:
+                self._flow.cache.rename(0, nodes)
+                self._width = width
+                break
+        else:
+            return 0
+        return self._width
 
     def held(self) -> Held:
         """What is there whatever is done with it."""
@@ -352,16 +363,6 @@ class _Meter:
     def _sizes_of_largest(self) -> Mapping[sympy.Symbol, int]:
         assert self._run.flow.traced is not None
         return bindings(self._run.flow.traced, self._largest)
-
-
-def _as_one(solves: Sequence[Moment]) -> list[Moment]:
-    """Solves with the same beside them, as the one that takes the most."""
-    if not solves:
-        return []
-    most, work = max(solves, key=lambda each: each.workspace), Counter[str]()
-    for each in solves:
-        work.update(each.work)
-    return [replace(most, of=", ".join(each.of for each in solves), work=dict(work))]
 
 
 def _numel(batch: Sequence[Tensor]) -> int:

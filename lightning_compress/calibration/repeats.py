@@ -1,7 +1,8 @@
 """Layers and experts that are alike: what was found out about one holds for the next, node by node.
 
-Alike are two subgraphs, one behind the other, whose nodes do the same with values of the same sizes, read what
-corresponds, are observed and solved alike, and are followed by readers at the same distance.
+Alike are two runs of subgraphs, one behind the other (layers of one subgraph each, or of several, where experts are run
+in parts), whose nodes do the same with values of the same sizes, read what corresponds, are observed and solved alike,
+and are followed by readers at the same distance.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,23 +27,26 @@ NUMBERS = ("layer_idx", "layer_id")
 """Attributes of modules that say no more than which layer they are."""
 
 
-def repeated(run: Calibration, index: int, cached: set[Key]) -> dict[Key, Key] | None:
-    """The nodes of subgraph `index` by those of the one before it, and what both read from outside; None where the two
-    are not alike.
+def repeated(run: Calibration, index: int, width: int, cached: set[Key]) -> dict[Key, Key] | None:
+    """The nodes of as many subgraphs as `width` from `index` on by those of as many before them, and what both read
+    from outside; None where the two are not alike.
 
     Args:
         run: prepared.
         index: of a subgraph.
-        cached: the values that wait when the one before it begins.
+        width: how many are compared.
+        cached: the values that wait when the earlier ones begin.
     """
     parts = run.flow.subgraphs
-    if index == 0 or len(parts[index - 1].steps) != len(parts[index].steps):
+    earlier, later = parts[max(index - width, 0) : index], parts[index : index + width]
+    if [len(part.steps) for part in earlier] != [len(part.steps) for part in later]:
         return None
     match = _Match(run)
-    pairs = list(zip(parts[index - 1].steps, parts[index].steps, strict=True))
+    steps = ([step for part in found for step in part.steps] for found in (earlier, later))
+    pairs = list(zip(*steps, strict=True))
     if not all(match.steps(one, other) for one, other in pairs):
         return None
-    first = sum(len(part.steps) for part in parts[: index - 1])
+    first = sum(len(part.steps) for part in parts[: index - width])
     second, end = first + len(pairs), first + 2 * len(pairs)
     last = run.flow.last
     diverging = frozenset() if run.flow.reference is None else run.flow.reference.diverging

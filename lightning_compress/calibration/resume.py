@@ -117,9 +117,17 @@ def _json(value: object) -> bytes:
     return json.dumps(value, sort_keys=True, default=str).encode()
 
 
-def start_manifest(folder: Path, given: Mapping[str, str]) -> None:
-    """Write a new manifest that holds the fingerprints only."""
-    replace_file(folder / MANIFEST, json.dumps({"schema": _SCHEMA, "fingerprints": dict(given)}).encode() + b"\n")
+def start_manifest(folder: Path, given: Mapping[str, str], expert_parts: int) -> None:
+    """Write a new manifest that holds the fingerprints, and in how many parts the run has experts."""
+    header = {"schema": _SCHEMA, "fingerprints": dict(given), "expert_parts": expert_parts}
+    replace_file(folder / MANIFEST, json.dumps(header).encode() + b"\n")
+
+
+def begun_in_parts(folder: Path) -> int:
+    """In how many parts a manifest's run has experts; 1 where there is none."""
+    path = folder / MANIFEST
+    lines = path.read_bytes().splitlines() if path.is_file() else []
+    return int(json.loads(lines[0]).get("expert_parts", 1)) if lines else 1
 
 
 def append_finished(folder: Path, finished: Finished) -> None:

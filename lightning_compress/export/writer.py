@@ -98,6 +98,7 @@ class CheckpointWriter:
         resume: continue an unfinished run that is the same; otherwise start over.
         collective: the ranks. All do the same calls, and have to see the folder; the manifest and what comes at the end
             are rank 0's.
+        expert_parts: in how many parts the run has experts; one that continues it begins with as many.
 
     Raises:
         OutputDirectoryError: the folder is not ours, is not one folder for all ranks, or holds an unfinished run of
@@ -114,6 +115,7 @@ class CheckpointWriter:
         fingerprints: Mapping[str, str],
         resume: bool = True,
         collective: Collective | None = None,
+        expert_parts: int = 1,
     ) -> None:
         check_output_dir(folder)
         self._collective = collective or SingleProcess()
@@ -130,7 +132,7 @@ class CheckpointWriter:
         }
         self._owners = {key: self._owner(part, piece) for part, piece in names for key in self._parts[part][piece]}
         self._packed: dict[str, PackedModule] = {}
-        self._fingerprints = fingerprints
+        self._fingerprints, self._expert_parts = fingerprints, expert_parts
         is_begun, lines = resume and (folder / INCOMPLETE).is_file() and (folder / MANIFEST).is_file(), list[Finished]()
         if is_begun and self._is_writing:
             lines = read_manifest(folder, fingerprints)
@@ -244,7 +246,7 @@ class CheckpointWriter:
                 shutil.rmtree(entry)
             elif entry.name != INCOMPLETE:
                 entry.unlink()
-        start_manifest(self.folder, self._fingerprints)
+        start_manifest(self.folder, self._fingerprints, self._expert_parts)
 
     def _owner(self, part: int, piece: int) -> int:
         """The rank that packs and writes a shard."""

@@ -153,6 +153,7 @@ class CalibrationJob:
         batch_size: samples per forward.
         schedule: as of `compress`.
         sequential_targets: likewise.
+        expert_parts: in how many parts the experts of a layer are onloaded and solved.
         ranks: processes that share the batches.
         verify: a checkpoint whose model is in memory is loaded a second time at the end.
     """
@@ -162,11 +163,12 @@ class CalibrationJob:
     batch_size: int = 8
     schedule: str = "staged"
     sequential_targets: Sequence[str] | None = None
+    expert_parts: int = 1
     ranks: int = 1
     verify: bool = True
 
     def __post_init__(self) -> None:
-        _check_positive(self, "num_samples", "max_length", "batch_size", "ranks")
+        _check_positive(self, "num_samples", "max_length", "batch_size", "expert_parts", "ranks")
         if self.schedule not in list(Schedule):
             raise CompressionError(f"job.schedule={self.schedule} is none of {', '.join(Schedule)}.")
 

@@ -28,6 +28,7 @@ class Choice:
     prefetch_depth: int
     load: str
     sequential_targets: tuple[str, ...] | None = None
+    expert_parts: int = 1
 
 
 @final

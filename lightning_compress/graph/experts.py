@@ -13,14 +13,18 @@ down projections are solved on what the quantized gates and ups compute.
 Llama 4 calls its stack with every token for every expert, those zero that are not routed there. Zeros stay zeros, so
 they are sorted behind all experts and left out.
 
+Experts may be run in parts, one range of them after the other: each is a subgraph of its own then, so that the weights
+and the statistics of one part are all that is there at a time. What they add to a token is summed in float32.
+
 Alternatives not taken: sending every token to every expert (other tools; E / k times the work, and statistics of tokens
 that the expert never sees), and keeping stacks in the recipe, which every later part would have to take apart.
 """
 
 import inspect
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
+from itertools import accumulate, pairwise
 from typing import Any, cast, final
 
 import torch
@@ -37,8 +41,8 @@ from lightning_compress.graph.values import is_symbolic
 @final
 @dataclass(frozen=True)
 class Stack:
-    """How a module keeps its experts; all but `has_every_token` is what transformers' decorator
-    `use_experts_implementation` says of a class.
+    """How a module keeps its experts; all but `num_every` is what transformers' decorator `use_experts_implementation`
+    says of a class.
 
     Attributes:
         num_experts: E.
@@ -46,7 +50,8 @@ class Stack:
         has_bias: there are biases.
         is_transposed: matrices are [E, I, O].
         is_concatenated: gates come before ups; otherwise they take turns.
-        has_every_token: it is called with [E T, H], every token for every expert, most of them zeros.
+        num_every: it is called with [E T, H], every token for every expert, of which at most so many are not zeros, k;
+            0: with the choice.
     """
 
     num_experts: int
@@ -54,7 +59,7 @@ class Stack:
     has_bias: bool = False
     is_transposed: bool = False
     is_concatenated: bool = True
-    has_every_token: bool = False
+    num_every: int = 0
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -68,6 +73,15 @@ class GroupedLinear(nn.Module):
     """The outputs [S, O] of S rows that are sorted by expert, each by its expert's Linears, one after the other.
 
     Owns nothing: the Linears are children of `Experts`.
+
+    Args:
+        experts: whose these are.
+        projections: which of each expert's Linears.
+        part: which experts; rows of others are left as zeros.
+        begins_part: it is the first of several that run this part.
+        gathers: it reads [T, I], of which the rows are picked.
+        interleaved: the outputs of two projections take turns.
+        reads_hidden: it reads the model's hidden state.
     """
 
     experts: "Experts"
@@ -76,7 +90,9 @@ class GroupedLinear(nn.Module):
         self,
         experts: "Experts",
         projections: tuple[str, ...],
+        part: range,
         *,
+        begins_part: bool = False,
         gathers: bool = False,
         interleaved: bool = False,
         reads_hidden: bool = False,
@@ -84,6 +100,8 @@ class GroupedLinear(nn.Module):
         super().__init__()
         self.__dict__.update(experts=experts)  # not a child
         self.projections = projections
+        self.part = part
+        self.begins_part = begins_part
         self.gathers = gathers
         self.interleaved = interleaved
         self.reads_hidden = reads_hidden
@@ -91,31 +109,36 @@ class GroupedLinear(nn.Module):
     def grouped(self, name: str) -> Grouped:
         """What the graph has to know of a call of this module, which has the qualified name `name`."""
         owner = name.rpartition(".")[0]
-        experts = range(self.experts.num_experts)
-        members = tuple(tuple(f"{owner}.{number}.{each}" for each in self.projections) for number in experts)
-        return Grouped(owner, members, self.gathers, self.reads_hidden)
+        experts = tuple(f"{owner}.{number}" for number in self.part)
+        members = tuple(tuple(f"{expert}.{each}" for each in self.projections) for expert in experts)
+        title = f"{owner}[{self.part.start}:{self.part.stop}]" if self.begins_part else None
+        return Grouped(experts, self.part.start, members, self.gathers, self.reads_hidden, title)
 
     def forward(self, x: Tensor, token: Tensor, counts: Tensor) -> Tensor:
-        """Run all experts.
+        """Run the experts.
 
         Args:
             x: [S, I], sorted by expert; or, if this `gathers`, [T, I], of which the rows are picked.
             token: int64 [S], for each row the token that it is of.
-            counts: int64 [E], how many rows each expert has; rows behind those are left as zeros.
+            counts: int64 [E], how many rows each expert has; there may be more behind those, which are nobody's.
         """
-        first = self.experts.linears(0, self.projections)
+        first = self.experts.linears(self.part[0], self.projections)
         result = x.new_empty(token.shape[0], sum(linear.out_features for linear in first))
         if is_symbolic(result.shape[0]):
             return result
-        start = 0
-        for number, size in enumerate(sizes_of(counts, token.shape[0])):
-            rows = slice(start, start + size)
-            start += size
-            if size:
+        bounds = [0, *accumulate(sizes_of(counts, token.shape[0]))]
+        if bounds[-1] > token.shape[0]:
+            raise ValueError(
+                f"Experts are to run {bounds[-1]} rows of {token.shape[0]}: more than each token may have."
+            )
+        for number in self.part:
+            rows = slice(*bounds[number : number + 2])
+            if rows.start < rows.stop:
                 inputs = x[token[rows]] if self.gathers else x[rows]
                 outputs = [linear(inputs) for linear in self.experts.linears(number, self.projections)]
                 result[rows] = torch.stack(outputs, -1).flatten(-2) if self.interleaved else torch.cat(outputs, -1)
-        result[start:] = 0
+        result[: bounds[self.part.start]] = 0
+        result[bounds[self.part.stop] :] = 0
         return result
 
 
@@ -133,13 +156,15 @@ class Experts(nn.Module):
 
     Args:
         folded: the module whose parameters these are; it is no child, but lends its activation.
+        stack: how they are kept.
         names: of the projections in checkpoints: of gate (if there is one), up and down.
+        num_parts: in how many parts they are run; no more than there are experts.
     """
 
     folded: Any  # what the decorator gives a class has no type
     signature: inspect.Signature
 
-    def __init__(self, folded: nn.Module, stack: Stack, names: tuple[str, ...]) -> None:
+    def __init__(self, folded: nn.Module, stack: Stack, names: tuple[str, ...], num_parts: int = 1) -> None:
         super().__init__()
         self.__dict__.update(folded=folded, signature=inspect.signature(folded.forward))
         self.stack = stack
@@ -155,11 +180,13 @@ class Experts(nn.Module):
                     linear = nn.Linear(part.shape[1], part.shape[0], bias=stack.has_bias, device="meta")
                     expert.add_module(projection, linear)
                 expert.get_submodule(projection).register_parameter(local, nn.Parameter(part, requires_grad=False))
-        interleaved = stack.has_gate and not stack.is_concatenated
-        gathers = not stack.has_every_token
-        grouped = GroupedLinear(self, tuple(up), gathers=gathers, interleaved=interleaved, reads_hidden=True)
-        self.add_module("up", grouped)
-        self.add_module("down", GroupedLinear(self, (down,)))
+        self.parts = _parts(stack.num_experts, num_parts)
+        how = {"gathers": not stack.num_every, "interleaved": stack.has_gate and not stack.is_concatenated}
+        for number, experts in enumerate(self.parts):
+            begins = len(self.parts) > 1
+            grouped = GroupedLinear(self, tuple(up), experts, begins_part=begins, reads_hidden=True, **how)
+            self.add_module(f"up_{number}", grouped)
+            self.add_module(f"down_{number}", GroupedLinear(self, (down,), experts))
         self.normalizes: bool = getattr(self.folded, "has_post_expert_norm", False)
         if self.normalizes:
             self.add_module("post_expert_norm", self.folded.post_expert_norm)
@@ -203,52 +230,79 @@ class Experts(nn.Module):
         """As the module that this replaces: hidden states [T, H], chosen experts [T, k] and their weights [T, k]; or
         hidden states [E T, H], expert by expert."""
         values = self.signature.bind(*args, **kwargs).arguments.values()
-        return self._of_every_token(*values) if self.stack.has_every_token else self._of_chosen(*values)
+        return self._of_every_token(*values) if self.stack.num_every else self._of_chosen(*values)
 
     def _of_chosen(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         num_tokens, num_chosen = chosen.shape
         of_row, order = chosen.reshape(-1).sort(stable=True)
-        token = torch.div(order, num_chosen, rounding_mode="floor")
-        y = self._run(x, token, self._counts(of_row))
-        y = y[order.argsort()].view(num_tokens, num_chosen, y.shape[-1])
-        summed: Tensor = (y * weights[..., None]).sum(1)
-        return summed.to(x.dtype)
+        token, back = torch.div(order, num_chosen, rounding_mode="floor"), order.argsort()
+        counts = self._counts(of_row)
+
+        def of_tokens(number: int) -> Tensor:
+            y = self._run(number, x, token, counts)[back].view(num_tokens, num_chosen, -1) * weights[..., None]
+            summed: Tensor = y.sum(1, dtype=torch.promote_types(y.dtype, torch.float32))
+            return summed
+
+        return self._sum(of_tokens).to(x.dtype)
 
     def _of_every_token(self, x: Tensor) -> Tensor:
         num_tokens = x.view(self.num_experts, -1, x.shape[-1]).shape[1]
         row = torch.arange(x.shape[0], device=x.device)
         expert = torch.div(row, num_tokens, rounding_mode="floor")
         of_row, order = torch.where(x.ne(0).any(-1), expert, self.num_experts).sort(stable=True)
-        y = self._run(x[order], order % num_tokens, self._counts(of_row))
-        return y[order.argsort()]
+        counts, order = self._counts(of_row), order[: num_tokens * self.stack.num_every]
+        rows, token = x[order], order % num_tokens
+        y = self._sum(lambda number: self._run(number, rows, token, counts))
+        return torch.zeros_like(x).index_copy(0, order, y)
 
     def _counts(self, of_row: Tensor) -> Tensor:
         """How many rows each expert has, int64 [E], of the experts that rows are for; E itself stands for none."""
         counts = torch.zeros(self.num_experts + 1, dtype=torch.int64, device=of_row.device)
         return counts.scatter_add(0, of_row, torch.ones_like(of_row))[:-1]
 
-    def _run(self, x: Tensor, token: Tensor, counts: Tensor) -> Tensor:
-        """What experts make of rows [S, H] that are sorted by expert."""
-        hidden = self.get_submodule("up")(x, token, counts)
+    def _sum(self, of_part: Callable[[int], Tensor]) -> Tensor:
+        """Of what all parts make."""
+        total = of_part(0)
+        for number in range(1, len(self.parts)):
+            total = total + of_part(number)
+        return total
+
+    def _run(self, number: int, x: Tensor, token: Tensor, counts: Tensor) -> Tensor:
+        """What a part of the experts makes of rows [S, H] that are sorted by expert; zeros of those of others."""
+        hidden = self.get_submodule(f"up_{number}")(x, token, counts)
         if not self.stack.has_gate:
             hidden = self.folded.act_fn(hidden)
-        elif self.stack.has_every_token:
+        elif self.stack.num_every:
             gate, up = hidden.chunk(2, dim=-1)
             hidden = up * self.folded.act_fn(gate)
         else:
             hidden = self.folded._apply_gate(hidden)
-        y: Tensor = self.get_submodule("down")(hidden, token, counts)
-        return self.get_submodule("post_expert_norm")(y) if self.normalizes else y
+        y: Tensor = self.get_submodule(f"down_{number}")(hidden, token, counts)
+        if not self.normalizes:
+            return y
+        part, ends, row = self.parts[number], counts.cumsum(0), torch.arange(y.shape[0], device=y.device)
+        others = (row < ends[part.start] - counts[part.start]) | (row >= ends[part.stop - 1])
+        return cast(Tensor, self.get_submodule("post_expert_norm")(y)).masked_fill(others[:, None], 0)
+
+
+def _parts(num_experts: int, number: int) -> list[range]:
+    """
+    >>> _parts(8, 3), _parts(2, 4)
+    ([range(0, 2), range(2, 5), range(5, 8)], [range(0, 1), range(1, 2)])
+    """
+    number = min(number, num_experts)
+    bounds = [num_experts * part // number for part in range(number + 1)]
+    return [range(*each) for each in pairwise(bounds)]
 
 
 def stack_of(module: nn.Module) -> Stack | None:
-    """How a module keeps experts as stacked parameters: as transformers describes it, or takes them apart where it reads
-    compressed files; None: it does not."""
-    described = [field.name for field in fields(Stack) if field.name != "has_every_token"]
+    """How a module keeps experts as stacked parameters: as transformers describes it, or takes them apart where it
+    reads compressed files; None: it does not."""
+    described = [field.name for field in fields(Stack) if field.name != "num_every"]
     if all(hasattr(module, name) for name in described):
         stack = Stack(**{name: getattr(module, name) for name in described})
     elif _is_taken_apart(module) and isinstance(number := getattr(module, "num_experts", None), int):
-        stack = Stack(number, is_transposed=True, has_every_token=True)
+        stack = Stack(number, is_transposed=True, num_every=number)
     else:
         return None
     parameters = [getattr(module, name, None) for name in stack.names[:2]]

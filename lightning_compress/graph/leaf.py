@@ -12,16 +12,20 @@ class Grouped:
     """A call `(x, token, counts)` that lets experts run, each on rows of its own (see `experts.GroupedLinear`).
 
     Attributes:
-        owner: name of the module that owns the experts.
-        members: for each expert the names of the Linears that read its rows.
+        experts: names of the modules that hold them.
+        first: the number of the first of them.
+        members: for each of them the names of the Linears that read its rows.
         gathers: the rows are picked from x by `token`; otherwise they are those of x.
         reads_hidden: x is the model's hidden state, so that a channel means the same to all experts.
+        begins: the name of the subgraph that begins with this call, if one does.
     """
 
-    owner: str
+    experts: tuple[str, ...]
+    first: int
     members: tuple[tuple[str, ...], ...]
     gathers: bool
     reads_hidden: bool
+    begins: str | None = None
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ class Leaf:
         """Names of the modules that own the weights."""
         if self.within is not None:
             return self.within.modules
-        return (self.weights_of if self.grouped is None else self.grouped.owner,)
+        return (self.weights_of,) if self.grouped is None else self.grouped.experts
 
     @property
     def weights_of(self) -> str:

@@ -150,24 +150,32 @@ def computed_nodes(graph: fx.Graph) -> list[fx.Node]:
 
 
 def segments(traced: Traced) -> tuple[Segment, ...]:
-    """Cut at the calls of the sequential targets; what lies between two of them and owns no weights joins the first."""
+    """Cut at the calls of the sequential targets, and of parts of experts; what lies between two of them and owns no
+    weights joins the first."""
     all_nodes = list(traced.graph.nodes)
-    names: dict[fx.Node, str] = {}
+    spans: dict[fx.Node, str] = {}
     for span in traced.spans:
-        names.update(dict.fromkeys(all_nodes[span.first : span.last + 1], f"{span.name}@{span.first}"))
+        spans.update(dict.fromkeys(all_nodes[span.first : span.last + 1], f"{span.name}@{span.first}"))
     cut: list[tuple[str, list[fx.Node]]] = []
+    before = None
     for node in computed_nodes(traced.graph):
-        name = names.get(node, "")
-        if not cut or cut[-1][0] != name:
-            cut.append((name, []))
+        call, begins = spans.get(node, ""), _begins(node)
+        if begins or call != before:
+            cut.append((begins or call.partition("@")[0], []))
         cut[-1][1].append(node)
+        before = call
     joined: list[tuple[str, list[fx.Node]]] = []
     for name, nodes in cut:
         if joined and not name and not _reads_weights(nodes):
             joined[-1][1].extend(nodes)
         else:
-            joined.append((name.partition("@")[0], list(nodes)))
+            joined.append((name, list(nodes)))
     return tuple(Segment(name or _first_leaf(nodes), tuple(nodes)) for name, nodes in joined)
+
+
+def _begins(node: fx.Node) -> str | None:
+    """The name of the part of experts that a node begins to run, if any."""
+    return node.target.grouped.begins if isinstance(node.target, Leaf) and node.target.grouped is not None else None
 
 
 def _reads_weights(nodes: Iterable[fx.Node]) -> bool:
@@ -216,7 +224,7 @@ def _expert_calls(node: fx.Node, grouped: Grouped, quantizable: frozenset[str]) 
     assert isinstance(x, fx.Node)
     assert isinstance(token, fx.Node)
     assert isinstance(counts, fx.Node)
-    for expert, members in enumerate(grouped.members):
+    for expert, members in enumerate(grouped.members, grouped.first):
         rows = Rows(token, counts, expert, grouped.gathers, grouped.reads_hidden)
         source = Source(x, writes=node.meta.get(_WRITES, 0), rows=rows)
         yield from ((name, source) for name in members if name in quantizable)

@@ -2,14 +2,14 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 from torch import nn
 from transformers import PreTrainedModel, pytorch_utils
 from transformers.conversion_mapping import get_model_conversion_mapping
 
-from lightning_compress.graph.experts import Experts, projection_names, stack_of
+from lightning_compress.graph.experts import Experts, Stack, projection_names, stack_of
 from lightning_compress.recipe.forms import Conv1D, Conv2d, as_matrix, why_not
 
 Unfolding = Experts | Conv1D | Conv2d
@@ -45,54 +45,72 @@ class Unfolded:
                     parent._modules[key] = folded
 
 
-def unfold(root: nn.Module, named: Named = lambda name, module: False) -> Unfolded:
+def unfold(root: nn.Module, named: Named = lambda name, module: False, num_parts: int = 1) -> Unfolded:
     """The modules of a model that can be Linears, which are not in place yet.
 
     Args:
         root: the model.
         named: tells by name and module which convolutions are meant; stacked experts and `Conv1D`s always are.
+        num_parts: in how many parts the experts of a layer are run.
     """
     found: dict[nn.Module, Unfolding] = {}
     conversions: dict[str, list[object]] = {}
     matrices: dict[int, nn.Parameter] = {}  # of tied weights, one
     for name, module in root.named_modules():
-        unfolding = _unfolding(root, name, module, conversions, matrices, named) if name else None
-        if unfolding is not None:
-            found[module] = unfolding
+        if not name:
+            continue
+        if (stack := stack_of(module)) is not None:
+            found[module] = _experts(root, name, module, stack, conversions, num_parts)
+        elif (linear := _linear(name, module, matrices, named)) is not None:
+            found[module] = linear
     places: list[tuple[nn.Module, str, nn.Module, Unfolding]] = []
     for parent in root.modules():
         places += [(parent, key, child, found[child]) for key, child in parent._modules.items() if child in found]
     return Unfolded(tuple(places))
 
 
-def unfolded(root: nn.Module, named: Named = lambda name, module: False) -> AbstractContextManager[None]:
+def unfolded(
+    root: nn.Module, named: Named = lambda name, module: False, num_parts: int = 1
+) -> AbstractContextManager[None]:
     """Within: what `unfold` finds is in place (see `Unfolded.in_place`)."""
-    return unfold(root, named).in_place()
+    return unfold(root, named, num_parts).in_place()
 
 
-def _unfolding(
+def most_experts(root: nn.Module) -> int:
+    """Of a layer of a model; 1 if it has none."""
+    stacks = map(stack_of, root.modules())
+    return max((stack.num_experts for stack in stacks if stack is not None), default=1)
+
+
+def _linear(name: str, module: nn.Module, matrices: dict[int, nn.Parameter], named: Named) -> Conv1D | Conv2d | None:
+    if not isinstance(module, pytorch_utils.Conv1D | nn.Conv2d):
+        return None
+    if why_not(module) is not None or (isinstance(module, nn.Conv2d) and not named(name, module)):
+        return None
+    if id(module.weight) not in matrices:
+        matrices[id(module.weight)] = as_matrix(module)
+    matrix = matrices[id(module.weight)]
+    return Conv2d(module, matrix) if isinstance(module, nn.Conv2d) else Conv1D(module, matrix)
+
+
+def _experts(
     root: nn.Module,
     name: str,
     module: nn.Module,
+    stack: Stack,
     conversions: dict[str, list[object]],
-    matrices: dict[int, nn.Parameter],
-    named: Named,
-) -> Unfolding | None:
-    if isinstance(module, pytorch_utils.Conv1D | nn.Conv2d):
-        if why_not(module) is not None or (isinstance(module, nn.Conv2d) and not named(name, module)):
-            return None
-        if id(module.weight) not in matrices:
-            matrices[id(module.weight)] = as_matrix(module)
-        matrix = matrices[id(module.weight)]
-        return Conv2d(module, matrix) if isinstance(module, nn.Conv2d) else Conv1D(module, matrix)
-    if (stack := stack_of(module)) is None:
-        return None
+    num_parts: int,
+) -> Experts:
     model_path, model = _model_around(root, name.rpartition(".")[0])
     if model_path not in conversions:
         found = get_model_conversion_mapping(model) if isinstance(model, PreTrainedModel) else []
         conversions[model_path] = list(found)
     own = name.removeprefix(f"{model_path}.") if model_path else name
-    return Experts(module, stack, projection_names(conversions[model_path], own, stack.has_gate))
+    if stack.num_every and isinstance(model, PreTrainedModel):
+        chosen = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
+        stack = replace(stack, num_every=min(chosen or stack.num_experts, stack.num_experts))
+    names = projection_names(conversions[model_path], own, stack.has_gate)
+    return Experts(module, stack, names, num_parts)
 
 
 def _model_around(root: nn.Module, path: str) -> tuple[str, nn.Module]:

@@ -10,6 +10,7 @@ Alternative not taken: measuring, and giving room where it gets tight. A run tha
 layer is wider than the others could have said so before the first.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, final
@@ -48,7 +49,7 @@ _REMEDIES = {
     "waiting": "a smaller activation_budget",
     "in_flight": "a smaller batch size or shorter samples",
     "batch": "a smaller batch size or shorter samples",
-    "statistics": "sequential_targets of smaller modules",
+    "statistics": "sequential_targets of smaller modules or, of experts, more expert_parts",
     "workspace": "the algorithm rtn for, or `ignore` of, the widest modules",
     "verification": "verify=False, or weights that stay on disk (`weights=`, model.load=disk)",
 }
@@ -83,6 +84,16 @@ class Moment:
     work: Work = field(default_factory=dict)
     loaded: int = 0
     stored: int = 0
+
+
+def as_one(solves: Sequence[Moment]) -> list[Moment]:
+    """Solves with the same beside them, as the one that takes the most."""
+    if not solves:
+        return []
+    most, work = max(solves, key=lambda each: each.workspace), Counter[str]()
+    for each in solves:
+        work.update(each.work)
+    return [replace(most, of=", ".join(each.of for each in solves), work=dict(work))]
 
 
 @final
@@ -181,8 +192,8 @@ def fit(table: Sequence[Needs], device: torch.device, budgets: Budgets) -> Fit:
                 notes = _notes(given, depth, waiting)
                 return Fit(depth, waiting, host.num_bytes, on_device.num_bytes, notes)
     if host.num_bytes > _limit(budgets.host):
-        raise BudgetError(_refusal("host_budget", budgets.host, host, budgets))
-    raise BudgetError(_refusal("device_budget", budgets.device, on_device, budgets))
+        raise BudgetError(_refusal("host_budget", budgets.host, host, budgets), host.num_bytes)
+    raise BudgetError(_refusal("device_budget", budgets.device, on_device, budgets), on_device.num_bytes)
 
 
 @final

@@ -22,9 +22,10 @@ from lightning_compress.memory.placement import MemoryConfig, memory_config
 from lightning_compress.memory.source import is_on_meta
 from lightning_compress.plugin import compat
 from lightning_compress.plugin.data import calibration_set
-from lightning_compress.plugin.job import Job, Settings, plan_recipe, prepare_job
+from lightning_compress.plugin.job import Job, plan_recipe, prepare_job
 from lightning_compress.plugin.loop import CompressionLoop, bystanders
 from lightning_compress.plugin.progress import STATE_KEY, Progress, from_state
+from lightning_compress.plugin.settings import Settings
 from lightning_compress.recipe.load import RecipeLike, load_recipe
 from lightning_compress.report.report import Report
 
@@ -50,6 +51,8 @@ class CompressionCallback(Callback):
         schedule: `staged`, `recompute`, `block`, `basic` or `datafree`.
         sequential_targets: class names, module names or `re:` patterns of what is onloaded at a time; by default the
             layers.
+        expert_parts: in how many parts the experts of a layer are onloaded and solved, one after the other, where all
+            at once take too much memory; by default one, or as many as `memory`'s budgets demand.
         memory: options of `MemoryConfig` (a mapping will do): budgets, where activations wait, prefetch depth.
         verify: read the checkpoint back and compare it with the module.
         tokenizer: saved with the checkpoint; a tokenizer or processor.
@@ -77,6 +80,7 @@ class CompressionCallback(Callback):
         max_samples: int | None = None,
         schedule: Literal["staged", "recompute", "block", "basic", "datafree"] = "staged",
         sequential_targets: Sequence[str] | None = None,
+        expert_parts: int | None = None,
         memory: MemoryConfig | Mapping[str, Any] | None = None,
         verify: bool = True,
         tokenizer: SavesPretrained | None = None,
@@ -98,6 +102,7 @@ class CompressionCallback(Callback):
             output_dir=None if output_dir is None else Path(output_dir),
             schedule=Schedule(schedule),
             sequential_targets=None if sequential_targets is None else tuple(sequential_targets),
+            expert_parts=expert_parts,
             memory=memory_config(memory),
             verify=verify,
             weights=None if weights is None else Path(weights),

@@ -204,7 +204,7 @@ def _calibration(
     device = torch.device(config.device)
     target = find_target(model)
     recipe = load_recipe(cast(Any, OmegaConf.to_container(config.recipe, resolve=True)))
-    with unfolded(target.root, named_by(recipe)):
+    with unfolded(target.root, named_by(recipe), job.expert_parts):
         resolved = resolve(recipe, target.root)
         found = measured(target, resolved, job, device, verifies=job.verify and not from_disk, memory=memory)
     table = [*found.table, *found.end]

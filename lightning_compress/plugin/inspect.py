@@ -37,11 +37,11 @@ def run_inspect(config: DictConfig) -> GraphView:
         CompressionError: a model that cannot be built or traced, or a recipe that does not fit it.
     """
     if config.schedule not in tuple(Schedule) or not all(
-        isinstance(n, int) and n > 0 for n in (config.rows, config.length)
+        isinstance(n, int) and n > 0 for n in (config.rows, config.length, config.expert_parts)
     ):
         raise CompressionError(
-            f"schedule={config.schedule} rows={config.rows} length={config.length}: schedules are "
-            f"{', '.join(Schedule)}; rows and length are positive numbers."
+            f"schedule={config.schedule} rows={config.rows} length={config.length} expert_parts={config.expert_parts}: "
+            f"schedules are {', '.join(Schedule)}; the others are positive numbers."
         )
     schedule = Schedule(config.schedule)
     if config.get("data") is None:
@@ -53,7 +53,7 @@ def run_inspect(config: DictConfig) -> GraphView:
         data = collect(calibration_batches(load_data_config(config.data), processor), _NUM_BATCHES)
     recipe = load_recipe(cast(Mapping[str, Any], OmegaConf.to_container(config.recipe, resolve=True)))
     target = find_target(model)
-    with calibrating(model), unfolded(model, named_by(recipe)):
+    with calibrating(model), unfolded(model, named_by(recipe), config.expert_parts):
         resolved = resolve(recipe, model)
         names = tuple(resolved.assignments)
         patterns = None if config.sequential_targets is None else tuple(config.sequential_targets)

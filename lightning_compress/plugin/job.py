@@ -5,7 +5,7 @@ import shutil
 import time
 import warnings
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,52 +14,26 @@ from torch import nn
 from lightning_compress.calibration.batches import CalibrationSet
 from lightning_compress.calibration.boundary import FOLDER
 from lightning_compress.calibration.loop import Calibration, calibrate
-from lightning_compress.calibration.prepare import calibrating, check_layout, needs_data, prepare
+from lightning_compress.calibration.prepare import calibrating, check_layout
 from lightning_compress.calibration.records import SubgraphRecord
 from lightning_compress.calibration.resume import fingerprints
 from lightning_compress.calibration.target import Target, find_target
-from lightning_compress.distributed.collective import Collective
+from lightning_compress.distributed.collective import Collective, SingleProcess
 from lightning_compress.errors import CompressionError, UnsupportedModelError
-from lightning_compress.export.checkpoint import SavesPretrained, check_output_dir
+from lightning_compress.export.checkpoint import check_output_dir
 from lightning_compress.export.verify import Verification, verify, verify_files
 from lightning_compress.export.writer import CheckpointWriter, Unwritten
 from lightning_compress.graph.stages import Schedule
-from lightning_compress.graph.unfold import Unfolded, unfold, unfolded
+from lightning_compress.graph.unfold import Unfolded, unfolded
 from lightning_compress.memory.budget import MemoryUse
-from lightning_compress.memory.placement import MemoryConfig, placement
-from lightning_compress.memory.source import WeightSource, is_on_meta, weight_source
-from lightning_compress.plugin.budget import finished_use, within_budgets
+from lightning_compress.memory.source import WeightSource, is_on_meta
+from lightning_compress.plugin.budget import finished_use
+from lightning_compress.plugin.layout import in_parts
 from lightning_compress.plugin.progress import Progress, check_continues
-from lightning_compress.recipe.config import Recipe
+from lightning_compress.plugin.settings import Settings
 from lightning_compress.recipe.resolve import ResolvedRecipe, named_by, resolve
 from lightning_compress.report.experts import ExpertCoverageWarning, advice, more_samples
 from lightning_compress.report.report import Report
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a user chose, apart from the model and the data.
-
-    Attributes:
-        output_dir: where the checkpoint goes; None quantizes the model in memory only.
-        weights: folder or checkpoint that the values of parameters on the meta device are read from.
-        sequential_targets: what is onloaded at a time; None takes the model's layers.
-        memory: budgets, and what waits where.
-        verify: read the checkpoint back and compare.
-        resume: continue an interrupted run that is the same, if `output_dir` holds one.
-        keep_activations: write them to `output_dir` after each subgraph, for that.
-    """
-
-    recipe: Recipe
-    output_dir: Path | None
-    weights: Path | None = None
-    schedule: Schedule = Schedule.STAGED
-    sequential_targets: tuple[str, ...] | None = None
-    memory: MemoryConfig = field(default_factory=MemoryConfig)
-    verify: bool = True
-    resume: bool = True
-    keep_activations: bool = False
-    tokenizer: SavesPretrained | None = None
 
 
 @dataclass(frozen=True)
@@ -69,6 +43,7 @@ class Job:
     Attributes:
         fingerprints: of everything that decides the result, where it is written; see `calibration.resume`.
         modules: of the model, which are Linears while it runs.
+        expert_parts: in how many parts the experts of a layer are run.
         memory: what the run is expected to take, where there are budgets.
     """
 
@@ -82,6 +57,7 @@ class Job:
     fingerprints: Mapping[str, str]
     prepare_s: float
     modules: Unfolded
+    expert_parts: int = 1
     memory: MemoryUse | None = None
 
 
@@ -121,30 +97,17 @@ def prepare_job(
     target, resolved = plan_recipe(module, settings)
     if settings.weights is None:
         module.to("cpu")
-    schedule = settings.schedule if needs_data(resolved) else Schedule.DATAFREE
-    modules = unfold(target.root, named_by(settings.recipe))
+    place = next((name for name, part in module.named_modules() if part is target.root), "")
+    laid_out = in_parts(target, resolved, data, settings, device, place, collective or SingleProcess())
+    run, schedule, source = laid_out.run, laid_out.schedule, laid_out.source
     given: Mapping[str, str] = {}
-    with calibrating(target.root), modules.in_place():
-        source = None
-        if settings.weights is not None:
-            place = next(name for name, part in module.named_modules() if part is target.root)
-            source = weight_source(target.root, settings.weights, place)
-        run = prepare(
-            target,
-            resolved,
-            data,
-            placement(settings.memory, device, source),
-            schedule=schedule,
-            sequential_targets=settings.sequential_targets,
-            collective=collective,
-        )
-        writes = settings.output_dir is not None
-        run, use = within_budgets(run, data, settings.memory, writes, writes and settings.verify and source is None)
-        if writes or run.collective.size > 1:
+    with calibrating(target.root), laid_out.modules.in_place():
+        if settings.output_dir is not None or run.collective.size > 1:
             given = _fingerprints(target, resolved, data, run, schedule, source)
             _check_same(given, run.collective)
     prepare_s = time.perf_counter() - start
-    return Job(target, resolved, data, run, settings, schedule, source, given, prepare_s, modules, use)
+    rest = (laid_out.modules, laid_out.expert_parts, laid_out.memory)
+    return Job(target, resolved, data, run, settings, schedule, source, given, prepare_s, *rest)
 
 
 def _check_same(given: Mapping[str, str], collective: Collective) -> None:
@@ -304,6 +267,7 @@ def _writer(job: Job, output_dir: Path) -> CheckpointWriter:
         job.fingerprints,
         resume=job.settings.resume,
         collective=job.run.collective,
+        expert_parts=job.expert_parts,
     )
 
 

@@ -78,7 +78,7 @@ def measured(
     data = CalibrationSet(batches, has_padding=False)
     where = replace(placement(memory or MemoryConfig(), device, None), device_activation_budget=0)
     has_data, start = needs_data(resolved), time.perf_counter()
-    with calibrating(target.root), unfolded(target.root, named_by(resolved.recipe)):
+    with calibrating(target.root), unfolded(target.root, named_by(resolved.recipe), job.expert_parts):
         run = prepare(
             target,
             resolved,

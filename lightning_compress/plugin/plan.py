@@ -25,7 +25,7 @@ from lightning_compress.foresight.planner import plans, smallest
 from lightning_compress.foresight.probe import probe
 from lightning_compress.graph.stages import Schedule
 from lightning_compress.graph.trace import Traced
-from lightning_compress.graph.unfold import unfolded
+from lightning_compress.graph.unfold import most_experts, unfolded
 from lightning_compress.memory.budget import gib
 from lightning_compress.memory.files import nearest_existing
 from lightning_compress.memory.tracker import parse_bytes, resident_bytes
@@ -44,6 +44,8 @@ class Choices:
         prefetch_depth: how many subgraphs ahead weights are brought.
         load: where weights are read: before the run into "memory", or from "disk" during it.
         sequential_targets: tried in this order until something fits; null: the model's layers.
+        expert_parts: in how many parts the experts of a layer are onloaded and solved; tried in this order, with each
+            of the sequential targets, until something fits.
     """
 
     batch_size: Sequence[int] = (1, 2, 4, 8, 16, 32)
@@ -51,6 +53,7 @@ class Choices:
     prefetch_depth: Sequence[int] = (0, 1, 2)
     load: Sequence[str] = ("memory", "disk")
     sequential_targets: Sequence[Sequence[str] | None] = (None, ("Linear",))
+    expert_parts: Sequence[int] = (1, 4, 16)
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -60,12 +63,12 @@ class Choices:
         known = [str(schedule) for schedule in Schedule]
         wrong = [f"choices.schedule={each}" for each in self.schedule if each not in known]
         wrong += [f"choices.load={each}" for each in self.load if each not in ("memory", "disk")]
-        for name, least in (("batch_size", 1), ("prefetch_depth", 0)):
+        for name, least in (("batch_size", 1), ("prefetch_depth", 0), ("expert_parts", 1)):
             wrong += [f"choices.{name}={n}" for n in getattr(self, name) if not isinstance(n, int) or n < least]
         if wrong:
             raise CompressionError(
-                f"{', '.join(wrong)}: schedules are {', '.join(known)}, load is memory or disk, batch sizes are at "
-                "least 1 and prefetch depths at least 0."
+                f"{', '.join(wrong)}: schedules are {', '.join(known)}, load is memory or disk, batch sizes and parts "
+                "are at least 1 and prefetch depths at least 0."
             )
 
 
@@ -87,14 +90,16 @@ def plan_calibration(model: PreTrainedModel, situation: Situation, choices: Choi
     resources = situation.resources
     tried: list[Candidate] = []
     found: list[Plan] = []
-    with unfolded(target.root, named_by(situation.recipe)):
-        resolved = resolve(situation.recipe, target.root)
-        for targets in choices.sequential_targets:
-            here = list(_candidates(target, resolved, situation, choices, machine.device, targets))
-            tried += here
-            found = plans(here, machine, resources)
-            if found:
-                break
+    most = most_experts(target.root)
+    parts = dict.fromkeys(min(number, most) for number in choices.expert_parts)
+    for targets, number in product(choices.sequential_targets, parts):
+        with unfolded(target.root, named_by(situation.recipe), number):
+            resolved = resolve(situation.recipe, target.root)
+            here = list(_candidates(target, resolved, situation, choices, machine.device, targets, number))
+        tried += here
+        found = plans(here, machine, resources)
+        if found:
+            break
     if not found:
         raise BudgetError(_nothing_fits(tried, machine, situation))
     given = {"device": resources.device, "host": resources.host, "disk": resources.disk}
@@ -119,7 +124,8 @@ def _others(found: Sequence[Plan]) -> tuple[Plan, ...]:
     kinds: dict[tuple[object, ...], Plan] = {}
     for plan in found:
         choice = plan.choice
-        kinds.setdefault((choice.batch_size, choice.schedule, choice.load, choice.sequential_targets), plan)
+        kind = (choice.batch_size, choice.schedule, choice.load, choice.sequential_targets, choice.expert_parts)
+        kinds.setdefault(kind, plan)
     return tuple(kinds.values())[1:]
 
 
@@ -130,8 +136,9 @@ def _candidates(
     choices: Choices,
     device: str,
     targets: Sequence[str] | None,
+    expert_parts: int,
 ) -> Iterator[Candidate]:
-    """All that can be chosen with these sequential targets; the model is recorded once for them."""
+    """All that can be chosen with these sequential targets and parts; the model is recorded once for them."""
     traced: Traced | None = None
     prepare_s = 0.0
     if needs_data(resolved):
@@ -147,6 +154,7 @@ def _candidates(
             batch_size=batch_size,
             schedule=schedule,
             sequential_targets=targets,
+            expert_parts=expert_parts,
             ranks=situation.ranks,
         )
         found = measured(target, resolved, job, torch.device(device), verifies=situation.verify, traced=traced)
@@ -154,7 +162,8 @@ def _candidates(
             prepare_s = found.prepare_s
             traced = found.run.flow.traced
         for load, depth in product(choices.load, choices.prefetch_depth):
-            choice = Choice(batch_size, schedule, depth, load, None if targets is None else tuple(targets))
+            named = None if targets is None else tuple(targets)
+            choice = Choice(batch_size, schedule, depth, load, named, expert_parts)
             yield _candidate(choice, found, target, device, prepare_s)
 
 

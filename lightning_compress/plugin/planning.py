@@ -204,7 +204,11 @@ def with_plan(config: DictConfig, planned: Planned) -> DictConfig:
             {
                 "model": {"load": choice.load},
                 "data": {"batch_size": choice.batch_size},
-                "calibration": {"schedule": choice.schedule, "sequential_targets": targets},
+                "calibration": {
+                    "schedule": choice.schedule,
+                    "sequential_targets": targets,
+                    "expert_parts": choice.expert_parts,
+                },
                 "memory": {
                     **budgets,
                     "prefetch_depth": choice.prefetch_depth,
@@ -239,6 +243,7 @@ def _choices_left(config: DictConfig, typed: set[str]) -> Choices:
         "calibration.schedule": "schedule",
         "memory.prefetch_depth": "prefetch_depth",
         "calibration.sequential_targets": "sequential_targets",
+        "calibration.expert_parts": "expert_parts",
     }
     chosen = {name: (_plain_value(config, key),) for key, name in keys.items() if key in typed}
     return replace(Choices(), **chosen)
@@ -249,6 +254,7 @@ def _check_typed(config: DictConfig, planned: Planned, typed: set[str]) -> None:
     after = with_plan(config, planned)
     keys = [
         *("model.load", "data.batch_size", "calibration.schedule", "calibration.sequential_targets"),
+        "calibration.expert_parts",
         *("memory.prefetch_depth", "memory.activation_budget", "memory.device_activation_budget"),
     ]
     pairs = [(key, _plain_value(config, key), _plain_value(after, key)) for key in keys if key in typed]

@@ -73,6 +73,7 @@ def described(plan: Plan) -> str:
     targets = (
         "" if choice.sequential_targets is None else f", sequential targets {', '.join(choice.sequential_targets)}"
     )
+    targets += f", experts of a layer in {choice.expert_parts} parts" if choice.expert_parts > 1 else ""
     return (
         f"schedule {choice.schedule}, batch size {choice.batch_size}, prefetch depth {choice.prefetch_depth}, weights "
         f"from {choice.load}, activations {', then '.join(where)}{targets}"

@@ -19,7 +19,8 @@ from lightning_compress.distributed.collective import Collective, ProcessGroup, 
 from lightning_compress.export import layout
 from lightning_compress.graph.stages import Schedule
 from lightning_compress.memory.placement import MemoryConfig
-from lightning_compress.plugin.job import Settings, prepare_job, run_job
+from lightning_compress.plugin.job import prepare_job, run_job
+from lightning_compress.plugin.settings import Settings
 from lightning_compress.recipe.load import load_recipe
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -38,6 +39,7 @@ CASES: dict[str, Any] = {
     "corrected": lambda: (tiny_llama(2), padded(token_batches(9)), recipe(3, correct="residual", refit=None), {}),
     "static": lambda: (tiny_llama(2), token_batches(5), recipe(algorithm="gptq", scheme=STATIC), {}),
     "experts": lambda: (tiny_mixtral(2, 8), token_batches(5, rows=1, length=2), recipe(4), {"verify": False}),
+    "parts": lambda: (tiny_mixtral(2, 8), token_batches(5, rows=1, length=2), recipe(4), {"expert_parts": 3}),
     "row tiles": lambda: (
         tiny_llama(1, hidden_size=64, intermediate_size=4352),
         token_batches(6, rows=4),

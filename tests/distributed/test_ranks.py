@@ -19,6 +19,7 @@ SAME = {
     "ragged": (2, 4),
     "static": (2, 3),
     "experts": (2, 4),
+    "parts": (2, 3),
     "row tiles": (2, 3),
     "budget": (2, 3),
     "no data": (2, 4),
