@@ -1,5 +1,7 @@
 """What is foreseen of a run with experts, against what it takes, storage by storage."""
 
+from typing import Any
+
 import pytest
 import torch
 from helpers import prepare, recipe
@@ -7,16 +9,17 @@ from test_footprint import foreseen, table_of, taken
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from lightning_compress.calibration import footprint
+from lightning_compress.calibration.footprint import _Meter
 from lightning_compress.plugin.job import Job
 
 
-def job_of_experts(schedule: str, rows: int = 8) -> Job:
+def job_of_experts(schedule: str, rows: int = 8, num_layers: int = 2, **settings: Any) -> Job:
     torch.manual_seed(0)
     sizes = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 128, "vocab_size": 64}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64}
-    config = Qwen3MoeConfig(**sizes, **heads, num_hidden_layers=2, num_experts=8, num_experts_per_tok=2)
+    config = Qwen3MoeConfig(**sizes, **heads, num_hidden_layers=num_layers, num_experts=8, num_experts_per_tok=2)
     batches = [{"input_ids": torch.randint(0, 64, (rows, 128))} for _ in range(3)]
-    return prepare(Qwen3MoeForCausalLM(config).eval(), batches, recipe(4, group_size=64), schedule=schedule)
+    return prepare(Qwen3MoeForCausalLM(config).eval(), batches, recipe(4, group_size=64), schedule=schedule, **settings)
 
 
 @pytest.mark.parametrize("schedule", ["staged", "block"])
@@ -40,3 +43,33 @@ def test_experts_that_are_alike_are_run_once(rows: int, monkeypatch: pytest.Monk
         monkeypatch.setattr(footprint, "one_of_each", lambda sources, values: [(s, 1) for s in sources if s.rows])
         every = table_of(job)
     assert [row.moments for row in once] == [row.moments for row in every]
+
+
+def test_layers_in_parts_that_are_alike_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several subgraphs each. Seen to fail: with the subgraph before taken for the one that is like it."""
+    job = job_of_experts("staged", num_layers=5, expert_parts=3)
+    repeated: list[int] = []
+    repeats = _Meter.repeats
+
+    def counted(meter: _Meter, index: int) -> int:
+        repeated.append(repeats(meter, index))
+        return repeated[-1]
+
+    with job.modules.in_place():
+        monkeypatch.setattr(_Meter, "repeats", counted)
+        table = table_of(job)
+        monkeypatch.setattr(_Meter, "repeats", lambda *_: 0)
+        assert table == table_of(job)
+    assert [row.name for row in table] == [part.name for part in job.run.flow.subgraphs]
+    assert repeated.count(4) >= 2
+
+
+@pytest.mark.parametrize("schedule", ["staged", "block"])
+def test_parts_take_what_is_foreseen(schedule: str) -> None:
+    """But for what one part is given more of the tokens than another, which no fake tensor tells."""
+    job = job_of_experts(schedule, expert_parts=4)
+    with job.modules.in_place():
+        table = table_of(job)
+        ours, theirs = foreseen(table, 0, [0] * len(table)), taken(job)
+    assert all(one >= 0.95 * other for one, other in zip(ours, theirs, strict=True)), (ours, theirs)
+    assert max(ours) <= 1.25 * max(theirs), (ours, theirs)

@@ -194,3 +194,24 @@ def test_a_norm_behind_every_expert() -> None:
         assert isinstance(model["experts"], Experts)
         assert "experts.post_expert_norm.weight" in model.state_dict()
         torch.testing.assert_close(model["experts"](x, chosen, weights), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("num_parts", [1, 3])
+def test_experts_whose_outputs_are_normalized(num_parts: int) -> None:
+    """By a norm that makes something of zeros, too: of the rows of other parts. Seen to fail: with those left in."""
+    modeling = pytest.importorskip("transformers.models.muse_spark.modeling_muse_spark")
+    sizes = {"num_local_experts": 4, "moe_hidden_size": 16, "moe_intermediate_size": 8}
+    torch.manual_seed(0)
+    experts = modeling.MuseSparkExperts(SimpleNamespace(**sizes, hidden_act="silu", post_norm_eps=1e-8))
+    experts.config = SimpleNamespace(_experts_implementation="eager")
+    experts.post_expert_norm = nn.LayerNorm(16)
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter)
+    experts.double()
+    chosen, weights = torch.tensor([[0, 1], [3, 1], [2, 0], [1, 3], [1, 0]]), torch.rand(5, 2).double()
+    x = torch.randn(5, 16).double()
+    stack = stack_of(experts)
+    assert stack is not None
+    unfolding = Experts(experts, stack, ("gate_proj", "up_proj", "down_proj"), num_parts)
+    with torch.no_grad():
+        torch.testing.assert_close(unfolding(x, chosen, weights), experts(x, chosen, weights), rtol=1e-12, atol=1e-12)
