@@ -13,7 +13,7 @@ from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, QuantizationStrategy, QuantizationType
 from torch import nn
 
-from lightning_compress.algorithms.base import Algorithm
+from lightning_compress.algorithms.base import Algorithm, is_finite
 from lightning_compress.algorithms.rtn import Rtn
 from lightning_compress.errors import NonFiniteError, UnsupportedModelError
 from lightning_compress.recipe.config import Modifier, Recipe
@@ -294,7 +294,7 @@ def _check_finite(assignments: Mapping[str, Assignment], root: nn.Module) -> Non
     modules = dict(root.named_modules())
     for name in assignments:
         weight = modules[name].weight
-        if not weight.is_meta and not torch.isfinite(weight).all():  # those on disk are checked when they are read
+        if not weight.is_meta and not is_finite(weight):  # those on disk are checked when they are read
             raise NonFiniteError(
                 f"The weight of {name} (shape {list(weight.shape)}, {weight.dtype}) holds NaN or Inf. Nothing was "
                 "written. "
