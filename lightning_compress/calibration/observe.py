@@ -25,7 +25,7 @@ def observing(
     values: Mapping[Key, object],
     masks: Mapping[Source, fx.Node],
     statistics: Statistics,
-    differences: Callable[[Source], Tensor | None] = lambda source: None,
+    differences: Callable[[Source], tuple[Tensor, Tensor | None] | None] = lambda source: None,
     held_out: bool = False,
 ) -> Iterator[None]:
     """Update the statistics of `sources`, which have begun, with what one batch computes inside the context.
@@ -57,8 +57,11 @@ def observing(
             beside = None
             if source.inner is None:
                 x = unpadded(source, values[source.node])
-                difference = differences(source)
-                beside = None if difference is None else Beside(unpadded(source, difference), held_out)
+                found = differences(source)
+                if found is not None:
+                    difference, magnitude = found
+                    magnitude = None if magnitude is None else unpadded(source, magnitude)
+                    beside = Beside(unpadded(source, difference), held_out, magnitude)
             elif source in caught:
                 parts = caught.pop(source)
                 x = parts[0] if len(parts) == 1 else torch.cat(parts)

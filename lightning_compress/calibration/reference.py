@@ -8,7 +8,7 @@ steps, and the cache; see `graph.shadow` for what exists twice.
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor, fx, nn
@@ -172,28 +172,39 @@ def _original_weights(root: nn.Module, originals: Mapping[str, Tensor], called: 
 
 def differences(
     source: Source, values: MutableMapping[Key, object], root: nn.Module, reference: Reference | None
-) -> Tensor | None:
+) -> tuple[Tensor, Tensor | None] | None:
     """What the original model says of a source, as its statistic asks for it, float32: x_ref - x [..., I]; or what
-    the outputs of its modules lack, W (x_ref - x) + r_ref - r [..., O]. None: they are not corrected."""
+    the outputs of its modules lack, W (x_ref - x) + r_ref - r [..., O]. None: they are not corrected.
+
+    With it the root mean square of r for every token, [..., 1]; None where there is none.
+    """
     if reference is None or source not in reference.members:
         return None
     original = SecondRun(values)
     drift = _difference(source.node, values, original)
     if reference.forms[source] is InputDrift:
-        return drift
-    parts = []
+        return drift, None
+    parts, squares = [], []
     for name in reference.members[source]:
         part = drift @ root.get_submodule(name).get_parameter("weight").float().t()
         residual = reference.residuals.get(name)
-        for node, factor in () if residual is None else residual.terms:
+        terms = () if residual is None else residual.terms
+        for node, factor in terms:
             part.add_(_difference(node, values, original).reshape(part.shape), alpha=factor)
+        if terms:
+            added = sum(_value(node, values).reshape(part.shape) * factor for node, factor in terms)
+            squares.append(torch.as_tensor(added).square().mean(-1, keepdim=True))
         parts.append(part)
-    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+    magnitude = torch.stack(squares).mean(0).sqrt() if squares else None
+    return (parts[0] if len(parts) == 1 else torch.cat(parts, -1)), magnitude
 
 
 def _difference(node: fx.Node, values: Mapping[Key, object], original: SecondRun) -> Tensor:
     """Of the original value and that of now, float32."""
-    here, there = values[node], original[node]
-    assert isinstance(here, Tensor)
-    assert isinstance(there, Tensor)
-    return there.float() - here.float()
+    return _value(node, original) - _value(node, values)
+
+
+def _value(node: fx.Node, values: Mapping[Any, object]) -> Tensor:
+    value = values[node]
+    assert isinstance(value, Tensor)
+    return value.float()

@@ -28,10 +28,13 @@ class Beside:
         difference: float32, original values less those of now: of the linears' inputs, [T, I]; or of their outputs with
             the original weights, and the residual that these are added to, [T, O]. The statistic says which.
         held_out: the batch is kept apart, to judge by.
+        magnitude: float32 [T, 1], the root mean square of the residual that the outputs are added to; None: there is
+            none.
     """
 
     difference: Tensor
     held_out: bool
+    magnitude: Tensor | None = None
 
 
 class Statistic(ABC):

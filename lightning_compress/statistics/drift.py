@@ -9,6 +9,10 @@ the Gram of x_ref - x, whatever W is: I by I (`InputDrift`). Of others M is summ
 would take D, and the residual's part beside it. In both, the difference is made before the product, so that it loses no
 digits. `drift_form` says which is less work.
 
+Where outputs are added to a residual, norms follow, which divide by how large the stream is: a token's x and e count by
+1 / (|r| + 0.1 mean |r|), the mean that of the batch, in all these sums. Without that, tokens with a large stream decide
+on the correction: on a GPT-NeoX it then did harm (see docs/error_correction.md).
+
 Batches that are held out are in all sums, and once more in sums of their own.
 """
 
@@ -23,6 +27,9 @@ from torch import Tensor
 from lightning_compress.statistics.base import Beside, Reduction, Statistic
 from lightning_compress.statistics.inputs import InputGram
 from lightning_compress.statistics.sums import ExactSum, full_float32, row_products
+
+_LEAST = 0.1
+"""Of the mean magnitude, added to each token's."""
 
 
 class Lack(ABC):
@@ -102,7 +109,7 @@ class InputLack(Lack):
 
 @final
 class OutputDrift(Drift):
-    """The sums of e xᵀ and e²; `Beside.difference` is e, [T, O]."""
+    """The sums of e xᵀ and e², and of x xᵀ, of weighted tokens; `Beside.difference` is e, [T, O]."""
 
     def __init__(self, num_channels: int, device: torch.device | str, num_outputs: int = 0) -> None:
         super().__init__(num_channels, device, num_outputs)
@@ -114,9 +121,10 @@ class OutputDrift(Drift):
     def update(self, x: Tensor, beside: Beside | None = None) -> None:
         assert beside is not None
         assert beside.difference.shape == (x.shape[0], self._shape[0])
+        x, difference = _weighted(x, beside), _weighted(beside.difference, beside)
         if len(x):
-            self._missing.add(_product(beside.difference, x), beside.held_out)
-            self._squares.add(beside.difference.square().sum(0), beside.held_out)
+            self._missing.add(_product(difference, x), beside.held_out)
+            self._squares.add(difference.square().sum(0), beside.held_out)
         self.inputs.update(x, beside)
 
     @torch.no_grad()
@@ -180,6 +188,14 @@ def drift_form(num_channels: int, num_outputs: int, is_alone: bool) -> type[Drif
     'OutputDrift'
     """
     return InputDrift if is_alone and 4 * num_outputs >= 3 * num_channels else OutputDrift
+
+
+def _weighted(x: Tensor, beside: Beside) -> Tensor:
+    """Tokens [T, n], each by what it counts."""
+    if beside.magnitude is None:
+        return x
+    floor = _LEAST * beside.magnitude.mean()
+    return x.float() / (beside.magnitude + floor).clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

@@ -50,6 +50,12 @@ def inputs_of(model: nn.Module, batches: list[Any], names: list[str]) -> Inputs:
     return found
 
 
+def weighting(stream: Tensor) -> Tensor:
+    """What each token counts for linears whose outputs are added to `stream` [T, H], float64 [T, 1]."""
+    magnitude = stream.double().square().mean(-1, keepdim=True).sqrt()
+    return 1 / (magnitude + 0.1 * magnitude.mean())
+
+
 def drift_in(statistics: Mapping[type[Statistic], Statistic]) -> Drift:
     """Of a corrected module, which has gathered nothing else."""
     (drift,) = statistics.values()
@@ -65,7 +71,7 @@ def test_what_is_missing_is_what_two_forwards_say(
 ) -> None:
     """Of every linear of a Llama, whose inputs in the quantized model depend on nothing that is solved later. Seen to
     fail: with the second run on quantized weights, with its values taken for those of the first run, without the
-    residual, and with the padding left in."""
+    residual, with the padding left in, and with tokens that all count the same."""
     batches = token_batches(9, rows=3)
     batches = padded(batches) if has_padding else batches
     seen = seen_statistics(monkeypatch)
@@ -91,6 +97,7 @@ def test_what_is_missing_is_what_two_forwards_say(
             missing = (reference - x) @ weight.t()
             if stream is not None and correct == "residual":
                 missing += theirs[stream][number] - ours[stream][number]
+                missing, x = (each * weighting(ours[stream][number]) for each in (missing, x))
             cross, squares, count = sums[number == 7]  # one of eight is held out
             sums[number == 7] = cross + missing.t() @ x, squares + missing.square().sum(0), count + len(x)
         num_tokens = drift.inputs.num_held_out, drift.num_tokens
@@ -140,8 +147,10 @@ def test_the_error_of_held_out_batches_is_that_of_running_them(
         said = row_errors(
             *weights, lack.missing(weights[0], rows), lack.squares(weights[0], rows), drift.inputs.matrix_held_out()
         )
-        measured = (outputs[0] - outputs[1]).square().mean(0)
-        torch.testing.assert_close(said, measured, rtol=2e-3, atol=1e-5 * float(outputs[1].square().mean()))
+        counts = torch.ones(1) if stream is None else weighting(ours[stream][0]).square()
+        measured = ((outputs[0] - outputs[1]).square() * counts).mean(0)
+        energy = float((outputs[1].square() * counts).mean())
+        torch.testing.assert_close(said, measured, rtol=2e-3, atol=1e-5 * energy)
         forms.add(type(drift))
     assert forms == {InputDrift, OutputDrift}
 
@@ -180,6 +189,7 @@ def test_streams_that_are_changed_in_place_stay_apart(monkeypatch: pytest.Monkey
                 theirs = theirs + original.blocks[before](theirs.tanh())
             x, reference = ours.tanh().double(), theirs.tanh().double()
             missing = (reference - x) @ original.blocks[block].weight.double().t() + (theirs - ours).double()
+            missing, x = missing * weighting(ours), x * weighting(ours)
             cross += (missing.t() @ x).detach()
         weight = original.blocks[block].get_parameter("weight").detach()
         missing = drift_in(seen[f"blocks.{block}"]).lack().missing(weight, slice(0, 16))
