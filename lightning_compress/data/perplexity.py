@@ -31,7 +31,8 @@ def perplexity(model: nn.Module, batches: Iterable[Batch], placement: Placement 
             None: the model runs as it is, where its parameters are.
 
     Raises:
-        CalibrationDataError: there is not one token to predict.
+        CalibrationDataError: there is not one token to predict; or token ids or positions that an embedding has no row
+            for (found on a CPU).
         UnsupportedModelError: with `placement`, a model that returns no logits.
         UntraceableModelError: with `placement`, a model that cannot be recorded.
     """
@@ -53,7 +54,15 @@ def perplexity(model: nn.Module, batches: Iterable[Batch], placement: Placement 
 
 def _logits(model: nn.Module, batches: Iterable[Batch], device: torch.device) -> Generator[Tensor, None, None]:
     for batch in batches:
-        output = model(**{name: value.to(device) for name, value in batch.items()})
+        try:
+            output = model(**{name: value.to(device) for name, value in batch.items()})
+        except IndexError as error:
+            tables = (named for named in model.named_modules() if isinstance(named[1], nn.Embedding))
+            sizes = ", ".join(f"{name} has {table.num_embeddings}" for name, table in tables)
+            raise CalibrationDataError(
+                f"A batch asks an embedding for a row that it does not have ({sizes}). For positions, give shorter "
+                "samples (data.max_length); for tokens, the model's own tokenizer."
+            ) from error
         yield output if isinstance(output, Tensor) else output.logits
 
 

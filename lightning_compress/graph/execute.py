@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
+from lightning_compress.errors import CalibrationDataError
 from lightning_compress.graph.leaf import Leaf
 from lightning_compress.graph.observed import check_expected
 
@@ -31,6 +32,9 @@ def execute(
         constants: `Traced.constants`.
         device: what device arguments recorded in the graph are replaced by.
         drop_after: after this node, these values are deleted.
+
+    Raises:
+        CalibrationDataError: the batch has token ids or positions that an embedding has no row for (found on a CPU).
     """
 
     def resolve(argument: Any) -> Any:
@@ -44,12 +48,24 @@ def execute(
                 args = fx.node.map_aggregate(node.args, resolve)
                 kwargs = fx.node.map_aggregate(node.kwargs, resolve)
                 function = node.target.function(root) if isinstance(node.target, Leaf) else node.target
-                values[node] = cast(Callable[..., object], function)(*cast(Any, args), **cast(Any, kwargs))
+                try:
+                    values[node] = cast(Callable[..., object], function)(*cast(Any, args), **cast(Any, kwargs))
+                except IndexError as error:
+                    if isinstance(node.target, Leaf) and isinstance(function, nn.Embedding):
+                        raise CalibrationDataError(_out_of_range(node.target.name, function)) from error
+                    raise
                 check_expected(
                     node, {read: values[read] for read in node.all_input_nodes if read in values}, values[node]
                 )
             for dead in drop_after.get(node, ()):
                 values.pop(dead, None)
+
+
+def _out_of_range(name: str, table: nn.Embedding) -> str:
+    return (
+        f"{name} ({type(table).__name__}) has {table.num_embeddings} rows, and a batch asks for one behind them. For "
+        "positions, give shorter samples (data.max_length); for tokens, the model's own tokenizer."
+    )
 
 
 def attribute(node: fx.Node, root: nn.Module, constants: Mapping[str, Tensor], device: torch.device) -> object:

@@ -97,6 +97,7 @@ def _of_one_rank_or_shared(
             "packed; transformers unpacks them and then takes what the model takes unpacked."
         )
     notes.extend(_about_training(model, job, layout))
+    notes.extend(_about_positions(model, job))
     if layout != Layout():
         notes.append(f"{layout}: shares in closed form of what one rank would take.")
     is_whole = layout == Layout() and num_bits is None
@@ -186,6 +187,14 @@ def _others(num_parameters: int, sizes: Decoder | None, job: object) -> Mapping[
     if isinstance(job, FineTuningJob) and sizes is not None:
         found["LLMem's formula, without the base that it measures"] = llmem(sizes, job)
     return found
+
+
+def _about_positions(model: PreTrainedModel, job: InferenceJob | FineTuningJob) -> list[str]:
+    most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    length = job.context + job.new_tokens if isinstance(job, InferenceJob) else job.length
+    if not isinstance(most, int) or length <= most:
+        return []
+    return [f"{length} tokens are more than the {most} positions that {type(model).__name__} is made for."]
 
 
 def _saved_by_packing(model: PreTrainedModel, num_bits: int) -> int:

@@ -35,6 +35,8 @@ def run_plan(config: DictConfig) -> Planned:
     check_ranks(config)
     only_for_fine_tuning(config)
     choices = _choices(config.choices)
+    if "data.batch_size" in typed_keys():
+        choices = replace(choices, batch_size=(config.data.batch_size,))
     sizes = {name: config[name] for name in ("device", "host", "disk")}
     card, host, disk = (None if size == "auto" else size_of(name, size) for name, size in sizes.items())
     folder = Path(config.output_dir)

@@ -3,10 +3,11 @@
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from lightning_compress.data import perplexity
 from lightning_compress.errors import CalibrationDataError
+from lightning_compress.memory.placement import Placement
 
 
 @pytest.fixture
@@ -59,3 +60,11 @@ def test_modes_are_restored(model: LlamaForCausalLM) -> None:
 def test_nothing_to_predict_is_an_error(model: LlamaForCausalLM, batches: list[dict[str, Tensor]]) -> None:
     with pytest.raises(CalibrationDataError, match="no token to predict"):
         perplexity(model, batches)
+
+
+@pytest.mark.parametrize("placement", [None, Placement(torch.device("cpu"))])
+def test_more_tokens_than_positions_is_an_error_that_names_the_table(placement: Placement | None) -> None:
+    config = GPT2Config(n_positions=8, n_embd=16, n_layer=1, n_head=2, vocab_size=50)
+    batches = [{"input_ids": torch.randint(50, (2, 12))}]
+    with pytest.raises(CalibrationDataError, match=r"transformer\.wpe.* has 8.*shorter samples"):
+        perplexity(GPT2LMHeadModel(config), batches, placement)

@@ -62,8 +62,17 @@ def test_inference(estimate: Any) -> None:
     assert "Linear layers but the last have 4 bits" in said
 
 
+def test_more_tokens_than_positions_are_told(estimate: Any) -> None:
+    for options in (("job=inference", "job.context=4096", "job.new_tokens=1"), ("job=finetuning", "job.length=4097")):
+        _, said = estimate(*options)
+        assert "4097 tokens are more than the 2048 positions that LlamaForCausalLM is made for." in " ".join(
+            said.split()
+        )
+
+
 def test_fine_tuning_on_ranks(estimate: Any) -> None:
     alone, said = estimate("job=finetuning", "job.length=128")
+    assert "positions" not in said
     assert "LLMem's formula" in said
     shared, said = estimate("job=finetuning", "job.length=128", "layout.data=4", "layout.zero=2")
     assert totals(shared)["step", "device"] < 0.6 * totals(alone)["step", "device"]

@@ -63,6 +63,7 @@ def test_a_plan_is_made_kept_and_run(command: Command, checkpoint: Path, tmp_pat
     assert "the command says data.batch_size=3, and the plan" in refused(
         command, "compress", *given, "data.batch_size=3"
     )
+    assert "batch size 3," in command("plan", *where, "data.batch_size=3", "host=100GiB")
 
 
 def known() -> list[str]:
