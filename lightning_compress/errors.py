@@ -41,9 +41,11 @@ class BudgetError(CompressionError):
     """A budget of memory cannot hold the run.
 
     Attributes:
+        budget: which one.
         needed: bytes of the smallest that could; None: that is not known.
     """
 
-    def __init__(self, message: str, needed: int | None = None) -> None:
+    def __init__(self, message: str, budget: str = "", needed: int | None = None) -> None:
         super().__init__(message)
+        self.budget = budget
         self.needed = needed

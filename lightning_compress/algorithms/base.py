@@ -368,7 +368,8 @@ def check_weight(weight: Tensor, args: QuantizationArgs) -> None:
 
 def is_finite(tensor: Tensor) -> bool:
     """Whether there is neither NaN nor Inf in it; ten times as fast as looking at every value (on a CPU)."""
-    return tensor.numel() == 0 or all(bool(torch.isfinite(end)) for end in tensor.aminmax())
+    values = tensor.float() if tensor.itemsize == 1 else tensor  # of float8 torch finds no ends
+    return values.numel() == 0 or all(bool(torch.isfinite(end)) for end in values.aminmax())
 
 
 def input_gram(statistics: Mapping[type[Statistic], Statistic]) -> InputGram | None:

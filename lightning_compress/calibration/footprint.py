@@ -32,7 +32,7 @@ from lightning_compress.calibration.flow import Values, run_step
 from lightning_compress.calibration.loop import Calibration
 from lightning_compress.calibration.observe import Statistics, begin_statistics, observing
 from lightning_compress.calibration.reference import differences
-from lightning_compress.calibration.repeats import of_another, one_of_each, repeated
+from lightning_compress.calibration.repeats import of_another, one_of_each, repeated, widths
 from lightning_compress.calibration.solve import bytes_together, stacked_groups
 from lightning_compress.calibration.stand_ins import LikeQuantizing, failures_allowed
 from lightning_compress.errors import BudgetError
@@ -55,8 +55,6 @@ from lightning_compress.statistics import Statistic
 
 PACKING = 16
 """Bytes per weight that compressed-tensors has alive while it packs one module, its result included (0.19 and 0.20)."""
-_MOST_ALIKE = 32
-"""Subgraphs of a layer, at most, to look for."""
 _CPU = torch.device("cpu")
 
 
@@ -127,7 +125,6 @@ class _Meter:
         self._sizes = [bindings(run.flow.traced, batch) for batch in batches] if run.flow.traced is not None else []
         self._num_cached = 0  # bytes of the batch's values that wait now
         self._starts: dict[int, set[Key]] = {}  # what waits when a subgraph begins
-        self._width = 1  # subgraphs of a layer, as far as is known
         self._work = WorkMeter()
 
     @contextmanager
@@ -228,16 +225,13 @@ class _Meter:
         self._starts[index] = self.cached
         if self._statistics or self._originals or self._flow.traced is None:
             return 0
-        for width in dict.fromkeys((self._width, *range(1, min(index, _MOST_ALIKE) + 1))):
+        for width in widths(self._run.flow.subgraphs, index):
             before = self._starts.get(index - width)
             nodes = None if before is None else repeated(self._run, index, width, before)
             if before is not None and nodes is not None and self.cached == {nodes.get(node, node) for node in before}:
                 self._flow.cache.rename(0, nodes)
-                self._width = width
-                break
-        else:
-            return 0
-        return self._width
+                return width
+        return 0
 
     def held(self) -> Held:
         """What is there whatever is done with it."""

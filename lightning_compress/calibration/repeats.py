@@ -5,6 +5,7 @@ in parts), whose nodes do the same with values of the same sizes, read what corr
 and are followed by readers at the same distance.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -23,8 +24,27 @@ from lightning_compress.graph.stages import Group, Rows, Source, Step, Subgraph
 from lightning_compress.graph.values import expression
 from lightning_compress.memory.budget import Needs
 
+_NUMBER = re.compile(r"\.\d+")
 NUMBERS = ("layer_idx", "layer_id")
 """Attributes of modules that say no more than which layer they are."""
+
+
+def widths(parts: Sequence[Subgraph], index: int) -> list[int]:
+    """How many subgraphs a layer may have of which subgraph `index` is the first: one, or as many as there are since
+    the last one that has its name but for the number of the layer.
+
+    >>> layer = ["layers.{}", "layers.{}.experts[0:2]", "layers.{}.experts[2:4]"]
+    >>> parts = [Subgraph(name.format(number), (), ()) for number in range(2) for name in layer]
+    >>> widths(parts, 3), widths(parts, 2)
+    ([1, 3], [1])
+    """
+
+    def masked(at: int) -> str:
+        return _NUMBER.sub(".#", parts[at].name)
+
+    name = masked(index)
+    last = next((at for at in range(index - 1, -1, -1) if masked(at) == name), index - 1)
+    return list(dict.fromkeys((1, index - last)))
 
 
 def repeated(run: Calibration, index: int, width: int, cached: set[Key]) -> dict[Key, Key] | None:

@@ -123,11 +123,14 @@ def start_manifest(folder: Path, given: Mapping[str, str], expert_parts: int) ->
     replace_file(folder / MANIFEST, json.dumps(header).encode() + b"\n")
 
 
-def begun_in_parts(folder: Path) -> int:
-    """In how many parts a manifest's run has experts; 1 where there is none."""
+def begun_in_parts(folder: Path) -> int | None:
+    """In how many parts a manifest's run has experts; None where no manifest says so."""
     path = folder / MANIFEST
-    lines = path.read_bytes().splitlines() if path.is_file() else []
-    return int(json.loads(lines[0]).get("expert_parts", 1)) if lines else 1
+    try:
+        header = json.loads(path.read_bytes().partition(b"\n")[0])
+        return int(header.get("expert_parts", 1))
+    except (OSError, ValueError, TypeError, AttributeError):  # `read_manifest` says what is wrong with it
+        return None
 
 
 def append_finished(folder: Path, finished: Finished) -> None:

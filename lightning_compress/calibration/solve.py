@@ -322,6 +322,12 @@ def _static_input(
 
 
 def _check_finite(group: Group, statistics: GroupStatistics) -> None:
+    ranges = statistics.get(MinMax)
+    if isinstance(ranges, MinMax) and bool(ranges.minimum > ranges.maximum):
+        raise SolveError(
+            f"No token reached {', '.join(group.members)}, nor any expert that is solved along with it, so there is no "
+            "range to quantize its inputs by. Give more samples, fewer expert_parts, or a scheme with dynamic inputs."
+        )
     tensors: Sequence[Tensor] = [
         tensor for statistic in statistics.values() for tensor, _ in statistic.reductions().values()
     ]

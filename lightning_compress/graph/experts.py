@@ -14,7 +14,8 @@ Llama 4 calls its stack with every token for every expert, those zero that are n
 they are sorted behind all experts and left out.
 
 Experts may be run in parts, one range of them after the other: each is a subgraph of its own then, so that the weights
-and the statistics of one part are all that is there at a time. What they add to a token is summed in float32.
+and the statistics of one part are all that is there at a time. What parts add to a token is summed in float32 (with
+Llama 4, where an expert's rows are its own, there is nothing to sum).
 
 Alternatives not taken: sending every token to every expert (other tools; E / k times the work, and statistics of tokens
 that the expert never sees), and keeping stacks in the recipe, which every later part would have to take apart.
@@ -33,6 +34,7 @@ from transformers.core_model_loading import WeightConverter
 from transformers.quantizers.base import MODULES_TO_PATCH_FOR_QUANTIZATION
 from transformers.utils.quantization_config import QuantizationMethod
 
+from lightning_compress.errors import CompressionError
 from lightning_compress.graph.compat import FakeTensor
 from lightning_compress.graph.leaf import Grouped
 from lightning_compress.graph.values import is_symbolic
@@ -128,8 +130,9 @@ class GroupedLinear(nn.Module):
             return result
         bounds = [0, *accumulate(sizes_of(counts, token.shape[0]))]
         if bounds[-1] > token.shape[0]:
-            raise ValueError(
-                f"Experts are to run {bounds[-1]} rows of {token.shape[0]}: more than each token may have."
+            raise CompressionError(
+                f"Experts are given {bounds[-1]} rows that are not zero, and at most {token.shape[0]} were expected: "
+                "for each token no more than `num_experts_per_tok` of the model's configuration says."
             )
         for number in self.part:
             rows = slice(*bounds[number : number + 2])
@@ -168,7 +171,7 @@ class Experts(nn.Module):
         super().__init__()
         self.__dict__.update(folded=folded, signature=inspect.signature(folded.forward))
         self.stack = stack
-        *up, down = self.names = names
+        self.names = names
         for number in range(stack.num_experts):
             self.add_module(str(number), nn.Module())
         for key in self.stacks:
@@ -180,16 +183,23 @@ class Experts(nn.Module):
                     linear = nn.Linear(part.shape[1], part.shape[0], bias=stack.has_bias, device="meta")
                     expert.add_module(projection, linear)
                 expert.get_submodule(projection).register_parameter(local, nn.Parameter(part, requires_grad=False))
-        self.parts = _parts(stack.num_experts, num_parts)
-        how = {"gathers": not stack.num_every, "interleaved": stack.has_gate and not stack.is_concatenated}
-        for number, experts in enumerate(self.parts):
-            begins = len(self.parts) > 1
-            grouped = GroupedLinear(self, tuple(up), experts, begins_part=begins, reads_hidden=True, **how)
-            self.add_module(f"up_{number}", grouped)
-            self.add_module(f"down_{number}", GroupedLinear(self, (down,), experts))
+        self.parts: list[range] = []
+        self.divide(num_parts)
         self.normalizes: bool = getattr(self.folded, "has_post_expert_norm", False)
         if self.normalizes:
             self.add_module("post_expert_norm", self.folded.post_expert_norm)
+
+    def divide(self, num_parts: int) -> None:
+        """Run the experts in so many parts from now on."""
+        for number in range(len(self.parts)):
+            del self._modules[f"up_{number}"], self._modules[f"down_{number}"]
+        self.parts = _parts(self.num_experts, num_parts)
+        *up, down = self.names
+        interleaved = self.stack.has_gate and not self.stack.is_concatenated
+        how = {"gathers": not self.stack.num_every, "interleaved": interleaved, "begins_part": len(self.parts) > 1}
+        for number, part in enumerate(self.parts):
+            self.add_module(f"up_{number}", GroupedLinear(self, tuple(up), part, reads_hidden=True, **how))
+            self.add_module(f"down_{number}", GroupedLinear(self, (down,), part))
 
     @property
     def num_experts(self) -> int:
@@ -201,13 +211,14 @@ class Experts(nn.Module):
         """Names of the stacked parameters in the module that this replaces, weights first."""
         return self.stack.names
 
-    def split(self, key: str, stack: Tensor) -> dict[str, Tensor]:
-        """Of a stack the Linears' parameters, as views, by their names here (`3.gate_proj.weight`)."""
+    def split(self, key: str, stack: Tensor, first: int = 0) -> dict[str, Tensor]:
+        """Of a stack, or of a part of one from expert `first` on, the Linears' parameters, as views, by their names
+        here (`3.gate_proj.weight`)."""
         local = "bias" if key.endswith("_bias") else "weight"
         *up, down = self.names
         names = [down] if key.startswith("down_proj") else up
         found: dict[str, Tensor] = {}
-        for number, part in enumerate(stack.unbind(0)):
+        for number, part in enumerate(stack.unbind(0), first):
             rows = part.t() if local == "weight" and self.stack.is_transposed else part
             size = len(rows) // len(names)
             for place, name in enumerate(names):

@@ -23,9 +23,13 @@ class Unfolded:
 
     Attributes:
         places: for each a module, the name of its child, that child, and what takes its place.
+        experts: of a model all of them, also those that are in place already.
+        num_parts: in how many parts they are run meanwhile.
     """
 
     places: tuple[tuple[nn.Module, str, nn.Module, Unfolding], ...]
+    experts: tuple[Experts, ...]
+    num_parts: int
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -34,11 +38,16 @@ class Unfolded:
         Parameters must not move meanwhile, for then views are views no more. Experts whose inputs have come to be
         quantized stay Linears: a stack has no inputs of its own.
         """
+        before = [len(experts.parts) for experts in self.experts]
+        for experts in self.experts:
+            experts.divide(self.num_parts)
         for parent, key, _, unfolding in self.places:
             parent._modules[key] = unfolding.train(parent.training)
         try:
             yield
         finally:
+            for experts, number in zip(self.experts, before, strict=True):
+                experts.divide(number)
             for parent, key, folded, unfolding in self.places:
                 inside = (module for module in unfolding.modules() if module is not unfolding)
                 if not any(module._forward_pre_hooks for module in inside):
@@ -60,13 +69,14 @@ def unfold(root: nn.Module, named: Named = lambda name, module: False, num_parts
         if not name:
             continue
         if (stack := stack_of(module)) is not None:
-            found[module] = _experts(root, name, module, stack, conversions, num_parts)
+            found[module] = _experts(root, name, module, stack, conversions)
         elif (linear := _linear(name, module, matrices, named)) is not None:
             found[module] = linear
     places: list[tuple[nn.Module, str, nn.Module, Unfolding]] = []
     for parent in root.modules():
         places += [(parent, key, child, found[child]) for key, child in parent._modules.items() if child in found]
-    return Unfolded(tuple(places))
+    known = [module for module in (*root.modules(), *found.values()) if isinstance(module, Experts)]
+    return Unfolded(tuple(places), tuple(known), num_parts)
 
 
 def unfolded(
@@ -78,8 +88,8 @@ def unfolded(
 
 def most_experts(root: nn.Module) -> int:
     """Of a layer of a model; 1 if it has none."""
-    stacks = map(stack_of, root.modules())
-    return max((stack.num_experts for stack in stacks if stack is not None), default=1)
+    found = (module.stack if isinstance(module, Experts) else stack_of(module) for module in root.modules())
+    return max((stack.num_experts for stack in found if stack is not None), default=1)
 
 
 def _linear(name: str, module: nn.Module, matrices: dict[int, nn.Parameter], named: Named) -> Conv1D | Conv2d | None:
@@ -99,7 +109,6 @@ def _experts(
     module: nn.Module,
     stack: Stack,
     conversions: dict[str, list[object]],
-    num_parts: int,
 ) -> Experts:
     model_path, model = _model_around(root, name.rpartition(".")[0])
     if model_path not in conversions:
@@ -110,7 +119,7 @@ def _experts(
         chosen = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
         stack = replace(stack, num_every=min(chosen or stack.num_experts, stack.num_experts))
     names = projection_names(conversions[model_path], own, stack.has_gate)
-    return Experts(module, stack, names, num_parts)
+    return Experts(module, stack, names)
 
 
 def _model_around(root: nn.Module, path: str) -> tuple[str, nn.Module]:

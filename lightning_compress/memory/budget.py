@@ -45,12 +45,12 @@ TITLES = {
 }
 """What a moment consists of, as columns and legends name it."""
 _REMEDIES = {
-    "weights": "sequential_targets of smaller modules",
+    "weights": "sequential_targets of smaller modules or, of experts, more expert_parts",
     "waiting": "a smaller activation_budget",
     "in_flight": "a smaller batch size or shorter samples",
     "batch": "a smaller batch size or shorter samples",
     "statistics": "sequential_targets of smaller modules or, of experts, more expert_parts",
-    "workspace": "the algorithm rtn for, or `ignore` of, the widest modules",
+    "workspace": "the algorithm rtn for, or `ignore` of, the widest modules or, of experts, more expert_parts",
     "verification": "verify=False, or weights that stay on disk (`weights=`, model.load=disk)",
 }
 
@@ -192,8 +192,8 @@ def fit(table: Sequence[Needs], device: torch.device, budgets: Budgets) -> Fit:
                 notes = _notes(given, depth, waiting)
                 return Fit(depth, waiting, host.num_bytes, on_device.num_bytes, notes)
     if host.num_bytes > _limit(budgets.host):
-        raise BudgetError(_refusal("host_budget", budgets.host, host, budgets), host.num_bytes)
-    raise BudgetError(_refusal("device_budget", budgets.device, on_device, budgets), on_device.num_bytes)
+        raise BudgetError(_refusal("host_budget", budgets.host, host, budgets), "host", host.num_bytes)
+    raise BudgetError(_refusal("device_budget", budgets.device, on_device, budgets), "device", on_device.num_bytes)
 
 
 @final

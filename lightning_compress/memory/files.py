@@ -13,7 +13,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
@@ -79,6 +79,12 @@ class StoredTensor:
     def read(self) -> Tensor:
         """Its values, in host memory (see `read_tensor`)."""
         return read_tensor(self)
+
+    def part(self, start: int, stop: int) -> "StoredTensor":
+        """Of its first dimension the indices from `start` up to `stop`."""
+        step = prod(self.shape[1:]) if self.stride is None else self.stride[0]
+        offset = self.offset + start * step * self.dtype.itemsize
+        return replace(self, offset=offset, shape=(stop - start, *self.shape[1:]))
 
 
 def has_safetensors(folder: Path) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -19,6 +20,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from lightning_compress.errors import CompressionError
+from lightning_compress.graph.experts import Experts
 from lightning_compress.graph.unfold import Unfolding
 from lightning_compress.memory.files import StoredTensor, files_fingerprint, stored_tensors
 from lightning_compress.memory.pickled import stored_state_dict
@@ -144,12 +146,21 @@ def tensor_loads(root: nn.Module, stored: Mapping[str, Readable], folder: Path) 
 
 @dataclass(frozen=True)
 class _Found:
-    """What reads a tensor of the model, the shape it will have, and what it is made of by the names in the file."""
+    """What reads a tensor of the model, the shape it will have, and what it is made of by the names in the file; where
+    it is stored as it is, that too."""
 
     load: Load
     shape: tuple[int, ...]
     keys: tuple[str, ...]
     is_matrix: bool = False
+    stored: Readable | None = None
+
+    def part(self, of: range) -> Tensor:
+        """Of its first dimension a range, without the memory of the rest."""
+        if isinstance(self.stored, StoredTensor):
+            return self.stored.part(of.start, of.stop).read()
+        (value,) = self.load().values()
+        return value[of.start : of.stop].clone()
 
 
 def _tensors(root: nn.Module) -> dict[str, Tensor]:
@@ -233,7 +244,7 @@ def _named(root: nn.Module, stored: Mapping[str, Readable], prefix: str = "") ->
 
 
 def _reading(name: str, key: str, tensor: Readable) -> _Found:
-    return _Found(lambda: {name: tensor.read()}, tensor.shape, (key,), tensor.is_matrix)
+    return _Found(lambda: {name: tensor.read()}, tensor.shape, (key,), tensor.is_matrix, tensor)
 
 
 def _transformers_tensors(
@@ -291,14 +302,20 @@ def _taken_apart(root: nn.Module, found: Mapping[str, _Found], prefix: str = "")
 
 
 def _linears_of(stack: _Found, unfolding: Unfolding, key: str, name: str) -> dict[str, _Found]:
+    """What reads them; those of one part of the experts together."""
     path = name.removesuffix(key)
+    found: dict[str, _Found] = {}
+    parts = unfolding.parts if isinstance(unfolding, Experts) else [range(stack.shape[0])]
 
-    def load() -> dict[str, Tensor]:
-        (value,) = stack.load().values()
-        return {path + local: part for local, part in unfolding.split(key, value).items()}
+    def load(part: range) -> dict[str, Tensor]:
+        value = stack.part(part) if len(parts) > 1 else next(iter(stack.load().values()))
+        return {path + local: of for local, of in unfolding.split(key, value, part.start).items()}
 
-    shapes = unfolding.split(key, torch.empty(stack.shape, device="meta"))
-    return {path + local: _Found(load, tuple(part.shape), stack.keys) for local, part in shapes.items()}
+    for part in parts:
+        shapes = unfolding.split(key, torch.empty(len(part), *stack.shape[1:], device="meta"), part.start)
+        reading = partial(load, part)
+        found.update({path + local: _Found(reading, tuple(of.shape), stack.keys) for local, of in shapes.items()})
+    return found
 
 
 def _converting(

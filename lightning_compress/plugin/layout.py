@@ -1,5 +1,6 @@
 """A run laid out within its budgets: experts in as many parts as those demand."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -11,7 +12,7 @@ from lightning_compress.calibration.prepare import calibrating, needs_data, prep
 from lightning_compress.calibration.resume import begun_in_parts
 from lightning_compress.calibration.target import Target
 from lightning_compress.distributed.collective import Collective
-from lightning_compress.errors import BudgetError
+from lightning_compress.errors import BudgetError, CompressionError, OutputDirectoryError
 from lightning_compress.export.checkpoint import INCOMPLETE
 from lightning_compress.graph.stages import Schedule
 from lightning_compress.graph.unfold import Unfolded, most_experts, unfold
@@ -54,7 +55,7 @@ def in_parts(
     collective: Collective,
 ) -> LaidOut:
     """The run with the experts of each layer in as many parts as the user says; else in one, or in twice as many as do
-    not fit into the budgets, until they fit. A run that is continued has at least those that it began with.
+    not fit into the budgets, until they fit. A run that is continued has those that it began with.
 
     Args:
         target: the model.
@@ -67,28 +68,52 @@ def in_parts(
 
     Raises:
         BudgetError: the budgets cannot hold it, in however many parts.
+        OutputDirectoryError: the run that would be continued has another number of parts than the user says.
+        CompressionError: parts under a schedule that has none.
     """
-    most = most_experts(target.root)
-    lay_out = partial(_laid_out, target, resolved, data, settings, device, place, collective)
-    if most == 1 or settings.expert_parts is not None:
-        return lay_out(min(settings.expert_parts or 1, most))
-    folder, begun = settings.output_dir, 1
-    if folder is not None and settings.resume and (folder / INCOMPLETE).is_file():
-        begun = begun_in_parts(folder)
-    found = _doubled(lay_out, begun, most)
+    schedule = settings.schedule if needs_data(resolved) else Schedule.DATAFREE
+    most, given = most_experts(target.root), settings.expert_parts
+    lay_out = partial(_laid_out, target, resolved, data, settings, device, place, collective, schedule)
+    if schedule in (Schedule.BASIC, Schedule.DATAFREE):
+        if settings.schedule is Schedule.BASIC and (given or 1) > 1:
+            raise CompressionError(f"expert_parts={given}: schedule basic has one subgraph, so there are no parts.")
+        return lay_out(1)
+    begun = collective.broadcast(_begun(settings), "looking for an unfinished run")
+    if given is not None or begun is not None:
+        number = min(given or begun or 1, most)
+        if begun not in (None, number):
+            raise OutputDirectoryError(
+                f"{settings.output_dir} holds an unfinished run that has experts in {begun} parts, not {number}. Leave "
+                "expert_parts out to continue it, give another output_dir, or resume='never' to start over there."
+            )
+        return lay_out(number)
+    found = lay_out(1) if most == 1 else _doubled(lay_out, most)
     agreed = max(collective.gather(found.expert_parts, "comparing the parts of experts"))
     return found if agreed == found.expert_parts else lay_out(agreed)
 
 
-def _doubled(lay_out: "partial[LaidOut]", number: int, most: int) -> LaidOut:
+def _begun(settings: Settings) -> int | None:
+    """In how many parts the run has experts that is to be continued, if there is one."""
+    folder = settings.output_dir
+    if folder is None or not settings.resume or not (folder / INCOMPLETE).is_file():
+        return None
+    return begun_in_parts(folder)
+
+
+def _doubled(lay_out: Callable[[int], LaidOut], most: int) -> LaidOut:
+    """Gives up where twice as many parts do not bring down what the refused budget would have to be."""
     refused: BudgetError | None = None
+    number = 1
     while True:
         try:
             return lay_out(number)
         except BudgetError as error:
-            if error.needed is None or (refused is not None and error.needed >= (refused.needed or 0)):
-                raise refused or error from None
-            refused = BudgetError(f"{error} That is with the experts of a layer in {number} parts.", error.needed)
+            if error.needed is None:
+                raise
+            if refused is not None and error.budget == refused.budget and error.needed > 0.99 * (refused.needed or 0):
+                raise refused from None
+            said = f"{error} That is with the experts of a layer in {number} parts." if number > 1 else str(error)
+            refused = BudgetError(said, error.budget, error.needed)
             if number == most:
                 raise refused from None
             number = min(2 * number, most)
@@ -102,9 +127,9 @@ def _laid_out(
     device: torch.device,
     place: str,
     collective: Collective,
+    schedule: Schedule,
     expert_parts: int,
 ) -> LaidOut:
-    schedule = settings.schedule if needs_data(resolved) else Schedule.DATAFREE
     modules = unfold(target.root, named_by(settings.recipe), expert_parts)
     with calibrating(target.root), modules.in_place():
         source = None if settings.weights is None else weight_source(target.root, settings.weights, place)

@@ -248,6 +248,8 @@ def _choices_left(config: DictConfig, typed: set[str]) -> Choices:
         "calibration.expert_parts": "expert_parts",
     }
     chosen = {name: (_plain_value(config, key),) for key, name in keys.items() if key in typed}
+    if chosen.get("expert_parts") == (None,):
+        del chosen["expert_parts"]
     return replace(Choices(), **chosen)
 
 
@@ -260,7 +262,10 @@ def _check_typed(config: DictConfig, planned: Planned, typed: set[str]) -> None:
         *("memory.prefetch_depth", "memory.activation_budget", "memory.device_activation_budget"),
     ]
     pairs = [(key, _plain_value(config, key), _plain_value(after, key)) for key in keys if key in typed]
-    different = [f"{key}={here}, and the plan {there}" for key, here, there in pairs if here != there]
+    left = ("calibration.expert_parts", None)  # to whoever chooses
+    different = [
+        f"{key}={here}, and the plan {there}" for key, here, there in pairs if here != there and (key, here) != left
+    ]
     if different:
         raise CompressionError(
             f"plan={config.plan} and the command differ: the command says {'; '.join(different)}. Leave it out, or "

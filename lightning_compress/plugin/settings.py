@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lightning_compress.errors import CompressionError
 from lightning_compress.export.checkpoint import SavesPretrained
 from lightning_compress.graph.stages import Schedule
 from lightning_compress.memory.placement import MemoryConfig
@@ -38,5 +39,6 @@ class Settings:
     tokenizer: SavesPretrained | None = None
 
     def __post_init__(self) -> None:
-        if self.expert_parts is not None and self.expert_parts < 1:
-            raise ValueError(f"expert_parts={self.expert_parts} leaves no experts; give a positive number.")
+        parts = self.expert_parts
+        if parts is not None and (type(parts) is not int or parts < 1):
+            raise CompressionError(f"expert_parts={parts!r} is no number of at least 1.")

@@ -29,7 +29,7 @@ class Conv1D(nn.Linear):
         """Names of the parameters that have another form in the module that this replaces."""
         return ("weight",)
 
-    def split(self, key: str, stack: Tensor) -> dict[str, Tensor]:
+    def split(self, key: str, stack: Tensor, first: int = 0) -> dict[str, Tensor]:
         """Of such a parameter the ones here, as views."""
         return {key: stack.t()}
 
@@ -60,7 +60,7 @@ class Conv2d(nn.Module):
         """Names of the parameters that have another form in the module that this replaces."""
         return ("weight",)
 
-    def split(self, key: str, stack: Tensor) -> dict[str, Tensor]:
+    def split(self, key: str, stack: Tensor, first: int = 0) -> dict[str, Tensor]:
         """Of such a parameter the ones here, as views."""
         return {key: stack.flatten(1)}
 

@@ -10,8 +10,8 @@ would take D, and the residual's part beside it. In both, the difference is made
 digits. `drift_form` says which is less work.
 
 Where outputs are added to a residual, norms follow, which divide by how large the stream is: a token's x and e count by
-1 / (|r| + 0.1 mean |r|), the mean that of the batch, in all these sums. Without that, tokens with a large stream decide
-on the correction: on a GPT-NeoX it then did harm (see docs/error_correction.md).
+1 / (|r| + 0.01 mean |r|), the mean that of the batch, in all these sums. Without that, tokens with a large stream
+decide on the correction: on a GPT-NeoX it then did harm (see docs/error_correction.md).
 
 Batches that are held out are in all sums, and once more in sums of their own.
 """
@@ -28,7 +28,7 @@ from lightning_compress.statistics.base import Beside, Reduction, Statistic
 from lightning_compress.statistics.inputs import InputGram
 from lightning_compress.statistics.sums import ExactSum, full_float32, row_products
 
-_LEAST = 0.1
+_LEAST = 0.01
 """Of the mean magnitude, added to each token's."""
 
 

@@ -71,16 +71,19 @@ class InputGram(Statistic):
     @torch.no_grad()
     def complete(cls, siblings: Sequence[Statistic], same_channels: bool) -> None:
         """Fewer tokens than channels leave directions that none of them has shown. As many as are missing are lent: of
-        the mean Gram of all siblings; of its mean diagonal alone, where channels mean something else to each."""
+        the mean Gram of all siblings; of its mean diagonal alone, where channels mean something else to each, and where
+        no sibling has seen a token, which then is 1."""
         grams = [sibling for sibling in siblings if isinstance(sibling, InputGram)]
         width = grams[0]._grams[0].num_channels
         total = sum(gram.num_tokens for gram in grams)
         starved = [gram for gram in grams if gram.num_tokens < width]
-        if not starved or not total:
+        if not starved:
             return
         prior = torch.zeros(width, width, device=grams[0]._counts.device)
+        if not total:
+            prior.diagonal().fill_(1)
         for gram in grams:
-            share = gram.num_tokens / total
+            share = gram.num_tokens / max(total, 1)
             if same_channels:
                 prior.add_(gram.matrix(), alpha=share)
             else:

@@ -53,7 +53,7 @@ def inputs_of(model: nn.Module, batches: list[Any], names: list[str]) -> Inputs:
 def weighting(stream: Tensor) -> Tensor:
     """What each token counts for linears whose outputs are added to `stream` [T, H], float64 [T, 1]."""
     magnitude = stream.double().square().mean(-1, keepdim=True).sqrt()
-    return 1 / (magnitude + 0.1 * magnitude.mean())
+    return 1 / (magnitude + 0.01 * magnitude.mean())
 
 
 def drift_in(statistics: Mapping[type[Statistic], Statistic]) -> Drift:
