@@ -38,7 +38,8 @@ def collect(batches: Iterable[Any], limit: int | None = None) -> CalibrationSet:
         limit: how many to read at most.
 
     Raises:
-        CalibrationDataError: there are none, or their keys, structure, constants, dtypes or values do not fit together.
+        CalibrationDataError: there are none, all is padding, or their keys, structure, constants, dtypes or values do
+            not fit together.
     """
     collected = [pytree.tree_map_only(Tensor, Tensor.cpu, _as_plain(batch)) for batch in islice(iter(batches), limit)]
     if not collected:
@@ -51,6 +52,12 @@ def collect(batches: Iterable[Any], limit: int | None = None) -> CalibrationSet:
         _check_values(batch, number)
     masks = [key for key in collected[0] if is_token_mask(key)] if isinstance(collected[0], dict) else []
     masks = [key for key in masks if isinstance(collected[0][key], Tensor) and collected[0][key].ndim == 2]
+    for key in masks:
+        if not any(bool(batch[key].any()) for batch in collected):
+            raise CalibrationDataError(
+                f"The field {key!r} marks every token of all {len(collected)} calibration batches as padding: it "
+                "has to be 1 where a token counts. Leave it out if all do."
+            )
     idle = [key for key in masks if all(bool(batch[key].bool().all()) for batch in collected)]
     without = [{k: v for k, v in batch.items() if k not in idle} if idle else batch for batch in collected]
     return CalibrationSet(tuple(without), has_padding=len(idle) < len(masks))

@@ -45,14 +45,15 @@ TITLES = {
 }
 """What a moment consists of, as columns and legends name it."""
 _REMEDIES = {
-    "weights": "sequential_targets of smaller modules or, of experts, more expert_parts",
+    "weights": "sequential_targets of smaller modules",
     "waiting": "a smaller activation_budget",
     "in_flight": "a smaller batch size or shorter samples",
     "batch": "a smaller batch size or shorter samples",
-    "statistics": "sequential_targets of smaller modules or, of experts, more expert_parts",
-    "workspace": "the algorithm rtn for, or `ignore` of, the widest modules or, of experts, more expert_parts",
+    "statistics": "sequential_targets of smaller modules",
+    "workspace": "the algorithm rtn for, or `ignore` of, the widest modules",
     "verification": "verify=False, or weights that stay on disk (`weights=`, model.load=disk)",
 }
+_LESS_IN_PARTS = frozenset(("weights", "statistics", "workspace"))
 
 
 @final
@@ -340,7 +341,10 @@ def _refusal(name: str, given: int | None, peak: Peak, budgets: Budgets) -> str:
     names = peak.moment.of.split(", ")
     modules = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     where = f"{peak.row.name}: {modules}" if peak.moment.of else peak.row.name
-    lower = [_REMEDIES[part] for part, size in parts if part in _REMEDIES and size > needed / 20]
+    large = [part for part, size in parts if part in _REMEDIES and size > needed / 20]
+    lower = [_REMEDIES[part] for part in large]
+    if _LESS_IN_PARTS.intersection(large):
+        lower.append("more expert_parts, where these are experts")
     if peak.moment.what == "verification":
         lower = [_REMEDIES["verification"]]
     elif budgets.has_weights and name == "host_budget":

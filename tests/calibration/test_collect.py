@@ -39,7 +39,8 @@ def test_masks_that_mask_nothing_are_left_out() -> None:
     assert (data.batches[0].keys(), data.has_padding) == ({"input_ids"}, False)
     data = collect([{"input_ids": IDS, "attention_mask": ones}, {"input_ids": IDS, "attention_mask": zeros}])
     assert ([set(batch) for batch in data.batches], data.has_padding) == ([{"input_ids", "attention_mask"}] * 2, True)
-    data = collect([{"input_ids": IDS, "attention_mask": zeros, "decoder_attention_mask": ones}])
+    some = torch.cat([ones[:1], zeros[1:]])
+    data = collect([{"input_ids": IDS, "attention_mask": some, "decoder_attention_mask": ones}])
     assert (set(data.batches[0]), data.has_padding) == ({"input_ids", "attention_mask"}, True)
     square = torch.ones(2, 1, 5, 5)
     assert set(collect([{"input_ids": IDS, "attention_mask": square}]).batches[0]) == {"input_ids", "attention_mask"}
