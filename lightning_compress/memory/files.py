@@ -25,6 +25,7 @@ from lightning_compress.errors import CompressionError
 from lightning_compress.memory.buffers import host_buffer
 
 INDEX = "model.safetensors.index.json"
+SHARDS = ".metadata"
 _PIECE = 16 << 20
 _THREADS = 4
 _DTYPES = {
@@ -92,6 +93,11 @@ def has_safetensors(folder: Path) -> bool:
     return any(folder.glob("*.safetensors"))
 
 
+def is_sharded(folder: Path) -> bool:
+    """Whether torch.distributed.checkpoint wrote the folder (FSDP, ModelParallelStrategy): see `memory.sharded`."""
+    return (folder / SHARDS).is_file()
+
+
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """The tensors of a checkpoint folder (or of one safetensors file) by name, from the files' headers.
 
@@ -141,11 +147,10 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _remedy(folder: Path) -> str:
-    """For the folders that Lightning's sharded strategies write as checkpoints."""
-    if (folder / ".metadata").is_file():  # torch.distributed.checkpoint: FSDP, ModelParallelStrategy
+    """For the folders that sharded strategies write as checkpoints."""
+    if is_sharded(folder):
         return (
-            " It is a sharded checkpoint: make one file of it with "
-            f"`python -m lightning.pytorch.utilities.consolidate_checkpoint {folder}`, and give that."
+            " It is a sharded checkpoint: give it as `weights=` (or model.weights), beside the model's configuration."
         )
     if (folder / "checkpoint").is_dir() or (folder / "latest").is_file():
         return (
@@ -162,8 +167,27 @@ def read_tensor(stored: StoredTensor) -> Tensor:
         CompressionError: the file ends too early, or cannot be read.
     """
     buffer = host_buffer(stored.nbytes)
-    if stored.nbytes:
-        view = memoryview(buffer.numpy())  # type: ignore[arg-type]
+    read_into(stored, buffer)
+    values = buffer.view(stored.dtype)
+    if stored.stride is None or 0 in stored.shape:
+        return values.reshape(stored.shape)
+    return values.as_strided(stored.shape, stored.stride).contiguous()
+
+
+def read_into(stored: StoredTensor, buffer: Tensor) -> None:
+    """Read a tensor's bytes as they are in the file.
+
+    Args:
+        stored: where they are.
+        buffer: uint8 [nbytes], contiguous.
+
+    Raises:
+        CompressionError: the file ends too early, or cannot be read.
+    """
+    if not stored.nbytes:
+        return
+    view = memoryview(buffer.numpy())  # type: ignore[arg-type]
+    try:
         descriptor = os.open(stored.file, os.O_RDONLY)
         try:
             pieces = [(view[at : at + _PIECE], stored.offset + at) for at in range(0, stored.nbytes, _PIECE)]
@@ -172,17 +196,13 @@ def read_tensor(stored: StoredTensor) -> Tensor:
             else:
                 with ThreadPoolExecutor(_THREADS) as pool:
                     list(pool.map(lambda piece: _read_piece(descriptor, *piece), pieces))
-        except OSError as error:
-            raise CompressionError(
-                f"{stored.file} cannot be read: {error}. Download or copy it again; a run that writes to an output_dir "
-                "can be started again and continues."
-            ) from error
         finally:
             os.close(descriptor)
-    values = buffer.view(stored.dtype)
-    if stored.stride is None or 0 in stored.shape:
-        return values.reshape(stored.shape)
-    return values.as_strided(stored.shape, stored.stride).contiguous()
+    except OSError as error:
+        raise CompressionError(
+            f"{stored.file} cannot be read: {error}. Download or copy it again; a run that writes to an output_dir "
+            "can be started again and continues."
+        ) from error
 
 
 def _read_piece(descriptor: int, view: memoryview, offset: int) -> None:

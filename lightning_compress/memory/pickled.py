@@ -11,10 +11,10 @@ inert object: nothing is imported, and no code of the file's choice runs. Altern
 
 import pickle
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, final
+from typing import Any, BinaryIO, final
 
 import torch
 from torch import Tensor
@@ -42,19 +42,11 @@ def stored_state_dict(file: Path) -> dict[str, StoredTensor]:
     Raises:
         CompressionError: not such a file, of torch's format before 1.6, cut off, or without tensors.
     """
-    starts = _record_starts(file)
-    try:
-        content = torch.load(
-            file,
-            map_location="meta",
-            weights_only=False,  # `_TensorsOnly` builds nothing else
-            pickle_module=SimpleNamespace(Unpickler=_TensorsOnly, __name__=__name__),
-        )
-    except Exception as error:
-        raise CompressionError(f"{file} cannot be read as a checkpoint: {error}") from error
+    with file.open("rb") as opened:
+        content, locate = load_located(file, opened)
     state = content.get("state_dict", content) if isinstance(content, dict) else {}
     found = {
-        name: _located(file, tensor, starts)
+        name: locate(tensor)
         for name, tensor in (state.items() if isinstance(state, Mapping) else ())
         if isinstance(tensor, Tensor) and not (tensor.is_conj() or tensor.is_neg())
     }
@@ -66,15 +58,39 @@ def stored_state_dict(file: Path) -> dict[str, StoredTensor]:
     return found
 
 
-def _record_starts(file: Path) -> frozenset[int]:
-    """The bytes at which the archive's records begin."""
-    if not zipfile.is_zipfile(file):
+def load_located(file: Path, opened: BinaryIO, first: int = 0) -> tuple[Any, Callable[[Tensor], StoredTensor]]:
+    """What an archive holds, its tensors on the meta device, and what tells where the values of one of them lie.
+
+    Args:
+        file: for messages, and where the values are.
+        opened: the archive.
+        first: the byte of the file at which the archive begins.
+
+    Raises:
+        CompressionError: not such an archive, of torch's format before 1.6, or cut off.
+    """
+    starts = _record_starts(file, opened)
+    try:
+        content = torch.load(
+            opened,
+            map_location="meta",
+            weights_only=False,  # `_TensorsOnly` builds nothing else
+            pickle_module=SimpleNamespace(Unpickler=_TensorsOnly, __name__=__name__),
+        )
+    except Exception as error:
+        raise CompressionError(f"{file} cannot be read as a checkpoint: {error}") from error
+    return content, lambda tensor: _located(file, tensor, starts, first)
+
+
+def _record_starts(file: Path, opened: BinaryIO) -> frozenset[int]:
+    """The bytes of an archive at which its records begin."""
+    if not zipfile.is_zipfile(opened):
         raise CompressionError(
             f"{file} is no file that `torch.save` of torch 1.6 or later wrote, or it is cut off. An older one is "
             "rewritten by `torch.save(torch.load(file), file)`."
         )
     starts = set()
-    with zipfile.ZipFile(file) as archive, file.open("rb") as opened:
+    with zipfile.ZipFile(opened) as archive:
         for entry in archive.infolist():
             if entry.compress_type != zipfile.ZIP_STORED or entry.filename.endswith("/constants.pkl"):
                 raise CompressionError(
@@ -85,10 +101,11 @@ def _record_starts(file: Path) -> frozenset[int]:
             header = opened.read(_LOCAL_HEADER_BYTES)
             lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
             starts.add(entry.header_offset + _LOCAL_HEADER_BYTES + lengths)
+    opened.seek(0)
     return frozenset(starts)
 
 
-def _located(file: Path, tensor: Tensor, starts: frozenset[int]) -> StoredTensor:
+def _located(file: Path, tensor: Tensor, starts: frozenset[int], first: int) -> StoredTensor:
     # torch computes the offsets of later records from the first; the archive's own directory is the proof
     start = tensor.untyped_storage()._checkpoint_offset
     if start not in starts:
@@ -96,7 +113,7 @@ def _located(file: Path, tensor: Tensor, starts: frozenset[int]) -> StoredTensor
             f"{file} is not laid out as `torch.save` does it. Rewrite it with "
             "`torch.save(torch.load(file, weights_only=False), file)`."
         )
-    offset = start + int(tensor.storage_offset()) * tensor.element_size()
+    offset = first + start + int(tensor.storage_offset()) * tensor.element_size()
     stride = None if tensor.is_contiguous() else tensor.stride()
     return StoredTensor(file, offset, tuple(tensor.shape), tensor.dtype, stride)
 
@@ -120,10 +137,22 @@ class _Inert:
         return self
 
 
-@final
-class _TensorsOnly(pickle.Unpickler):
-    """Builds tensors and plain containers, and nothing else."""
+class InertUnpickler(pickle.Unpickler):
+    """Imports the classes in `allowed` and dtypes of torch, and nothing else.
+
+    Attributes:
+        allowed: (module, name) of classes and functions that do no more than hold or rebuild values.
+    """
+
+    allowed: Collection[tuple[str, str]] = ()
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        return super().find_class(module, name) if is_dtype or (module, name) in _TENSOR_PARTS else _Inert
+        return super().find_class(module, name) if is_dtype or (module, name) in self.allowed else _Inert
+
+
+@final
+class _TensorsOnly(InertUnpickler):
+    """Builds tensors and plain containers."""
+
+    allowed = _TENSOR_PARTS

@@ -1,5 +1,5 @@
 """Models whose parameters are on the meta device, and where their values come from: a folder of safetensors files, or
-a Lightning checkpoint.
+a checkpoint of Lightning, in one file or sharded.
 
 Which tensors of a transformers folder make up a parameter is transformers' own knowledge (renamed keys, fused and
 stacked weights); its conversions are run here on one subgraph's tensors at a time.
@@ -22,8 +22,9 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from lightning_compress.errors import CompressionError
 from lightning_compress.graph.experts import Experts
 from lightning_compress.graph.unfold import Unfolding
-from lightning_compress.memory.files import StoredTensor, files_fingerprint, stored_tensors
+from lightning_compress.memory.files import StoredTensor, files_fingerprint, is_sharded, stored_tensors
 from lightning_compress.memory.pickled import stored_state_dict
+from lightning_compress.memory.sharded import ShardedTensor, blocks_of, sharded_state_dict
 from lightning_compress.recipe.parts import transformers_models
 
 Load = Callable[[], Mapping[str, Tensor]]
@@ -97,9 +98,9 @@ def weight_source(
 
     Args:
         root: the model.
-        weights: a folder of safetensors files (or one such file), or a checkpoint that `torch.save` wrote. Names in
-            safetensors are those of `root`, or those of the transformers model in it; names in a checkpoint are those
-            of the LightningModule around `root`.
+        weights: a folder of safetensors files (or one such file), or a checkpoint that `torch.save` or
+            `torch.distributed.checkpoint` wrote. Names in safetensors are those of `root`, or those of the
+            transformers model in it; names in a checkpoint are those of the LightningModule around `root`.
         place: the path of `root` in that LightningModule, where it is known.
         decode: makes the model's tensors of those that are stored, where they differ.
 
@@ -109,10 +110,15 @@ def weight_source(
     """
     if not weights.exists():
         raise CompressionError(f"weights={weights}: there is no such file or folder.")
-    is_pickled = weights.is_file() and weights.suffix != ".safetensors"
-    stored = stored_state_dict(weights) if is_pickled else stored_tensors(weights)
-    tensors = decode(stored)
-    found = _in_state_dict(root, tensors, place, weights) if is_pickled else _in_folder(root, tensors, weights)
+    if is_sharded(weights):
+        shards = sharded_state_dict(weights)
+        stored, found = blocks_of(shards), _in_state_dict(root, shards, place, weights)
+    elif weights.is_file() and weights.suffix != ".safetensors":
+        stored = stored_state_dict(weights)
+        found = _in_state_dict(root, stored, place, weights)
+    else:
+        stored = stored_tensors(weights)
+        found = _in_folder(root, decode(stored), weights)
     missing = _missing(root, found)
     if missing:
         shapes = _with_shapes(root, missing)
@@ -157,7 +163,7 @@ class _Found:
 
     def part(self, of: range) -> Tensor:
         """Of its first dimension a range, without the memory of the rest."""
-        if isinstance(self.stored, StoredTensor):
+        if isinstance(self.stored, StoredTensor | ShardedTensor):
             return self.stored.part(of.start, of.stop).read()
         (value,) = self.load().values()
         return value[of.start : of.stop].clone()

@@ -57,8 +57,9 @@ class CompressionCallback(Callback):
         verify: read the checkpoint back and compare it with the module.
         tokenizer: saved with the checkpoint; a tokenizer or processor.
         weights: what parameters on the meta device are read from, a subgraph at a time: a folder of safetensors files
-            (of the module, or of the transformers model in it), or a Lightning checkpoint (`.ckpt`), of which only the
-            `state_dict` is read. Needs `when="only"`, `strategy="sequential_onload"` and a model built within
+            (of the module, or of the transformers model in it), or a Lightning checkpoint (`.ckpt`: one file, or the
+            folder of a sharded one), of which only the `state_dict` is read. Needs `when="only"`,
+            `strategy="sequential_onload"` and a model built within
             `parameters_on_meta()`, `trainer.init_module(empty_init=True)` or `configure_model`. Such parameters are not
             changed; others, which are in memory, are compressed as ever.
         resume: `auto` continues an interrupted run with the same recipe, model and data that `output_dir` holds;

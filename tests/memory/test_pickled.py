@@ -192,11 +192,11 @@ def test_a_file_that_another_program_packed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "match"),
     [
-        (".metadata", r"sharded checkpoint.*lightning.pytorch.utilities.consolidate_checkpoint \S+last.ckpt"),
+        (".metadata", r"sharded checkpoint: give it as `weights=`"),
         ("latest", r"DeepSpeed checkpoint.*convert_zero_checkpoint_to_fp32_state_dict"),
     ],
 )
-def test_sharded_checkpoints_are_told_how_to_become_one_file(tmp_path: Path, name: str, match: str) -> None:
+def test_what_to_do_with_sharded_checkpoints_in_the_place_of_safetensors(tmp_path: Path, name: str, match: str) -> None:
     (tmp_path / "last.ckpt").mkdir()
     (tmp_path / "last.ckpt" / name).touch()
     with pytest.raises(CompressionError, match=match):

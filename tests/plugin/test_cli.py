@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from processes import Ended, Script
@@ -121,27 +122,29 @@ def test_experts_that_transformers_would_draw_at_random(checkpoint: Path, tmp_pa
     assert report.extra["perplexity_before"] != pytest.approx(report.extra["perplexity_after"], rel=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_weights_of_a_lightning_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
     """Configuration and tokenizer come from `model.path`, whose own weights are not used."""
     trained = AutoModelForCausalLM.from_pretrained(checkpoint)
     with torch.no_grad():
         for parameter in trained.parameters():
             parameter.mul_(1.5)
-    torch.save(
-        {"state_dict": {f"net.{name}": value for name, value in trained.state_dict().items()}}, tmp_path / "t.ckpt"
-    )
+    state = {f"net.{name}": value for name, value in trained.state_dict().items()}
+    torch.save({"state_dict": state}, tmp_path / "t.ckpt")
+    dcp.save({"model": state, "epoch": 1}, checkpoint_id=tmp_path / "sharded.ckpt", no_dist=True)
     shutil.copytree(checkpoint, tmp_path / "trained")
     trained.save_pretrained(tmp_path / "trained")
     written = {}
     for name, overrides in (
         ("ckpt", [f"model.path={checkpoint}", f"model.weights={tmp_path / 't.ckpt'}"]),
+        ("sharded", [f"model.path={checkpoint}", f"model.weights={tmp_path / 'sharded.ckpt'}"]),
         ("folder", [f"model.path={tmp_path / 'trained'}"]),
     ):
         with initialize_config_dir(str(config_dir()), version_base="1.3"):
             config = compose("compress", overrides=[*overrides, "output_dir=unused", *SMALL])
         run_compress(config, tmp_path / name)
         written[name] = {p.name: p.read_bytes() for p in (tmp_path / name).glob("*.safetensors")}
-    assert written["ckpt"] == written["folder"]
+    assert written["ckpt"] == written["folder"] == written["sharded"]
     config.model.weights, config.model.load = str(tmp_path / "t.ckpt"), "memory"
     with pytest.raises(
         CompressionError, match=r"model.weights=\S+ is read a layer at a time, with model.load=auto or disk"
