@@ -10,6 +10,10 @@ copies of its inputs and outputs, and per token twice the wide side of each of i
 feed-forward or experts take at sizes that matter; scores that attention inside it would write down, token by token, it
 does not cover.
 
+Sizes that follow from values (tokens that a mask chooses, numbers of patches) are computed on each batch itself, as far
+as no weights are needed for them; what depends on activations is refused. The largest batch is the one with the most
+numbers in it: another one, of which values choose more, may take more.
+
 Layers that are alike are run once: the rows of the others are those of the first (see `repeats`).
 
 Alternative not taken: adding up sizes of the graph's values. Half of what a norm takes happens inside it, and views and
@@ -45,7 +49,7 @@ from lightning_compress.graph.compat import (
 from lightning_compress.graph.leaf import leaf_input
 from lightning_compress.graph.restore import attributes_restored
 from lightning_compress.graph.shadow import Key, Shadow, node_of, with_shadows
-from lightning_compress.graph.sizes import bindings, traced_bytes
+from lightning_compress.graph.sizes import binding, traced_bytes
 from lightning_compress.graph.stages import Group, Source, Step, Subgraph
 from lightning_compress.memory.activations import LEAST_SPILLED, ActivationCache
 from lightning_compress.memory.budget import Moment, Needs, as_one
@@ -122,7 +126,11 @@ class _Meter:
         self._flow = run.flow
         self._largest = max(batches, key=_numel, default=())
         self._numbers = [_numel(batch) for batch in batches]
-        self._sizes = [bindings(run.flow.traced, batch) for batch in batches] if run.flow.traced is not None else []
+        self._sizes: list[Mapping[sympy.Symbol, int | float]] = []
+        if run.flow.traced is not None:
+            bind = binding(run.flow.traced)
+            self._sizes = [bind(batch) for batch in batches]
+            self._sizes_of_largest = bind(self._largest)
         self._num_cached = 0  # bytes of the batch's values that wait now
         self._starts: dict[int, set[Key]] = {}  # what waits when a subgraph begins
         self._work = WorkMeter()
@@ -154,7 +162,7 @@ class _Meter:
 
     def run(self, step: Step, number: int, packed: int) -> list[Moment]:
         """The moment of the step's largest batch, beside all others that wait and `packed` bytes of the subgraph."""
-        if self._flow.traced is None or not step.nodes:
+        if self._flow.traced is None or not (step.nodes or step.observe):
             return []
         before, cached = self._waiting(), self.cached
         read = {node for computed in step.nodes for node in computed.all_input_nodes}
@@ -167,8 +175,9 @@ class _Meter:
             self._work.work.clear()
             deque(run_step(self._flow, step, number, self._watch), maxlen=0)
         except Exception as error:
+            first = step.nodes[0] if step.nodes else step.observe[0].node
             raise BudgetError(
-                f"What {step.nodes[0].name} and what follows it will take cannot be foreseen, so no budget can be "
+                f"What {first.name} and what follows it will take cannot be foreseen, so no budget can be "
                 f"promised: {type(error).__name__}: {error}. Leave host_budget and device_budget out; "
                 "activation_budget and prefetch_depth work without them."
             ) from error
@@ -352,11 +361,6 @@ class _Meter:
         for name in (name for group in step.solve for name in group.members):
             if self._run.resolved.assignments[name].scheme.input_activations is not None:
                 self._root.get_submodule(name).register_forward_pre_hook(LikeQuantizing(torch.ones(2)))
-
-    @property
-    def _sizes_of_largest(self) -> Mapping[sympy.Symbol, int]:
-        assert self._run.flow.traced is not None
-        return bindings(self._run.flow.traced, self._largest)
 
 
 def _numel(batch: Sequence[Tensor]) -> int:

@@ -13,7 +13,7 @@ from lightning_compress.calibration.solve import InputHook
 from lightning_compress.graph.compat import calls_replaced, pytree
 from lightning_compress.graph.leaf import Leaf
 from lightning_compress.graph.methods import Method, methods_replaced, original
-from lightning_compress.graph.sizes import traced_output
+from lightning_compress.graph.sizes import nodes_by_values, traced_output
 
 QUANTIZING = 4
 """Copies of a module's input that exist while it is quantized and dequantized, the result included."""
@@ -34,7 +34,7 @@ class LikeQuantizing(InputHook):
 
 
 @contextmanager
-def failures_allowed(root: nn.Module, graph: fx.Graph, sizes: Mapping[sympy.Symbol, int]) -> Iterator[None]:
+def failures_allowed(root: nn.Module, graph: fx.Graph, sizes: Mapping[sympy.Symbol, int | float]) -> Iterator[None]:
     """Within: calls of the graph that fail on fake tensors take their allowance and return what was traced.
 
     `sizes`: of the batch that is run.
@@ -61,12 +61,30 @@ def failures_allowed(root: nn.Module, graph: fx.Graph, sizes: Mapping[sympy.Symb
         return call
 
     with (
+        _of_values(graph, sizes),
         calls_replaced(modules, lambda name, module: allowing(name, module._call_impl, [module])),
         methods_replaced(
             methods, lambda name, method: allowing(name, original(method), [*map(root.get_submodule, method.calls)])
         ),
     ):
         yield
+
+
+@contextmanager
+def _of_values(graph: fx.Graph, sizes: Mapping[sympy.Symbol, int | float]) -> Iterator[None]:
+    """Within: operations whose results are as large as values make them return what was traced, of these sizes."""
+    found = {node: node.target for node in nodes_by_values(graph)}
+
+    def standing_in(node: fx.Node) -> Callable[..., object]:
+        return lambda *_, **__: traced_output(node, sizes)
+
+    for node in found:
+        node.target = standing_in(node)
+    try:
+        yield
+    finally:
+        for node, target in found.items():
+            node.target = target
 
 
 def _allowance(modules: Iterable[nn.Module], given: object, output: object) -> int:

@@ -10,14 +10,11 @@ from math import isnan
 from typing import final
 
 import sympy
-import torch
 from torch import Tensor, fx
 
-from lightning_compress.graph.aliases import memory_of
 from lightning_compress.graph.compat import Recorder, on_real_tensors
-from lightning_compress.graph.execute import execute
-from lightning_compress.graph.leaf import Leaf
-from lightning_compress.graph.values import SYMBOLIC_TYPES, expression, is_symbolic
+from lightning_compress.graph.computed import computed, sizes_of, values_told, what_computes
+from lightning_compress.graph.values import SYMBOLIC_TYPES, is_symbolic
 
 
 class DifferentBranchesError(RuntimeError):
@@ -87,31 +84,8 @@ def decide(
 
 def _what_computes(recorder: Recorder, condition: sympy.Basic) -> fx.Graph | None:
     """A graph of the numbers in a condition, from the batch; None where weights or buffers are needed."""
-    every, memory = list(recorder.graph.nodes), memory_of(recorder.graph)
-    nodes = [node for node in every if _numbers(node) & condition.free_symbols]
-    last = max((memory.position[node] for node in nodes), default=-1)
-    wanted: set[fx.Node] = set()
-    waiting = list(nodes)
-    while waiting:
-        node = waiting.pop()
-        if node in wanted:
-            continue
-        is_weight = node.op == "get_attr" and str(node.target) not in recorder.constants
-        if isinstance(node.target, Leaf) or is_weight or _is_random(node):
-            return None
-        wanted.add(node)
-        waiting += node.all_input_nodes
-        waiting += [every[at] for at in memory.writes.get(memory.owner[node], ()) if at < last]  # also through views
-    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in recorder.graph.nodes:
-        if node in wanted or node.op == "placeholder":
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output(tuple(copies[node] for node in nodes))
-    return graph
-
-
-def _is_random(node: fx.Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    nodes = [node for node in recorder.graph.nodes if _numbers(node) & condition.free_symbols]
+    return what_computes(recorder.graph, recorder.constants, nodes)
 
 
 def _fits(graph: fx.Graph, tensors: Sequence[Tensor]) -> bool:
@@ -138,20 +112,12 @@ def _numbers(node: fx.Node) -> set[sympy.Symbol]:
 def _answer(
     condition: sympy.Basic, graph: fx.Graph, constants: Mapping[str, Tensor], tensors: Sequence[Tensor]
 ) -> bool | None:
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     (output,) = (node for node in graph.nodes if node.op == "output")
-    known: dict[sympy.Basic, sympy.Basic] = {}
-    for node, tensor in zip(placeholders, tensors, strict=True):
-        sizes = zip(node.meta["val"].shape, tensor.shape, strict=True)
-        known.update({expression(size): sympy.Integer(given) for size, given in sizes if is_symbolic(size)})
-    copies = (tensor.detach().to("cpu", copy=True) for tensor in tensors)  # operations may write to them
-    values: dict[fx.Node, object] = dict(zip(placeholders, copies, strict=True))
-    execute(list(graph.nodes), values, torch.nn.Module(), constants, torch.device("cpu"), {})
-    for node in output.all_input_nodes:
-        (symbol,) = _numbers(node)
-        number = values[node]
-        known[symbol] = sympy.sympify(int(number) if isinstance(number, bool) else number)
-    if any(isinstance(number, float) and isnan(number) for number in values.values()):
+    known: dict[sympy.Symbol, int | float] = {**sizes_of(graph, tensors)}
+    numbers = computed(graph, constants, tensors)
+    for node, number in zip(output.all_input_nodes, numbers, strict=True):
+        known |= values_told(node.meta["val"], number)
+    if any(isinstance(number, float) and isnan(number) for number in numbers):
         return None
-    answer = condition.xreplace(known)
+    answer = condition.xreplace({symbol: sympy.sympify(number) for symbol, number in known.items()})
     return None if answer not in (sympy.true, sympy.false) else bool(answer)

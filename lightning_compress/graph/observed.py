@@ -166,7 +166,17 @@ def check_only_tensors(value: Any) -> None:
 
 def expect(node: fx.Node, output: Any) -> None:
     """Note what a call that was observed returns, for `check_expected`."""
-    node.meta[_EXPECTED] = _described(output)
+    node.meta[_EXPECTED] = _copied(output)
+
+
+def _copied(value: Any) -> Any:
+    """The same tensors in containers of its own: the model may put something else into those that it got."""
+    return value if isinstance(value, Tensor) else map_nested(value, _copied)
+
+
+def expected(node: fx.Node) -> Any:
+    """What a call that was observed returns, with symbolic sizes; None where nothing was noted."""
+    return node.meta.get(_EXPECTED)
 
 
 def check_expected(node: fx.Node, values: Mapping[Any, object], output: Any) -> None:
@@ -190,11 +200,11 @@ def check_expected(node: fx.Node, values: Mapping[Any, object], output: Any) -> 
             sizes.update(zip(map(expression, traced.shape), map(expression, value.shape), strict=True))
         elif is_symbolic(traced) and isinstance(value, int):
             sizes[expression(traced)] = expression(value)
-    expected, found = node.meta[_EXPECTED], _described(output)
-    if not _fits(expected, found, {size: number for size, number in sizes.items() if size.is_Symbol}):
+    wanted, found = _described(node.meta[_EXPECTED]), _described(output)
+    if not _fits(wanted, found, {size: number for size, number in sizes.items() if size.is_Symbol}):
         raise CalibrationDataError(
             f"{getattr(node.target, 'name', node.name)} takes another way on a batch than on those that the model was "
-            f"recorded with: it gives {_text(found)}, recorded was {_text(expected)}. Bring the batches to one form: "
+            f"recorded with: it gives {_text(found)}, recorded was {_text(wanted)}. Bring the batches to one form: "
             "as many images in each, of one size."
         )
 

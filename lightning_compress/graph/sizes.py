@@ -1,37 +1,84 @@
 """The values of a graph for batches of other sizes than the traced one."""
 
-import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 
 import sympy
+import torch
 from torch import Tensor, fx
 
 from lightning_compress.graph.compat import pytree
+from lightning_compress.graph.computed import computed, sizes_of, values_read, values_told, what_computes
+from lightning_compress.graph.leaf import Leaf
+from lightning_compress.graph.observed import expected
 from lightning_compress.graph.trace import Traced
-from lightning_compress.graph.values import concrete, expression
+from lightning_compress.graph.values import concrete
+
+_READING = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape))
 
 
-def traced_bytes(node: fx.Node, sizes: Mapping[sympy.Symbol, int] | None = None) -> int:
+def traced_bytes(node: fx.Node, sizes: Mapping[sympy.Symbol, int | float] | None = None) -> int:
     """Bytes of a value of the graph for the traced batch, or for one of other sizes."""
     leaves = [leaf for leaf in pytree.tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
     return sum(leaf.itemsize * prod(concrete(size, sizes) for size in leaf.shape) for leaf in leaves)
 
 
-def traced_output(node: fx.Node, sizes: Mapping[sympy.Symbol, int]) -> object:
-    """The value of a node; of a nested one (which only its readers know) those items that are read."""
-    items = {user.args[1]: user for user in node.users if user.target is operator.getitem}
-    if node.meta.get("val") is not None or not items:
-        return concrete(node.meta.get("val"), sizes)
-    return {key: traced_output(user, sizes) for key, user in items.items()}
+def traced_output(node: fx.Node, sizes: Mapping[sympy.Symbol, int | float]) -> object:
+    """The value of a node, for a batch of these sizes.
+
+    Raises:
+        ValueError: a size depends on values that `sizes` do not tell.
+    """
+    value = expected(node) if node.meta.get("val") is None else node.meta["val"]
+    return concrete(value, sizes)
 
 
-def bindings(traced: Traced, batch: Sequence[Tensor]) -> dict[sympy.Symbol, int]:
-    """The symbols of the traced sizes in a batch of these tensors."""
-    found: dict[sympy.Symbol, int] = {}
-    placeholders = (node for node in traced.graph.nodes if node.op == "placeholder")
-    for node, tensor in zip(placeholders, batch, strict=True):
-        for symbol, size in zip(map(expression, node.meta["val"].shape), tensor.shape, strict=True):
-            if symbol.is_Symbol:
-                found.setdefault(symbol, size)
-    return found
+def nodes_by_values(graph: fx.Graph) -> list[fx.Node]:
+    """Operations that read a number, or whose results are as large as values make them."""
+
+    def is_one(node: fx.Node) -> bool:
+        if node.op != "call_function" or isinstance(node.target, Leaf):
+            return False
+        read = values_read(node.meta.get("val"))
+        given = frozenset().union(*(values_read(each.meta.get("val")) for each in node.all_input_nodes))
+        return bool(read - given or (read and _READING.intersection(getattr(node.target, "tags", ()))))
+
+    return list(filter(is_one, graph.nodes))
+
+
+def binding(traced: Traced) -> Callable[[Sequence[Tensor]], dict[sympy.Symbol, int | float]]:
+    """What tells the symbols of a graph in a batch of real tensors: those of its sizes, and of what follows from its
+    values without weights or whole modules."""
+
+    def part_of(nodes: Sequence[fx.Node]) -> fx.Graph | None:
+        return what_computes(traced.graph, traced.constants, nodes)
+
+    read = {node: _mask_of(node) or node for node in nodes_by_values(traced.graph)}
+    read = {node: by for node, by in read.items() if part_of([by]) is not None}
+    part = part_of(list(read.values())) if read else None
+
+    def bind(batch: Sequence[Tensor]) -> dict[sympy.Symbol, int | float]:
+        found: dict[sympy.Symbol, int | float] = {**sizes_of(traced.graph, batch)}
+        values = [] if part is None else computed(part, traced.constants, batch)
+        for (node, by), value in zip(read.items(), values, strict=True):
+            if by is node:
+                found.update(values_told(node.meta["val"], value))
+            else:
+                found.update(values_told(_read_sizes(node), [int(value.count_nonzero())]))
+        return found
+
+    return bind
+
+
+def _mask_of(node: fx.Node) -> fx.Node | None:
+    """What alone decides how many rows an operation chooses of a tensor, if it is a mask."""
+    if node.target not in (torch.ops.aten.index.Tensor, torch.ops.aten.masked_select.default):
+        return None
+    given = node.args[1] if isinstance(node.args[1], Sequence) else [node.args[1]]
+    masks = [each for each in given if isinstance(each, fx.Node) and each.meta["val"].dtype == torch.bool]
+    return masks[0] if len(masks) == 1 and len(_read_sizes(node)) == 1 else None
+
+
+def _read_sizes(node: fx.Node) -> list[torch.SymInt]:
+    """The sizes of a node's tensor that follow from values."""
+    return [size for size in node.meta["val"].shape if values_read(size)]

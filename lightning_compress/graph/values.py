@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 SYMBOLIC_TYPES = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_PLAIN = dict(zip(SYMBOLIC_TYPES, (int, float, bool), strict=True))
 
 
 def is_symbolic(size: object) -> TypeGuard[torch.SymInt]:
@@ -53,22 +54,21 @@ def items_of(value: Any) -> list[Any]:
     return found
 
 
-def concrete(value: Any, sizes: Mapping[sympy.Symbol, int] | None = None) -> Any:
+def concrete(value: Any, sizes: Mapping[sympy.Symbol, int | float] | None = None) -> Any:
     """A (nested) value with symbolic sizes replaced by their numbers in the traced batch, or by those of `sizes`.
 
     Raises:
-        ValueError: a size depends on values.
+        ValueError: a size depends on values, and `sizes` do not tell it.
     """
     if isinstance(value, Tensor):
         shape = [concrete(size, sizes) for size in value.shape]
         strides = [concrete(stride, sizes) for stride in value.stride()]
         return torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
-    if is_symbolic(value):
-        if depends_on_values(value):
-            raise ValueError(f"the size {value} depends on values")
-        return int(value.node.hint if sizes is None else value.node.expr.xreplace(sizes))
     if isinstance(value, SYMBOLIC_TYPES):
-        return value.node.hint
+        known = value.node.hint if sizes is None else sympy.sympify(value.node.expr).xreplace(dict(sizes))
+        if known is None or (isinstance(known, sympy.Basic) and known.free_symbols):
+            raise ValueError(f"the size {value} depends on values")
+        return _PLAIN[type(value)](known)
     return map_nested(value, lambda item: concrete(item, sizes))
 
 

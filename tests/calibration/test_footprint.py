@@ -191,6 +191,17 @@ def test_modules_that_read_values_get_an_allowance() -> None:
     assert all(one >= other for one, other in zip(ours, theirs, strict=True)), (ours, theirs)
 
 
+@pytest.mark.parametrize("rows", [64, 1024])
+def test_a_linear_whose_input_waits(rows: int) -> None:
+    """Nothing is computed before it. Seen to fail: without its statistics."""
+    model = nn.Sequential(nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, rows))
+    job = prepare(model, [torch.randn(200, 64), torch.randn(100, 64)], recipe(4, group_size=64))
+    table = table_of(job)
+    ours, theirs = foreseen(table, 0, [0] * len(table)), taken(job)
+    assert all(one >= other for one, other in zip(ours, theirs, strict=True)), (ours, theirs)
+    assert max(ours) <= 1.25 * max(theirs), (ours, theirs)
+
+
 def test_foreseeing_changes_nothing() -> None:
     """Seen to fail: with input quantizers on fake tensors, of which compressed-tensors caches some."""
     how = recipe(algorithm="rtn", scheme=STATIC)
