@@ -254,12 +254,20 @@ def test_a_stack_called_with_every_token_sees_routed_ones_only(
             model(**batch)
     handle.remove()
     seen = seen_statistics(monkeypatch)
-    compress_in_memory(model, batches, recipe(**UNCHANGING))
+    report = compress_in_memory(model, batches, recipe(**UNCHANGING))
+    num_lent = {record.module: record.num_lent for record in report.modules}
     assert sum(counts) == sum(int(each.sum()) for each in mask)
     assert len(set(counts)) > 1
     for number in range(8):
         name = f"model.layers.1.feed_forward.experts.{number % 4}.{'up' if number < 4 else 'down'}_proj"
         statistic = cast(InputGram, seen[name][InputGram])
         assert statistic.num_tokens == counts[number % 4]
+        siblings = sum(grams[:4]) if number < 4 else sum(grams[4:])
+        mean = siblings / sum(counts)
+        prior = mean if number < 4 else torch.eye(32, dtype=torch.float64) * mean.diagonal().mean()
+        lent = max(32 - counts[number % 4], 0)
+        expected = (grams[number] + lent * prior) / (counts[number % 4] + lent)
+        torch.testing.assert_close(statistic.matrix().double(), expected, rtol=1e-5, atol=1e-6)
+        assert num_lent[name] == lent
         statistic._prior = None
         torch.testing.assert_close(gram_sum(seen[name]), grams[number], rtol=1e-5, atol=1e-5)

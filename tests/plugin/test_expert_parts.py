@@ -11,13 +11,17 @@ from helpers import compress, contents, prepare, recipe, run, saved, tiny_mixtra
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from lightning_compress.calibration.batches import collect
+from lightning_compress.distributed.collective import SingleProcess
 from lightning_compress.errors import BudgetError, CompressionError, OutputDirectoryError, SolveError
 from lightning_compress.foresight.planned import card_for
 from lightning_compress.memory import files
 from lightning_compress.memory.placement import MemoryConfig
 from lightning_compress.memory.tracker import LiveMemory
-from lightning_compress.plugin.job import run_job
+from lightning_compress.plugin.job import prepare_job, run_job
 from lightning_compress.plugin.layout import _doubled
+from lightning_compress.plugin.settings import Settings
+from lightning_compress.recipe.load import load_recipe
 
 from .conftest import Command, refused
 
@@ -81,6 +85,22 @@ def test_a_budget_asks_for_parts(tmp_path: Path) -> None:
     assert whole.expert_parts == 1
     assert whole.memory is not None
     assert whole.memory.device_bytes > 20 << 20
+
+
+class Others(SingleProcess):
+    """A rank that is told what others need."""
+
+    def gather(self, value: Any, what: str) -> list[Any]:
+        return [value, 4] if what == "comparing the parts of experts" else [value, value]
+
+
+def test_all_ranks_have_as_many_parts_as_one_of_them_needs() -> None:
+    """Seen to fail: with the fewest."""
+    settings = Settings(load_recipe(HOW), None, memory=MemoryConfig(device_budget="100MiB"))
+    for collective, number in ((SingleProcess(), 1), (Others(), 4)):
+        data = collect(batches())
+        job = prepare_job(model_of(num_experts=32), data, settings, torch.device("cpu"), collective)
+        assert job.expert_parts == number
 
 
 def test_a_budget_that_no_parts_can_keep() -> None:
