@@ -11,8 +11,8 @@ feed-forward or experts take at sizes that matter; scores that attention inside 
 does not cover.
 
 Sizes that follow from values (tokens that a mask chooses, numbers of patches) are computed on each batch itself, as far
-as no weights are needed for them; what depends on activations is refused. The largest batch is the one with the most
-numbers in it: another one, of which values choose more, may take more.
+as no weights are needed for them; a mask of activations is taken to choose all, a number read from them is refused. The
+largest batch is the one with the most numbers in it: another one, of which values choose more, may take more.
 
 Layers that are alike are run once: the rows of the others are those of the first (see `repeats`).
 

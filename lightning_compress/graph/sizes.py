@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
+from typing import Any
 
 import sympy
 import torch
@@ -37,23 +38,24 @@ def nodes_by_values(graph: fx.Graph) -> list[fx.Node]:
     """Operations that read a number, or whose results are as large as values make them."""
 
     def is_one(node: fx.Node) -> bool:
-        if node.op != "call_function" or isinstance(node.target, Leaf):
+        if node.op != "call_function" or isinstance(node.target, Leaf) or node.meta.get("val") is None:
             return False
-        read = values_read(node.meta.get("val"))
         given = frozenset().union(*(values_read(each.meta.get("val")) for each in node.all_input_nodes))
-        return bool(read - given or (read and _READING.intersection(getattr(node.target, "tags", ()))))
+        is_new = bool(values_read(node.meta["val"]) - given)
+        return is_new or bool(_READING.intersection(getattr(node.target, "tags", ())))
 
     return list(filter(is_one, graph.nodes))
 
 
 def binding(traced: Traced) -> Callable[[Sequence[Tensor]], dict[sympy.Symbol, int | float]]:
     """What tells the symbols of a graph in a batch of real tensors: those of its sizes, and of what follows from its
-    values without weights or whole modules."""
+    values without weights or whole modules. Of what a mask chooses that takes these: all that it could choose."""
 
     def part_of(nodes: Sequence[fx.Node]) -> fx.Graph | None:
         return what_computes(traced.graph, traced.constants, nodes)
 
-    read = {node: _mask_of(node) or node for node in nodes_by_values(traced.graph)}
+    masks = {node: _mask_of(node) for node in nodes_by_values(traced.graph) if values_read(node.meta["val"])}
+    read = {node: mask or node for node, mask in masks.items()}
     read = {node: by for node, by in read.items() if part_of([by]) is not None}
     part = part_of(list(read.values())) if read else None
 
@@ -65,6 +67,10 @@ def binding(traced: Traced) -> Callable[[Sequence[Tensor]], dict[sympy.Symbol, i
                 found.update(values_told(node.meta["val"], value))
             else:
                 found.update(values_told(_read_sizes(node), [int(value.count_nonzero())]))
+        for node, mask in masks.items():
+            if mask is not None and node not in read and mask.meta["val"] is not None:
+                most = prod(concrete(size, found) for size in mask.meta["val"].shape)
+                found = {**values_told(_read_sizes(node), [most]), **found}
         return found
 
     return bind
@@ -72,13 +78,21 @@ def binding(traced: Traced) -> Callable[[Sequence[Tensor]], dict[sympy.Symbol, i
 
 def _mask_of(node: fx.Node) -> fx.Node | None:
     """What alone decides how many rows an operation chooses of a tensor, if it is a mask."""
-    if node.target not in (torch.ops.aten.index.Tensor, torch.ops.aten.masked_select.default):
-        return None
-    given = node.args[1] if isinstance(node.args[1], Sequence) else [node.args[1]]
-    masks = [each for each in given if isinstance(each, fx.Node) and each.meta["val"].dtype == torch.bool]
+    aten = torch.ops.aten
+    given: Sequence[object] = ()
+    if node.target is aten.nonzero.default:
+        given = node.args[:1]
+    elif node.target is aten.masked_select.default:
+        given = node.args[1:]
+    elif node.target is aten.index.Tensor and isinstance(node.args[1], Sequence):
+        given = node.args[1]
+    masks = [each for each in given if isinstance(each, fx.Node)]
+    if node.target is aten.index.Tensor:
+        masks = [each for each in masks if each.meta["val"].dtype == torch.bool]
     return masks[0] if len(masks) == 1 and len(_read_sizes(node)) == 1 else None
 
 
-def _read_sizes(node: fx.Node) -> list[torch.SymInt]:
+def _read_sizes(node: fx.Node) -> list[Any]:
     """The sizes of a node's tensor that follow from values."""
-    return [size for size in node.meta["val"].shape if values_read(size)]
+    value = node.meta["val"]
+    return [size for size in value.shape if values_read(size)] if isinstance(value, Tensor) else []

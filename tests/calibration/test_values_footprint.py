@@ -79,9 +79,25 @@ def test_what_a_batch_tells() -> None:
     assert sorted(told.values()) == [40, 40, int(batch["often"].sum()), 512]
 
 
-def test_what_weights_decide_is_refused() -> None:
+def test_what_weights_choose_may_be_all() -> None:
+    """Seen to fail: refused."""
+    job = job_of(ChosenByActivations(), 100)
+    table, every = table_of(job), table_of(job_of(Chosen(), 512))
+    ours, theirs = foreseen(table, 0, [0] * len(table)), taken(job)
+    assert all(one >= other for one, other in zip(ours, theirs, strict=True)), (ours, theirs)
+    assert max(ours) == pytest.approx(max(foreseen(every, 0, [0] * len(every))), rel=0.05)
+
+
+class NumberOfWeights(Chosen):
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        x = self.first(batch["x"])
+        number = (x.mean(-1) > 0).sum().item()
+        return self.back(torch.relu(self.wide(torch.zeros(number, 64, dtype=x.dtype))))
+
+
+def test_a_number_that_weights_decide_is_refused() -> None:
     with pytest.raises(BudgetError, match=r"cannot be foreseen.*the size u\d+ depends on values.*Leave host_budget"):
-        table_of(job_of(ChosenByActivations(), 100))
+        table_of(job_of(NumberOfWeights(), 100))
 
 
 def qwen2_vl(*heights: int) -> tuple[nn.Module, list[dict[str, Tensor]]]:
