@@ -67,16 +67,20 @@ def whole(name: str, num_rows: int, num_channels: int) -> None:
     grid = make_grid(ARGS, weight.shape, torch.bfloat16)
     scales = minmax_scales(weight, grid)
 
-    def run() -> None:
-        tiles = row_tiles(num_rows)
+    def run() -> list[torch.Tensor]:
+        tiles, codes = row_tiles(num_rows), []
         for stack in runs(tiles, [tile.stop - tile.start for tile in tiles], STACK):
             scales_of = [scales.rows(rows) for rows in stack]
-            nearest_plane([weight[rows] for rows in stack], [factor] * len(stack), scales_of, grid)
+            found = nearest_plane([weight[rows] for rows in stack], [factor] * len(stack), scales_of, grid)
+            codes += [each for each, _ in found]
+        return codes
 
-    fused = median_us(run, 5)
+    fused, ours = median_us(run, 5), torch.cat(run())
     with mock.patch.object(gptq_triton, "usable", return_value=False):
-        eager = median_us(run, 3)
-    print(f"{name:>8} {num_rows:>8} {eager / 1e3:>10.1f}ms {fused / 1e3:>10.1f}ms {eager / fused:>8.1f}x")
+        eager, theirs = median_us(run, 3), torch.cat(run())
+    different = float((ours != theirs).float().mean())
+    ratio = eager / fused
+    print(f"{name:>8} {num_rows:>8} {eager / 1e3:>10.1f}ms {fused / 1e3:>10.1f}ms {ratio:>8.1f}x {different:>9.2%}")
 
 
 def main() -> None:

@@ -10,10 +10,14 @@ the errors of those before it from memory.
 """
 
 import importlib.util
+import warnings
+from functools import cache
 
+import torch
+from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
-from lightning_compress.algorithms.scales import Grid
+from lightning_compress.algorithms.scales import Grid, make_grid
 
 AVAILABLE = importlib.util.find_spec("triton") is not None
 
@@ -36,7 +40,8 @@ if AVAILABLE:
         delta_ptr,
         num_channels,
         num_rows,
-        lower_stride,
+        lower_row_stride,
+        lower_column_stride,
         low,
         high,
         ASYMMETRIC: tl.constexpr,
@@ -53,7 +58,9 @@ if AVAILABLE:
             group = tl.load(groups_ptr + k) * num_rows + rows
             # Column k of the factor below its diagonal: the channels that are already quantized.
             coefficients = tl.load(
-                lower_ptr + channels * lower_stride + k, mask=(channels > k) & (channels < num_channels), other=0.0
+                lower_ptr + channels * lower_row_stride + k * lower_column_stride,
+                mask=(channels > k) & (channels < num_channels),
+                other=0.0,
             )
             t = tl.load(target_ptr + place, mask=valid, other=0.0) + tl.sum(coefficients[:, None] * delta, axis=0)
             w = tl.load(weight_ptr + place, mask=valid, other=0.0)
@@ -73,8 +80,27 @@ if AVAILABLE:
 
 
 def usable(tensor: Tensor) -> bool:
-    """Whether blocks of this tensor can be quantized here: it is on a CUDA device and Triton is installed."""
-    return AVAILABLE and tensor.is_cuda
+    """Whether blocks of this tensor can be quantized here: it is on a CUDA device, and Triton is installed and finds
+    the C compiler that it needs."""
+    return AVAILABLE and tensor.is_cuda and _launches(tensor.device)
+
+
+@cache
+def _launches(device: torch.device) -> bool:
+    ones = torch.ones(1, 1, device=device)
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
+    target, codes, delta = ones.clone(), ones.clone(), ones.clone()
+    args = QuantizationArgs(num_bits=4, symmetric=True, strategy="channel")
+    try:
+        quantize_block(target, ones, ones, ones, None, zero, make_grid(args, ones.shape, torch.float32), codes, delta)
+    except Exception as error:
+        warnings.warn(
+            f"GPTQ runs without its fused kernel, many times slower, because Triton cannot build it: {error}. It needs "
+            "a C compiler (gcc or clang) on this machine.",
+            stacklevel=2,
+        )
+        return False
+    return True
 
 
 def quantize_block(
@@ -103,6 +129,7 @@ def quantize_block(
         num_channels,
         num_rows,
         lower.stride(0),
+        lower.stride(1),  # cuSOLVER's factors are stored by columns
         float(grid.low),
         float(grid.high),
         ASYMMETRIC=zero_point is not None,

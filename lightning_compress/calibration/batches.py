@@ -30,12 +30,13 @@ class CalibrationSet:
     has_padding: bool
 
 
-def collect(batches: Iterable[Any], limit: int | None = None) -> CalibrationSet:
+def collect(batches: Iterable[Any], limit: int | None = None, keeps_masks: bool = False) -> CalibrationSet:
     """Read and check the calibration set; tensors are moved to host memory.
 
     Args:
         batches: an iterable of mappings, tensors, or trees of them.
         limit: how many to read at most.
+        keeps_masks: also those that mask nothing, for code that reads them.
 
     Raises:
         CalibrationDataError: there are none, all is padding, or their keys, structure, constants, dtypes or values do
@@ -59,8 +60,11 @@ def collect(batches: Iterable[Any], limit: int | None = None) -> CalibrationSet:
                 "has to be 1 where a token counts. Leave it out if all do."
             )
     idle = [key for key in masks if all(bool(batch[key].bool().all()) for batch in collected)]
+    has_padding = len(idle) < len(masks)
+    if keeps_masks:
+        idle = []
     without = [{k: v for k, v in batch.items() if k not in idle} if idle else batch for batch in collected]
-    return CalibrationSet(tuple(without), has_padding=len(idle) < len(masks))
+    return CalibrationSet(tuple(without), has_padding=has_padding)
 
 
 def _as_plain(batch: Any) -> Any:
@@ -80,22 +84,31 @@ def _check_like_first(first: Any, batch: Any, number: int) -> None:
         raise CalibrationDataError(
             f"Batch {number} of the calibration data has another structure ({spec}) than batch 0 ({first_spec})."
         )
-    for mine, other in zip(leaves, first_leaves, strict=True):
+    paths = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(batch)[0]]
+    for path, mine, other in zip(paths, leaves, first_leaves, strict=True):
         if isinstance(mine, Tensor) != isinstance(other, Tensor):
             raise CalibrationDataError(
-                f"A field of batch {number} is a tensor where batch 0 has none, or the other way round."
+                f"The field {path} of batch {number} is a tensor where batch 0 has none, or the other way round."
             )
         if isinstance(mine, Tensor) and (mine.dtype, mine.ndim) != (other.dtype, other.ndim):
             raise CalibrationDataError(
-                f"A field of batch {number} has dtype {mine.dtype} and shape {list(mine.shape)}, but in batch 0 "
-                f"{other.dtype} and {list(other.shape)}."
+                f"The field {path} of batch {number} has dtype {mine.dtype} and shape {list(mine.shape)}, but in batch "
+                f"0 {other.dtype} and {list(other.shape)}."
             )
-        if not isinstance(mine, Tensor) and mine != other:
+        if not isinstance(mine, Tensor) and not _is_equal(mine, other):
             raise CalibrationDataError(
-                f"The field {mine!r} of batch {number} is no tensor and differs from batch 0 ({other!r}); the model "
-                "is recorded once "
-                "for all batches. Drop the field in the collate function, or turn it into a tensor."
+                f"The field {path} of batch {number} is no tensor and differs from batch 0 ({mine!r} and {other!r}); "
+                "the model is recorded once for all batches. Drop the field in the collate function, or turn it into a "
+                "tensor."
             )
+
+
+def _is_equal(mine: object, other: object) -> bool:
+    """Objects that hold tensors have no answer; what they hold is looked at when the model is recorded."""
+    try:
+        return bool(mine == other)
+    except RuntimeError:
+        return type(mine) is type(other)
 
 
 def _check_values(batch: Any, number: int) -> None:

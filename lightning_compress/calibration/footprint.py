@@ -55,7 +55,7 @@ from lightning_compress.memory.activations import LEAST_SPILLED, ActivationCache
 from lightning_compress.memory.budget import Moment, Needs, as_one
 from lightning_compress.memory.tracker import LiveMemory
 from lightning_compress.memory.work import Work, WorkMeter, times
-from lightning_compress.statistics import Statistic
+from lightning_compress.statistics import InputGram, Statistic
 
 PACKING = 16
 """Bytes per weight that compressed-tensors has alive while it packs one module, its result included (0.19 and 0.20)."""
@@ -257,6 +257,8 @@ class _Meter:
         gathered = [self._statistics[source] for source in group.sources if source in self._statistics]
         kinds = {kind for found in gathered for kind in found}
         workspace = assignment.algorithm.workspace_bytes(num_rows, num_channels, assignment.weights, kinds, number)
+        if self._run.flow.device.type != "cpu" and InputGram in kinds:
+            workspace += 4 * num_channels**2  # the factor is not put in the place of the Gram there
         merged = number * _nbytes_of(gathered[:1]) if len(gathered) > 1 else 0
         stacked = number * num_rows * num_channels * weights[0].itemsize
         results = number * result_bytes(num_rows, num_channels, assignment.weights)

@@ -159,13 +159,20 @@ def calibrating(root: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def evaluating(root: nn.Module) -> Iterator[None]:
-    """Eval mode and no gradients inside; every module's mode is as before afterwards."""
+    """Eval mode and no gradients inside; every module's mode is as before afterwards.
+
+    What is compiled runs as it is written, and attention of torch's own layers module by module: their fused kernels
+    and compiled code call no modules.
+    """
     modes = {module: module.training for module in root.modules()}
+    fused = torch.backends.mha.get_fastpath_enabled()
     root.eval()
+    torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             yield
     finally:
+        torch.backends.mha.set_fastpath_enabled(fused)
         for module, training in modes.items():
             module.training = training
 

@@ -27,6 +27,7 @@ from lightning_compress.graph.stages import Group
 from lightning_compress.memory.store import WeightStore
 from lightning_compress.recipe.resolve import Assignment, ResolvedRecipe
 from lightning_compress.statistics import MinMax, Statistic
+from lightning_compress.statistics.sums import full_float32
 
 GroupStatistics = Mapping[type[Statistic], Statistic]
 _TOGETHER = 1 << 28
@@ -267,7 +268,7 @@ def _solve_shared(
         solved = shared(solve, parts, [part.height for part in parts], collective, what)
         return [part.to(stacked.weight.device) for part in solved]
 
-    with _naming(stacked.description):
+    with _naming(stacked.description), full_float32(stacked.weight.device):
         found = stacked.assignment.algorithm.solve(
             stacked.weight, statistics, stacked.assignment.weights, stacked.dtype, stacked.rows, share_out
         )
@@ -283,11 +284,12 @@ def _solve_whole(
     stacks = [_stacked(group, root, resolved, gathered(group)) for group in groups]
     parts: list[list[Part]] = []
     for each in stacks:
-        with _naming(each.description):
+        with _naming(each.description), full_float32(each.weight.device):
             args = (each.assignment.weights, each.dtype, each.rows)
             prepared = algorithm.prepare(each.weight, each.statistics, *args)
             parts.append([Part(each.weight, rows, prepared) for rows in row_tiles(len(each.weight))])
-    with _naming(" to ".join(dict.fromkeys([stacks[0].description, stacks[-1].description]))):
+    device, names = stacks[0].weight.device, dict.fromkeys([stacks[0].description, stacks[-1].description])
+    with _naming(" to ".join(names)), full_float32(device):
         solved = iter(algorithm.solve_parts(list(chain(*parts))))
     joined = [join([next(solved) for _ in of_one]) for of_one in parts]
     return [_modules(*each, resolved) for each in zip(stacks, joined, strict=True)]

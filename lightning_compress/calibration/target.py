@@ -5,7 +5,8 @@ model called with the batch's fields; else `forward(batch)`.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,13 +23,17 @@ class Target:
     Attributes:
         root: the module that owns every weight. A LightningModule that wraps one transformers model and owns no other
             weights is compressed as that model, so names carry no prefix.
+        module: that `root` was found in, or itself.
         step: runs the model on one batch.
         step_name: what `step` calls, for messages.
+        takes_fields: it calls the transformers model with those fields of a batch that its `forward` names.
     """
 
     root: nn.Module
+    module: nn.Module
     step: Callable[[Any], object]
     step_name: str
+    takes_fields: bool = False
 
     @property
     def is_transformers(self) -> bool:
@@ -46,7 +51,7 @@ def find_target(module: nn.Module) -> Target:
     root = owner(module)
     calibration_step = getattr(module, "calibration_step", None)
     if callable(calibration_step):
-        return Target(root, calibration_step, f"{type(module).__name__}.calibration_step(batch)")
+        return Target(root, module, calibration_step, f"{type(module).__name__}.calibration_step(batch)")
     if len(wrapped) > 1:
         names = ", ".join(type(model).__name__ for model in wrapped)
         raise UnsupportedModelError(
@@ -55,8 +60,31 @@ def find_target(module: nn.Module) -> Target:
             "Give it a method `calibration_step(self, batch)` that runs them."
         )
     if wrapped:
-        return Target(root, _call_with_fields(wrapped[0]), f"{type(wrapped[0]).__name__}(**batch)")
-    return Target(root, module, f"{type(module).__name__}.forward(batch)")
+        return Target(
+            root, module, _call_with_fields(wrapped[0]), f"{type(wrapped[0]).__name__}(**batch)", takes_fields=True
+        )
+    return Target(root, module, module, f"{type(module).__name__}.forward(batch)")
+
+
+@contextmanager
+def in_its_place(target: Target, other: nn.Module) -> Iterator[Callable[[Any], object]]:
+    """Within: what runs a batch through `other`, a model like the target's root, as `target.step` does."""
+    if target.module is target.root:
+        yield find_target(other).step
+        return
+    holders = [
+        (parent, name)
+        for parent in target.module.modules()
+        for name, child in parent._modules.items()
+        if child is target.root
+    ]
+    for parent, name in holders:
+        parent._modules[name] = other
+    try:
+        yield find_target(target.module).step
+    finally:
+        for parent, name in holders:
+            parent._modules[name] = target.root
 
 
 def _wrapped_models(module: nn.Module) -> list[PreTrainedModel]:

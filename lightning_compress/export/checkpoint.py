@@ -17,6 +17,11 @@ class SavesPretrained(Protocol):
     def save_pretrained(self, save_directory: str, /) -> object: ...
 
 
+def is_unfinished(folder: Path | None) -> bool:
+    """Whether it holds a compression that did not get to its end."""
+    return folder is not None and (folder / INCOMPLETE).is_file()
+
+
 def check_output_dir(output_dir: Path) -> None:
     """Raise before the work if the result could not be written.
 

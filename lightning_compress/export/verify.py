@@ -27,14 +27,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lightning_compress.calibration.resume import file_digest, sync, written_shards
-from lightning_compress.calibration.target import find_target
+from lightning_compress.calibration.target import Target, in_its_place
 from lightning_compress.errors import CompressionError, OutputDirectoryError
 from lightning_compress.export.packed import load_compressed
 from lightning_compress.graph.compat import pytree
+from lightning_compress.graph.restore import MODULE_DICTS
 from lightning_compress.graph.unfold import unfolded
 from lightning_compress.memory.files import INDEX
 from lightning_compress.recipe.forms import Conv1D, Conv2d
 
+FEW = 128
+"""Tokens on which outputs are compared."""
+_OF_TOKENS = {"input_ids", "attention_mask", "token_type_ids", "labels"}
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 READ_BACK = "safetensors, each shard when it was written"
 
@@ -63,6 +67,7 @@ class Verification:
         max_abs_difference_as_loaded: the same with the buffers as the loader made them.
         batch: which batch that was.
         tolerance: how much outputs may differ, for float32 kernels round otherwise where memory is aligned otherwise.
+        failure: why it could not be loaded or run as the model in memory is; '' where it could.
     """
 
     loaded_with: str
@@ -73,32 +78,39 @@ class Verification:
     max_abs_difference_as_loaded: float | None
     batch: str
     tolerance: float = 0.0
+    failure: str = ""
 
     @property
     def passed(self) -> bool:
         """Weights identical, and outputs too (but for rounding) where they could be compared."""
-        return not self.different_modules and (self.max_abs_difference or 0.0) <= self.tolerance
+        return not self.failure and not self.different_modules and (self.max_abs_difference or 0.0) <= self.tolerance
 
 
 @torch.no_grad()
-def verify(directory: Path, root: nn.Module, names: Iterable[str], batch: Any | None, batch_name: str) -> Verification:
-    """Compare the checkpoint in `directory` with the quantized model in memory.
+def verify(directory: Path, target: Target, names: Iterable[str], batch: Any | None, batch_name: str) -> Verification:
+    """Compare the checkpoint in `directory` with the quantized model in memory. Whatever goes wrong is the finding: the
+    checkpoint is complete, and its report has to be written.
 
     Args:
         directory: what `write_checkpoint` wrote.
-        root: the model in memory, quantized, in eval mode, in host memory.
+        target: the model in memory, quantized, in eval mode, in host memory.
         names: the quantized modules.
-        batch: a batch as the model takes it, or None.
+        batch: a batch as the target's step takes it, or None.
         batch_name: says in the report which batch it is.
-
-    Raises:
-        CompressionError: the checkpoint's outputs hold NaN or Inf where those in memory do not.
     """
-    names = list(names)
-    reloaded, loaded_with = _reload(directory, root, names)
-    as_loaded, tolerance = _output_difference(root, reloaded, batch)
-    buffers = _align_unsaved_buffers(root, reloaded)
-    difference, tolerance = _output_difference(root, reloaded, batch) if buffers else (as_loaded, tolerance)
+    names, root = list(names), target.root
+    try:
+        reloaded, loaded_with = _reload(directory, root, names)
+    except Exception as error:
+        return Verification("nothing", len(names), (), (), None, None, "none", failure=_told("loading it", error))
+    failure, as_loaded, difference, tolerance = "", None, None, 0.0
+    buffers: tuple[str, ...] = ()
+    try:
+        as_loaded, tolerance = _output_difference(target, reloaded, batch)
+        buffers = _align_unsaved_buffers(root, reloaded)
+        difference, tolerance = _output_difference(target, reloaded, batch) if buffers else (as_loaded, tolerance)
+    except Exception as error:
+        failure = _told(f"running both models on {batch_name}", error)
     with unfolded(reloaded, lambda name, _: name in names):
         for name in names:  # a model that has not run yet still holds packed weights
             module = reloaded.get_submodule(name)
@@ -107,16 +119,15 @@ def verify(directory: Path, root: nn.Module, names: Iterable[str], batch: Any | 
         different = tuple(
             name for name in names if not _same_weight(root.get_submodule(name), reloaded.get_submodule(name))
         )
+    batch_name = batch_name if difference is not None else "none"
     return Verification(
-        loaded_with,
-        len(names),
-        different,
-        buffers,
-        difference,
-        as_loaded,
-        batch_name if difference is not None else "none",
-        tolerance,
+        loaded_with, len(names), different, buffers, difference, as_loaded, batch_name, tolerance, failure
     )
+
+
+def _told(what: str, error: Exception) -> str:
+    first = str(error).strip().partition("\n")[0]
+    return f"{what} failed with {type(error).__name__}: {first}"
 
 
 def read_back(path: Path, written: Mapping[str, Tensor]) -> str:
@@ -184,10 +195,31 @@ def _reload(directory: Path, root: nn.Module, quantized: Sequence[str]) -> tuple
                 reason = "it does not know Conv1D and Conv2d packed as the Linears that they are"
             reader += f", for {name}.from_pretrained of transformers {transformers.__version__} cannot: {reason}"
             warnings.warn(f"The checkpoint {directory} was read back with {reader}", ReadBackWarning, stacklevel=2)
-    empty = copy.deepcopy(root)
+    empty = _copy_of(root)
     for parameter in empty.parameters():
         parameter.zero_()
     return load_compressed(empty, directory).eval(), reader
+
+
+def _copy_of(root: nn.Module) -> nn.Module:
+    """A model like it. What cannot be copied (locks, kept activations) or is left out (a Trainer) is shared."""
+    memo: dict[int, Any] = {}
+    for module in root.modules():
+        for key, value in vars(module).items():
+            for leaf in () if key in MODULE_DICTS else pytree.tree_leaves(value):
+                if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                    memo[id(leaf)] = leaf.detach()
+                elif not isinstance(leaf, Tensor | nn.Module):
+                    try:
+                        copy.deepcopy(leaf, dict(memo))
+                    except Exception:
+                        memo[id(leaf)] = leaf
+    made = copy.deepcopy(root, memo)
+    for module, copied in zip(root.modules(), made.modules(), strict=True):
+        for key, value in vars(module).items():
+            if vars(copied).get(key) is None:
+                vars(copied)[key] = value
+    return made
 
 
 def _attention_of(config: Any) -> dict[str, str | None]:
@@ -227,17 +259,16 @@ def _same_weight(mine: nn.Module, other: nn.Module) -> bool:
     return torch.equal(weight.detach().cpu(), reloaded.detach().to("cpu", weight.dtype))
 
 
-def _output_difference(root: nn.Module, reloaded: nn.Module, batch: Any | None) -> tuple[float | None, float]:
+def _output_difference(target: Target, reloaded: nn.Module, batch: Any | None) -> tuple[float | None, float]:
     """Largest difference of any floating-point output, and how large one rounding may explain; None where there is no
-    batch that the model takes."""
-    if batch is None:
+    batch that the model takes. Both draw the same random numbers."""
+    if batch is None or (target.takes_fields and not isinstance(batch, Mapping | Tensor)):
         return None, 0.0
-    if not isinstance(root, PreTrainedModel) and callable(getattr(root, "calibration_step", None)):
-        mine, other = (model.calibration_step(copy.deepcopy(batch)) for model in (root, reloaded))  # type: ignore[operator]
-    elif isinstance(root, PreTrainedModel) and not isinstance(batch, Mapping | Tensor):
-        return None, 0.0
-    else:
-        mine, other = (find_target(model).step(copy.deepcopy(batch)) for model in (root, reloaded))
+    batch = _few_tokens(batch) if target.takes_fields else batch
+    with torch.random.fork_rng(devices=[]):
+        mine = target.step(copy.deepcopy(batch))
+    with torch.random.fork_rng(devices=[]), in_its_place(target, reloaded) as step:
+        other = step(copy.deepcopy(batch))
     largest = tolerance = 0.0
     for left, right in zip(_outputs(mine), _outputs(other), strict=True):
         if torch.isfinite(left).all() and not torch.isfinite(right).all():
@@ -248,6 +279,21 @@ def _output_difference(root: nn.Module, reloaded: nn.Module, batch: Any | None) 
         scale = float(left.float().abs().nan_to_num(posinf=0.0).max())
         tolerance = max(tolerance, ROUNDING * scale)
     return largest, tolerance
+
+
+def _few_tokens(batch: Any) -> Any:
+    """Of a batch of nothing but tokens the beginning of the row that has most of them: both models run on the CPU."""
+    fields = dict(batch) if isinstance(batch, Mapping) else {"input_ids": batch}
+    tokens = fields.get("input_ids")
+    if not fields.keys() <= _OF_TOKENS or not isinstance(tokens, Tensor) or tokens.ndim != 2:
+        return batch
+    if any(not isinstance(value, Tensor) or value.shape != tokens.shape for value in fields.values()):
+        return batch
+    mask = fields.get("attention_mask")
+    row = 0 if mask is None else int(mask.bool().sum(1).argmax())
+    begin = 0 if mask is None else int(mask[row].bool().int().argmax())
+    few = {key: value[row : row + 1, begin : begin + FEW] for key, value in fields.items()}
+    return few if isinstance(batch, Mapping) else few["input_ids"]
 
 
 def _outputs(value: object) -> list[Tensor]:

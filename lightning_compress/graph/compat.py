@@ -46,7 +46,7 @@ from torch.utils import _python_dispatch, _pytree
 from transformers import masking_utils
 
 from lightning_compress.graph.configs import configs_of
-from lightning_compress.graph.restore import assigned
+from lightning_compress.graph.restore import assigned, autocast_restored
 from lightning_compress.graph.values import SYMBOLIC_TYPES, map_nested
 
 pytree = _pytree
@@ -228,6 +228,7 @@ def recording(recorder: Recorder) -> Iterator[None]:
         for logger in ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes"):
             # they log a failure at length before raising it, and failing is how fallbacks are found
             stack.enter_context(assigned(logging.getLogger(logger), "disabled", True))
+        stack.enter_context(autocast_restored())
         stack.enter_context(torch.no_grad())
         stack.enter_context(recorder.fake_mode)
         stack.enter_context(enable_python_dispatcher())

@@ -148,7 +148,10 @@ def _knowing(method: Method, seen: Sequence[Behaviour]) -> Method:
 def untraceable(root: nn.Module, failure: Failure) -> UntraceableModelError:
     """The error that names what failed, and the remedy."""
     where = f"{failure.module or 'the model itself'} ({_owner(root, failure.module)})"
-    checked = "Check that the model runs on this batch; if it does, "
+    checked = (
+        "Check that the model runs on this batch, as `forward(batch)` or as a `calibration_step(self, batch)` of the "
+        "LightningModule says; if it does, "
+    )
     if isinstance(failure.error, GuardOnDataDependentSymNode):
         checked = "It branches on values that its layers compute, which are not known before the run: "
     elif isinstance(failure.error, DifferentBranchesError):

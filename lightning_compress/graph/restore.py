@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 MODULE_DICTS = tuple(name for name, value in nn.Module().__dict__.items() if isinstance(value, dict))
@@ -37,3 +38,21 @@ def assigned(target: Any, name: str, value: object) -> Iterator[None]:
         yield
     finally:
         setattr(target, name, before)
+
+
+@contextmanager
+def autocast_restored() -> Iterator[None]:
+    """Within: code may enter autocast and be stopped there, before it would leave it."""
+    kinds = [kind for kind in ("cpu", "cuda") if torch.amp.is_autocast_available(kind)]
+    states = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+    is_cached = torch.is_autocast_cache_enabled()
+    depth = torch.autocast_increment_nesting()
+    try:
+        yield
+    finally:
+        while torch.autocast_decrement_nesting() >= depth:
+            pass
+        for kind, is_enabled, dtype in states:
+            torch.set_autocast_enabled(kind, is_enabled)
+            torch.set_autocast_dtype(kind, dtype)
+        torch.set_autocast_cache_enabled(is_cached)

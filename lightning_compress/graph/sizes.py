@@ -41,8 +41,11 @@ def nodes_by_values(graph: fx.Graph) -> list[fx.Node]:
         if node.op != "call_function" or isinstance(node.target, Leaf) or node.meta.get("val") is None:
             return False
         given = frozenset().union(*(values_read(each.meta.get("val")) for each in node.all_input_nodes))
-        is_new = bool(values_read(node.meta["val"]) - given)
-        return is_new or bool(_READING.intersection(getattr(node.target, "tags", ())))
+        if values_read(node.meta["val"]) - given:
+            return True
+        if node.target is torch.ops.aten.index.Tensor:
+            return bool(_masks(node))
+        return bool(_READING.intersection(getattr(node.target, "tags", ())))
 
     return list(filter(is_one, graph.nodes))
 
@@ -78,18 +81,21 @@ def binding(traced: Traced) -> Callable[[Sequence[Tensor]], dict[sympy.Symbol, i
 
 def _mask_of(node: fx.Node) -> fx.Node | None:
     """What alone decides how many rows an operation chooses of a tensor, if it is a mask."""
-    aten = torch.ops.aten
-    given: Sequence[object] = ()
-    if node.target is aten.nonzero.default:
-        given = node.args[:1]
-    elif node.target is aten.masked_select.default:
-        given = node.args[1:]
-    elif node.target is aten.index.Tensor and isinstance(node.args[1], Sequence):
-        given = node.args[1]
-    masks = [each for each in given if isinstance(each, fx.Node)]
-    if node.target is aten.index.Tensor:
-        masks = [each for each in masks if each.meta["val"].dtype == torch.bool]
+    masks = _masks(node)
     return masks[0] if len(masks) == 1 and len(_read_sizes(node)) == 1 else None
+
+
+def _masks(node: fx.Node) -> list[fx.Node]:
+    """What an operation chooses by."""
+    aten = torch.ops.aten
+    if node.target is aten.nonzero.default:
+        return [each for each in node.args[:1] if isinstance(each, fx.Node)]
+    if node.target is aten.masked_select.default:
+        return [each for each in node.args[1:] if isinstance(each, fx.Node)]
+    if node.target is not aten.index.Tensor or not isinstance(node.args[1], Sequence):
+        return []
+    given = [each for each in node.args[1] if isinstance(each, fx.Node)]
+    return [each for each in given if each.meta["val"].dtype in (torch.bool, torch.uint8)]
 
 
 def _read_sizes(node: fx.Node) -> list[Any]:

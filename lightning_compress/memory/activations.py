@@ -124,6 +124,7 @@ class ActivationCache:
         With `copy` they are the caller's own, also where home and device are one: what is written to them in place does
         not reach the cache.
         """
+        self._lane.give_back()  # what was loaded before may have been dropped, with kernels that read it still to run
         found = {key: value for key, value in self._values[batch].items() if key in keys}
         self._begin(found)
         following = self._values[batch + 1] if batch + 1 < len(self._values) else {}

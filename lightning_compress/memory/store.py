@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import final
 
+import torch
 from torch import Tensor, nn
 
 from lightning_compress.memory.buffers import trim_heap
@@ -45,14 +46,16 @@ class WeightStore:
         self._homes: dict[int, tuple[Tensor, Tensor]] = {}
         self._present: dict[int, Tensor] = {}
         self._coming: dict[Load | int, _Coming] = {}
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="weights")
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="weights", initializer=lane.enter_thread)
         self._loaders: dict[str, Load] = dict(source.loaders) if source is not None else {}
         self._places: dict[int, list[tuple[str, nn.Module, str]]] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
         for path, module in root.named_modules():
             for key, parameter in module.named_parameters(recurse=False):
                 if parameter.is_meta:
                     name = f"{path}.{key}" if path else key
                     self._places.setdefault(id(parameter), []).append((name, module, key))
+                    self._dtypes[name] = parameter.dtype
 
     @contextmanager
     def onload(
@@ -124,7 +127,8 @@ class WeightStore:
             self._coming[key] = self._worker.submit(self._send, load)
 
     def _send(self, load: Load) -> dict[str, Sent]:
-        return {name: self._lane.send(value) for name, value in load().items()}
+        # as the model has them: on the device, a conversion would still read what the next copy is written to
+        return {name: self._lane.send(value.to(self._dtypes.get(name, value.dtype))) for name, value in load().items()}
 
     def _arrived(self, key: Load | int, load: Load) -> dict[str, Tensor]:
         coming = self._coming.pop(key, None)
@@ -138,7 +142,7 @@ class WeightStore:
             name, load = self._loader(meta)
             if load not in read:
                 read[load] = self._arrived(load, load)
-            value = read[load].pop(name).to(dtype=meta.dtype)
+            value = read[load].pop(name)
             self.moved["disk_read"] += value.nbytes
             self.moved["to_device"] += value.nbytes if value.device.type != "cpu" else 0
             self._present[id(meta)] = meta

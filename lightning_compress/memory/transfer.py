@@ -33,6 +33,11 @@ class Lane:
         is_here = device.type == "cuda" and torch.cuda.is_available()  # else it is only planned for
         self._stream = torch.cuda.Stream(device) if is_here else None
 
+    def enter_thread(self) -> None:
+        """Call in a thread of one's own before it sends: its device is another one at first."""
+        if self._stream is not None:
+            torch.cuda.set_device(self.device)
+
     def is_away(self, tensor: Tensor) -> bool:
         """Whether the tensor has to be copied to be used on the device."""
         return tensor.device != self.device

@@ -115,8 +115,8 @@ def _loaded_bytes(root: nn.Module, resolved: ResolvedRecipe) -> int:
     return dense + packed
 
 
-def finished_use(use: MemoryUse | None, device: torch.device) -> MemoryUse | None:
-    """`use` with the process's own peak; warns if that is over the budget.
+def finished_use(use: MemoryUse | None, device: torch.device, taken: int) -> MemoryUse | None:
+    """`use` with the process's own peak; warns if that, or what was `taken` of the device, is over the budget.
 
     A high-water mark never falls: one that was over the budget before the run says nothing about it.
     """
@@ -131,13 +131,11 @@ def finished_use(use: MemoryUse | None, device: torch.device) -> MemoryUse | Non
             BudgetWarning,
             stacklevel=2,
         )
-    if device.type == "cuda" and use.device_budget is not None:
-        taken = torch.cuda.max_memory_allocated(device)
-        if taken > use.device_budget:
-            warnings.warn(
-                f"The run took {gib(taken)} of the device, more than memory.device_budget={gib(use.device_budget)}; "
-                f"it had foreseen {gib(use.device_bytes)}.",
-                BudgetWarning,
-                stacklevel=2,
-            )
+    if device.type == "cuda" and use.device_budget is not None and taken > use.device_budget:
+        warnings.warn(
+            f"The run took {gib(taken)} of the device, more than memory.device_budget={gib(use.device_budget)}; "
+            f"it had foreseen {gib(use.device_bytes)}.",
+            BudgetWarning,
+            stacklevel=2,
+        )
     return use

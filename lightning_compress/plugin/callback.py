@@ -8,15 +8,18 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import move_data_to_device, rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 
 from lightning_compress.calibration.batches import CalibrationSet
-from lightning_compress.calibration.prepare import calibrating, needs_data
+from lightning_compress.calibration.prepare import calibrating, evaluating, needs_data
+from lightning_compress.calibration.target import find_target
 from lightning_compress.distributed.collective import closing_all
 from lightning_compress.errors import CalibrationDataError, UnsupportedModelError
-from lightning_compress.export.checkpoint import SavesPretrained
+from lightning_compress.export.checkpoint import SavesPretrained, is_unfinished
+from lightning_compress.graph.restore import attributes_restored
 from lightning_compress.graph.stages import Schedule
 from lightning_compress.memory.placement import MemoryConfig, memory_config
 from lightning_compress.memory.source import is_on_meta
@@ -27,6 +30,7 @@ from lightning_compress.plugin.loop import CompressionLoop, bystanders
 from lightning_compress.plugin.progress import STATE_KEY, Progress, from_state
 from lightning_compress.plugin.settings import Settings
 from lightning_compress.recipe.load import RecipeLike, load_recipe
+from lightning_compress.recipe.resolve import adapters
 from lightning_compress.report.report import Report
 
 
@@ -118,7 +122,7 @@ class CompressionCallback(Callback):
         self.report: Report | None = None
         self._data: CalibrationSet | None = None
         self._num_sanity_val_steps: int | float | None = None
-        self._is_pending = False
+        self._is_pending = self._has_run_step = False
         self._continues: Progress | None = None
 
     @property
@@ -157,8 +161,9 @@ class CompressionCallback(Callback):
         """Called when model and data exist, before training: checks the recipe and reads the calibration set."""
         self.report = None
         module = compressed_module(pl_module)
-        _, resolved = plan_recipe(module, self.settings)
-        if needs_data(resolved):
+        # adapters are merged at the end of training: what is compressed is not there yet
+        waits = self.when == "after_train" and bool(adapters(module))
+        if waits or needs_data(plan_recipe(module, self.settings)[1]):
             self._data = calibration_set(trainer, module, self.calibration, self.max_samples, self.seed)
             if self._data is None:
                 raise CalibrationDataError(
@@ -169,8 +174,20 @@ class CompressionCallback(Callback):
         self._num_sanity_val_steps = trainer.num_sanity_val_steps
         if self.when == "only":
             trainer.num_sanity_val_steps = 0
+        elif self.settings.resume and is_unfinished(self.settings.output_dir):
+            rank_zero_warn(
+                f"{self.settings.output_dir} holds an unfinished compression, which is continued if this training ends "
+                "in the very same weights and refused otherwise. To compress what comes of this training, give another "
+                "output_dir or resume='never'."
+            )
         _replace_run(trainer, self)
         self._is_pending = True
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        """Called before every training batch: before the first, what calibration will run is tried on one batch."""
+        if self.when == "after_train" and not self._has_run_step and self._data is not None:
+            self._has_run_step = True
+            _try_step(compressed_module(pl_module), self._data)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         """Called after every training batch, where it does nothing, and after every subgraph, whose record it logs."""
@@ -229,6 +246,7 @@ class CompressionCallback(Callback):
             stage = compat.replaced(trainer, fit_loop=loop, callbacks=present, log_every_n_steps=1, should_stop=False)
             with stage, compat.own_steps(present):
                 loop.run()
+        compat.forget_averages(compat.callbacks(trainer))
         self.report = loop.report
         if self.report is not None:
             rank_zero_info(self.report.summary())
@@ -250,11 +268,32 @@ class CompressionCallback(Callback):
     def _restore(self, trainer: pl.Trainer) -> None:
         trainer.fit_loop.__dict__.pop("run", None)
         self._data = None
-        self._is_pending = False
+        self._is_pending = self._has_run_step = False
         self._continues = None
         if self._num_sanity_val_steps is not None:
             trainer.num_sanity_val_steps = cast(int, self._num_sanity_val_steps)
             self._num_sanity_val_steps = None
+
+
+def _try_step(module: nn.Module, data: CalibrationSet) -> None:
+    """Run a calibration batch before the training, at whose end it would be late to find that it cannot be run.
+
+    Raises:
+        UnsupportedModelError: it cannot.
+    """
+    target = find_target(module)
+    if is_on_meta(module) or adapters(module):
+        return
+    device = next((parameter.device for parameter in target.root.parameters()), torch.device("cpu"))
+    with isolate_rng(), evaluating(module), attributes_restored(module):
+        try:
+            target.step(move_data_to_device(data.batches[0], device))
+        except Exception as error:
+            raise UnsupportedModelError(
+                f"{target.step_name} fails on the first calibration batch, so nothing could be compressed after the "
+                f"training: {type(error).__name__}: {error}. Give {type(module).__name__} a method "
+                "`calibration_step(self, batch)` that runs the model on a batch, as its `training_step` does."
+            ) from error
 
 
 def compressed_module(pl_module: nn.Module) -> nn.Module:

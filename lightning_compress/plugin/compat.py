@@ -14,7 +14,7 @@ from typing import Any, Self, cast, final
 import lightning
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, RichProgressBar, TQDMProgressBar
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, RichProgressBar, TQDMProgressBar, WeightAveraging
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
@@ -50,6 +50,13 @@ def check_class_tree(obj: object) -> None:
             "lightning_compress does not work with. Import Trainer, LightningModule and LightningDataModule from "
             "`lightning.pytorch`."
         )
+
+
+def forget_averages(callbacks: list[Callback]) -> None:
+    """Averages of weights that were compressed meanwhile: `WeightAveraging` would put them back to validate or save."""
+    for callback in callbacks:
+        if isinstance(callback, WeightAveraging):
+            callback._average_model = None
 
 
 def is_fitting(module: pl.LightningModule) -> bool:

@@ -5,6 +5,7 @@ data. Several loaders are read one after the other (Lightning's default for them
 """
 
 import random
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import copy
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_compress.calibration.batches import CalibrationSet, collect
+from lightning_compress.calibration.target import find_target
 from lightning_compress.errors import CalibrationDataError
 from lightning_compress.graph.compat import pytree
 from lightning_compress.plugin import compat
@@ -53,7 +55,8 @@ def calibration_set(
             _check_bounded(loader, trainer.limit_train_batches, max_samples)
             stack.enter_context(_kept_generators(loader))
         share = -(-(max_samples or DEFAULT_SAMPLES) // len(flattened))
-        return collect([batch for loader in flattened for batch in _read(trainer, loader, share)])
+        batches = [batch for loader in flattened for batch in _read(trainer, loader, share)]
+        return collect(batches, keeps_masks=not find_target(module).takes_fields)
 
 
 def _source(trainer: pl.Trainer, module: Any, calibration: Any | None) -> Any | None:
@@ -131,5 +134,9 @@ def _read(trainer: pl.Trainer, loader: Any, num_samples: int) -> Iterator[Any]:
 
 
 def _num_samples(batch: Any) -> int:
-    leaves = pytree.tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
-    return max((leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim), default=1)
+    """Rows of the tokens; else the first size that most tensors have, for some may be of patches, boxes or nodes."""
+    fields = dict(batch) if isinstance(batch, Mapping) else {}
+    tokens = [fields[key] for key in ("input_ids", "inputs_embeds") if isinstance(fields.get(key), Tensor)]
+    leaves = tokens[:1] or pytree.tree_leaves(fields or batch)
+    sizes = Counter(leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim)
+    return sizes.most_common(1)[0][0] if sizes else 1

@@ -253,7 +253,7 @@ def _report(
         num_resumed=num_resumed,
         num_ranks=job.run.collective.size,
         extra={},
-        memory=finished_use(job.memory, job.run.flow.device),
+        memory=finished_use(job.memory, job.run.flow.device, max((each.peak_bytes for each in records), default=0)),
     )
 
 
@@ -317,7 +317,7 @@ def _verified(job: Job, folder: Path) -> Verification | None:
     if job.source is not None:
         return verify_files(folder, job.resolved.assignments)
     batch = job.data.batches[0] if job.data is not None else None
-    return verify(folder, job.target.root, job.resolved.assignments, batch, "the first calibration batch")
+    return verify(folder, job.target, job.resolved.assignments, batch, "the first calibration batch")
 
 
 def _num_bytes(root: nn.Module) -> int:

@@ -13,7 +13,7 @@ from lightning_compress.calibration.resume import begun_in_parts
 from lightning_compress.calibration.target import Target
 from lightning_compress.distributed.collective import Collective
 from lightning_compress.errors import BudgetError, CompressionError, OutputDirectoryError
-from lightning_compress.export.checkpoint import INCOMPLETE
+from lightning_compress.export.checkpoint import is_unfinished
 from lightning_compress.graph.stages import Schedule
 from lightning_compress.graph.unfold import Unfolded, most_experts, unfold
 from lightning_compress.memory.budget import MemoryUse
@@ -95,7 +95,7 @@ def in_parts(
 def _begun(settings: Settings) -> int | None:
     """In how many parts the run has experts that is to be continued, if there is one."""
     folder = settings.output_dir
-    if folder is None or not settings.resume or not (folder / INCOMPLETE).is_file():
+    if folder is None or not settings.resume or not is_unfinished(folder):
         return None
     return begun_in_parts(folder)
 

@@ -155,9 +155,16 @@ def _on_fakes(optimizer: torch.optim.Optimizer, fakes: Mapping[int, nn.Parameter
     if any(id(parameter) not in fakes for group in groups for parameter in group):
         raise CompressionError("the optimizer has parameters that the module does not have.")
     twin.param_groups = [
-        {**group, "params": [fakes[id(parameter)] for parameter in group["params"]]} for group in optimizer.param_groups
+        {**group, **_as_torch_chooses(group), "params": [fakes[id(parameter)] for parameter in group["params"]]}
+        for group in optimizer.param_groups
     ]
     return twin
+
+
+def _as_torch_chooses(group: Mapping[str, Any]) -> dict[str, Any]:
+    """On CUDA, where nothing is said, all tensors together; torch would not know fake parameters for what they are."""
+    is_open = "foreach" in group and group["foreach"] is None and not group.get("fused")
+    return {"foreach": True} if is_open and all(each.is_cuda for each in group["params"]) else {}
 
 
 @contextmanager

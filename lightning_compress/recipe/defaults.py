@@ -12,7 +12,10 @@ def left_alone(root: nn.Module) -> dict[nn.Module, str]:
     towers = dict.fromkeys(
         _beside_language_models(root), "outside the language model; name it in `targets` to quantize it"
     )
-    return {**towers, **routers}
+    attention = [module for module in root.modules() if isinstance(module, nn.MultiheadAttention)]
+    projections: list[nn.Module] = [module.out_proj for module in attention]
+    read = dict.fromkeys(projections, "nn.MultiheadAttention reads it, without calling it")
+    return {**towers, **routers, **read}
 
 
 def output_embeddings(root: nn.Module) -> list[nn.Module]:

@@ -136,8 +136,12 @@ def why_not(module: nn.Module) -> str | None:
         return "it changes its weight when it is called (max_norm)"
     if isinstance(module, nn.Conv2d) and module.groups > 1:
         return f"its {module.groups} groups of channels are as many matrices"
-    if isinstance(module, nn.Conv2d | pytorch_utils.Conv1D | nn.Embedding) and "weight" not in module._parameters:
-        return "its weight is computed from other parameters"
+    if isinstance(module, Storable) and "weight" not in module._parameters:
+        return (
+            "its weight is computed from other parameters (weight_norm, spectral_norm, pruning or another "
+            "parametrization), which can be folded into it first: torch.nn.utils.parametrize.remove_parametrizations, "
+            "remove_weight_norm or prune.remove"
+        )
     if isinstance(module, nn.Conv2d | pytorch_utils.Conv1D) and not _is_as_it_says(module):
         return "its class has a forward of its own"
     if isinstance(module, Storable):

@@ -7,6 +7,7 @@ what is implemented, tied weights, models that are quantized already.
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from compressed_tensors.config import CompressionFormat
@@ -79,6 +80,7 @@ def resolve(recipe: Recipe, root: nn.Module) -> ResolvedRecipe:
         NonFiniteError: a weight that is to be quantized holds NaN or Inf.
     """
     _check_not_quantized(root)
+    _check_merged(root)
     for modifier in recipe.modifiers:
         _check_scheme(modifier.scheme)
     assignments: dict[str, Assignment] = {}
@@ -169,6 +171,27 @@ def _bare_matrices(root: nn.Module) -> list[Excluded]:
     ]
 
 
+def adapters(root: nn.Module) -> list[str]:
+    """Names of the modules that peft has put an adapter (LoRA) on."""
+    return [
+        name
+        for name, module in root.named_modules()
+        if isinstance(getattr(module, "base_layer", None), nn.Module) and callable(getattr(module, "merge", None))
+    ]
+
+
+def _check_merged(root: nn.Module) -> None:
+    found = adapters(root)
+    if found:
+        module = root.get_submodule(found[0])
+        raise UnsupportedModelError(
+            f"{len(found)} modules carry adapters that are not merged into their weights ({found[0]}, "
+            f"{type(module).__module__}.{type(module).__name__}, and more): a checkpoint would hold both. Merge them "
+            "first, with `model = model.merge_and_unload()`; after a training do it in `on_train_end`, which runs "
+            "before the compression."
+        )
+
+
 def _check_not_quantized(root: nn.Module) -> None:
     config = getattr(root, "config", None)
     if getattr(config, "quantization_config", None) is not None or getattr(root, "hf_quantizer", None) is not None:
@@ -220,8 +243,9 @@ def _quantizable(name: str, module: nn.Module) -> Quantizable:
         reason = "it is the whole model; wrap it in a module"
     if isinstance(module, Quantizable) and reason is None:
         return module
+    weight = cast(torch.Tensor, module.weight)
     raise UnsupportedModelError(
-        f"{name} ({type(module).__name__}, weight of shape {list(module.get_parameter('weight').shape)}) cannot be "
+        f"{name} ({type(module).__name__}, weight of shape {list(weight.shape)}) cannot be "
         f"quantized: {reason}. Remove it from `targets`, or add {name!r} to `ignore`."
     )
 

@@ -137,11 +137,8 @@ class Report:
             )
         lines += [f"run as a whole: {fallback.module} ({fallback.reason})" for fallback in self.fallbacks]
         if self.verification is not None:
-            verdict = (
-                "identical"
-                if self.verification.passed
-                else f"DIFFERENT: {', '.join(self.verification.different_modules[:5]) or 'outputs'}"
-            )
+            different = ", ".join(self.verification.different_modules[:5]) or self.verification.failure or "outputs"
+            verdict = "identical" if self.verification.passed else f"DIFFERENT: {different}"
             lines.append(f"read back with {self.verification.loaded_with}: {verdict}")
             if self.verification.different_buffers:
                 lines.append(

@@ -59,7 +59,10 @@ def test_masks_that_mask_nothing_are_left_out() -> None:
             r"batch 1 has dtype torch.float32 and shape \[2, 5\], but in batch 0 torch.int64",
         ),
         ([{"a": IDS}, {"a": IDS[0]}], r"shape \[5\], but in batch 0"),
-        ([{"a": IDS, "n": 3}, {"a": IDS, "n": 4}], "field 4 of batch 1 is no tensor and differs from batch 0"),
+        (
+            [{"a": IDS, "n": 3}, {"a": IDS, "n": 4}],
+            r"\['n'\] of batch 1 is no tensor and differs from batch 0 \(4 and 3",
+        ),
         ([{"a": IDS}, {"a": 3}], "is a tensor where batch 0 has none, or the other way round"),
         ([{"a": torch.tensor([[1.0, float("nan")]])}], r"Field \['a'\] of calibration batch 0 holds NaN or Inf"),
         ([{"a": IDS}, {"a": IDS[:0]}], r"Field \['a'\] of calibration batch 1 is empty \(shape \[0, 5\]\)"),

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from lightning_compress.calibration.target import find_target
 from lightning_compress.errors import CompressionError, OutputDirectoryError
 from lightning_compress.export.checkpoint import MARKER, check_output_dir
 from lightning_compress.export.packed import load_compressed
@@ -274,7 +275,7 @@ def test_outputs_may_differ_by_rounding_alone(dtype: torch.dtype, factor: float,
     other = copy.deepcopy(model)
     with torch.no_grad():
         other.weight.mul_(factor)
-        difference, tolerance = _output_difference(model, other, batch)
+        difference, tolerance = _output_difference(find_target(model), other, batch)
     assert difference is not None
     assert difference > 0
     assert Verification("", 0, (), (), difference, difference, "", tolerance).passed is passes

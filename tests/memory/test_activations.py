@@ -186,4 +186,4 @@ def test_values_wait_on_the_device_then_on_the_host_then_in_the_file() -> None:
             assert bool((loaded == number).all())
             cache.retain(number, set())
             cache.store(number, {a: loaded})
-    assert cache.moved == {"disk_write": 2 * size, "disk_read": 2 * size, "to_host": 4 * size, "to_device": 4 * size}
+    assert cache.moved == {"disk_write": 3 * size, "disk_read": 2 * size, "to_host": 6 * size, "to_device": 4 * size}
