@@ -187,3 +187,17 @@ def test_values_wait_on_the_device_then_on_the_host_then_in_the_file() -> None:
             cache.retain(number, set())
             cache.store(number, {a: loaded})
     assert cache.moved == {"disk_write": 3 * size, "disk_read": 2 * size, "to_host": 6 * size, "to_device": 4 * size}
+
+
+def test_copies_wait_for_what_may_still_read_the_memory_that_they_get(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was loaded before is dropped by then, and kernels that read it may still have to run. Seen to fail: without
+    `give_back`, where nothing is stored between two loads."""
+    said: list[str] = []
+    monkeypatch.setattr(Lane, "is_away", lambda *_: True)
+    monkeypatch.setattr(Lane, "send", lambda _, tensor: said.append("send") or Sent(tensor.clone()))
+    monkeypatch.setattr(Lane, "give_back", lambda _: said.append("give back"))
+    (a,) = nodes(1)
+    cache = ActivationCache([{a: torch.full((3,), float(number))} for number in range(3)], device=CPU)
+    for batch in range(3):
+        cache.load(batch, {a})
+    assert said == ["give back", "send", "send", "give back", "send", "give back"]

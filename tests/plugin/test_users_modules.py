@@ -1,0 +1,300 @@
+"""LightningModules as people write them: batches that `forward` does not take, layers that are compiled or fused, what
+cannot be copied, adapters, averages."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from helpers import compress_in_memory
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_compress import CompressionCallback
+from lightning_compress.errors import UnsupportedModelError, UntraceableModelError
+from lightning_compress.export.checkpoint import INCOMPLETE
+from lightning_compress.plugin.data import _num_samples
+
+from .conftest import BATCH_SIZE, GPTQ, RTN, TinyModule, compression, exported, loader, same, samples, weights_of
+
+CHANNEL = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "channel"}
+PER_CHANNEL = {"modifiers": [{"algorithm": "gptq", "scheme": {"weights": CHANNEL}}]}
+
+
+class Classifier(pl.LightningModule):
+    """`forward` takes images alone, and a batch has labels too."""
+
+    def __init__(self, net: nn.Module | None = None) -> None:
+        super().__init__()
+        self.net = net or nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+        self.num_steps = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)  # type: ignore[no-any-return]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.num_steps += 1
+        x, y = batch
+        return nn.functional.cross_entropy(self(x).flatten(0, -2), y.flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class Stepping(Classifier):
+    def calibration_step(self, batch: Any) -> Tensor:
+        return self(batch[0])  # type: ignore[no-any-return]
+
+
+def images(*shape: int) -> DataLoader[Any]:
+    x = torch.randn(16, *(shape or (16,)))
+    return DataLoader(TensorDataset(x, torch.zeros(x.shape[:-1], dtype=torch.long)), batch_size=4)
+
+
+def fitted(make_trainer: Any, module: pl.LightningModule, *shape: int, **options: Any) -> Any:
+    """The report of a module that was trained and compressed."""
+    callback = compression(PER_CHANNEL, **options)
+    make_trainer(callback).fit(module, images(*shape))
+    assert callback.report is not None
+    return callback.report
+
+
+@pytest.mark.filterwarnings("ignore:.fit. ended by")
+def test_what_calibration_cannot_run_is_said_before_the_training(make_trainer: Any) -> None:
+    """Seen to fail: after it, and without `calibration_step`."""
+    module = Classifier()
+    with pytest.raises(UnsupportedModelError, match=r"Classifier.forward\(batch\) fails .*Give Classifier a method"):
+        make_trainer(compression(PER_CHANNEL)).fit(module, images())
+    assert module.num_steps == 0
+    with pytest.raises(UntraceableModelError, match="calibration_step"):
+        make_trainer(compression(PER_CHANNEL, when="only")).fit(module, images())
+    module = Stepping()
+    assert len(fitted(make_trainer, module).modules) == 2
+    assert module.num_steps == 4
+
+
+class OtherFields(TinyModule):
+    """Its batches have names that the transformers model does not know."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return super().training_step({"input_ids": batch["tokens"]}, batch_idx)
+
+    def calibration_step(self, batch: dict[str, Tensor]) -> Any:
+        return self.model(input_ids=batch["tokens"])
+
+
+def test_reading_back_runs_what_calibration_runs(make_trainer: Any, output_dir: Path) -> None:
+    """Seen to fail: the transformers model called with such a batch."""
+    renamed = [{"tokens": sample["input_ids"]} for sample in samples()]
+    callback = compression(GPTQ, output_dir)
+    make_trainer(callback).fit(OtherFields(), DataLoader(renamed, BATCH_SIZE))  # type: ignore[arg-type]
+    assert callback.report is not None
+    verification = callback.report.verification
+    assert verification is not None
+    assert verification.passed
+    assert verification.max_abs_difference == 0
+
+
+class Keeps(Stepping):
+    """Keeps what cannot be copied, knows its Trainer, and draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)))
+        self.lock = threading.Lock()
+        self.outputs: list[Tensor] = []
+        self.normed = torch.nn.utils.weight_norm(nn.Conv1d(4, 4, 1))  # its weight is not a leaf
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.last = loss
+        self.outputs.append(loss)
+        return loss
+
+    def calibration_step(self, batch: Any) -> Tensor:
+        assert self.trainer.max_epochs == 1
+        noise = 0.1 * torch.randn_like(batch[0])
+        return self.normed(self(batch[0] + noise).unsqueeze(-1))  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated:FutureWarning")
+def test_modules_that_keep_what_cannot_be_copied(make_trainer: Any, output_dir: Path) -> None:
+    """Seen to fail: with an error behind the complete checkpoint, and outputs that differ by the noise."""
+    report = fitted(make_trainer, Keeps(), output_dir=output_dir)
+    assert report.verification.passed, report.verification
+    assert report.verification.max_abs_difference < 1e-6
+
+
+def test_what_cannot_be_run_again_is_a_finding(make_trainer: Any, output_dir: Path) -> None:
+    """The checkpoint is complete, and its report is written. Seen to fail: the error was raised."""
+
+    class Counts(Stepping):
+        def calibration_step(self, batch: Any) -> Tensor:
+            if (output_dir / "config.json").exists() or (output_dir / "model.safetensors").exists():
+                raise RuntimeError("not twice")
+            return super().calibration_step(batch)
+
+    report = fitted(make_trainer, Counts(), output_dir=output_dir)
+    assert not report.verification.passed
+    assert "failed with RuntimeError: not twice" in report.summary()
+    assert "not twice" in (output_dir / "report.html").read_text()
+
+
+def test_compiled_parts_are_run_as_they_are_written(make_trainer: Any) -> None:
+    """Seen to fail: "never called"."""
+    net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+    net[1] = torch.compile(nn.Sequential(nn.Linear(32, 32), nn.ReLU()), backend="eager")  # type: ignore[call-overload]
+    assert len(fitted(make_trainer, Stepping(net), when="only").modules) == 3
+
+
+class Encoder(Stepping):
+    """torch's own layers, which run as one fused kernel in eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        self.net = nn.TransformerEncoder(layer, 2)
+
+    def calibration_step(self, batch: Any) -> Tensor:
+        padding = torch.zeros(batch[0].shape[:2], dtype=torch.bool)
+        padding[0, 3:] = True
+        return self.net(batch[0], src_key_padding_mask=padding)  # type: ignore[no-any-return]
+
+
+def test_fused_layers_are_run_module_by_module(make_trainer: Any) -> None:
+    """Seen to fail: their Linears never called, and tensors of unequal rows where there is padding."""
+    report = fitted(make_trainer, Encoder(), 6, 16)
+    assert sorted({record.module.rpartition(".")[2] for record in report.modules}) == ["linear1", "linear2"]
+    reasons = {entry.module: entry.reason for entry in report.excluded}
+    assert reasons["net.layers.0.self_attn.out_proj"] == "nn.MultiheadAttention reads it, without calling it"
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_weights_that_are_computed() -> None:
+    model = nn.Sequential(parametrizations.weight_norm(nn.Linear(16, 16)), nn.Linear(16, 4))
+    with pytest.raises(UnsupportedModelError, match=r"0 \(.*\[16, 16\]\) cannot .*remove_parametrizations.*ignore"):
+        compress_in_memory(model, [torch.randn(8, 16)], PER_CHANNEL)
+
+
+class Switches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.second(x)  # type: ignore[no-any-return]
+
+
+def test_autocast_is_as_before_when_a_model_is_refused() -> None:
+    """Seen to fail: on, for the rest of the process."""
+    with pytest.raises(UntraceableModelError, match="autocast"):
+        compress_in_memory(Switches(), [torch.randn(8, 16)], PER_CHANNEL)
+    assert not torch.is_autocast_enabled("cpu")
+    assert nn.Linear(16, 4)(torch.randn(2, 16)).dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.is_autocast_enabled("cpu")
+    assert not torch.is_autocast_enabled("cpu")
+
+
+class LoraLinear(nn.Module):
+    """As peft has it."""
+
+    def __init__(self, base_layer: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.a, self.b = nn.Linear(16, 2, bias=False), nn.Linear(2, 32, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.b(self.a(x))  # type: ignore[no-any-return]
+
+    def merge(self) -> None:
+        self.base_layer.weight.data += self.b.weight @ self.a.weight
+
+
+class Adapted(Stepping):
+    def __init__(self, merges: bool) -> None:
+        super().__init__()
+        self.net[0] = LoraLinear(self.net[0])  # type: ignore[index, operator, arg-type]
+        self.merges = merges
+
+    def on_train_end(self) -> None:
+        if self.merges:
+            self.net[0].merge()  # type: ignore[index, union-attr, operator]
+            self.net[0] = self.net[0].base_layer  # type: ignore[index, union-attr, operator]
+
+
+@pytest.mark.filterwarnings("ignore:.fit. ended by")
+def test_adapters_are_merged_before(make_trainer: Any) -> None:
+    """Seen to fail: merging at the end of the training was refused at its beginning."""
+    with pytest.raises(UnsupportedModelError, match=r"1 modules carry adapters .*net.0.*merge_and_unload"):
+        fitted(make_trainer, Adapted(merges=False))
+    with pytest.raises(UnsupportedModelError, match="merge_and_unload"):
+        fitted(make_trainer, Adapted(merges=False), when="only")
+    assert len(fitted(make_trainer, Adapted(merges=True)).modules) == 2
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
+def test_averages_do_not_come_back(make_trainer: Any, output_dir: Path, tmp_path: Path) -> None:
+    """Seen to fail: what was validated and saved afterwards was the average, not quantized."""
+    seen: list[dict[str, Tensor]] = []
+
+    class Validated(TinyModule):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            seen.append(weights_of(self.model))
+
+    module = Validated()
+    trainer = make_trainer(EMAWeightAveraging(decay=0.5), compression(RTN, output_dir))
+    trainer.fit(module, loader())
+    seen.clear()
+    trainer.validate(module, loader())
+    assert same(seen[0], exported(output_dir))
+    trainer.save_checkpoint(tmp_path / "after.ckpt")
+    saved = torch.load(tmp_path / "after.ckpt", weights_only=False)["state_dict"]
+    assert same({name.removeprefix("model."): value for name, value in saved.items()}, exported(output_dir))
+
+
+class Pools(TinyModule):
+    """Its own code reads the mask."""
+
+    def calibration_step(self, batch: dict[str, Tensor]) -> Tensor:
+        logits = self.model(**batch).logits
+        mask = batch["attention_mask"].unsqueeze(-1)
+        return (logits * mask).sum(1) / mask.sum(1)
+
+
+def test_masks_that_mask_nothing_reach_code_that_reads_them(make_trainer: Any) -> None:
+    """Seen to fail: KeyError."""
+    masked = [{**sample, "attention_mask": torch.ones_like(sample["input_ids"])} for sample in samples()]
+    callback = compression(GPTQ)
+    make_trainer(callback).fit(Pools(), DataLoader(masked, BATCH_SIZE))  # type: ignore[arg-type]
+    assert callback.report is not None
+
+
+@pytest.mark.parametrize(
+    ("batch", "number"),
+    [
+        ({"input_ids": torch.zeros(4, 7), "pixel_values": torch.zeros(600, 4)}, 4),
+        ({"boxes": torch.zeros(600, 4), "image": torch.zeros(4, 3, 8, 8), "label": torch.zeros(4)}, 4),
+        ([torch.zeros(5, 3), torch.zeros(5)], 5),
+        (torch.zeros(3, 2), 3),
+        ({"n": 3}, 1),
+    ],
+)
+def test_samples_are_counted(batch: Any, number: int) -> None:
+    """Seen to fail: as many as the longest tensor is long, so that most of the data was left out."""
+    assert _num_samples(batch) == number
+
+
+def test_an_unfinished_folder_is_told_before_the_training(
+    make_trainer: Callable[..., pl.Trainer], output_dir: Path
+) -> None:
+    output_dir.mkdir()
+    (output_dir / INCOMPLETE).touch()
+    with pytest.warns(UserWarning, match=r"holds an unfinished compression.*resume='never'"):
+        make_trainer(CompressionCallback(RTN, output_dir)).fit(TinyModule(), loader())
