@@ -204,16 +204,16 @@ def _reload(directory: Path, root: nn.Module, quantized: Sequence[str]) -> tuple
 def _copy_of(root: nn.Module) -> nn.Module:
     """A model like it. What cannot be copied (locks, kept activations) or is left out (a Trainer) is shared."""
     memo: dict[int, Any] = {}
-    for module in root.modules():
-        for key, value in vars(module).items():
-            for leaf in () if key in MODULE_DICTS else pytree.tree_leaves(value):
-                if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-                    memo[id(leaf)] = leaf.detach()
-                elif not isinstance(leaf, Tensor | nn.Module):
-                    try:
-                        copy.deepcopy(leaf, dict(memo))
-                    except Exception:
-                        memo[id(leaf)] = leaf
+    attributes = [vars(module)[key] for module in root.modules() for key in vars(module).keys() - set(MODULE_DICTS)]
+    leaves = {id(leaf): leaf for value in attributes for leaf in pytree.tree_leaves(value)}
+    for leaf in leaves.values():
+        if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+            memo[id(leaf)] = leaf.detach()
+        elif not isinstance(leaf, Tensor | nn.Module):
+            try:
+                copy.deepcopy(leaf, dict(memo))
+            except Exception:
+                memo[id(leaf)] = leaf
     made = copy.deepcopy(root, memo)
     for module, copied in zip(root.modules(), made.modules(), strict=True):
         for key, value in vars(module).items():
