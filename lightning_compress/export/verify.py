@@ -204,7 +204,8 @@ def _reload(directory: Path, root: nn.Module, quantized: Sequence[str]) -> tuple
 def _copy_of(root: nn.Module) -> nn.Module:
     """A model like it. What cannot be copied (locks, kept activations) or is left out (a Trainer) is shared."""
     memo: dict[int, Any] = {}
-    attributes = [vars(module)[key] for module in root.modules() for key in vars(module).keys() - set(MODULE_DICTS)]
+    states = [module.__getstate__() for module in root.modules()]  # what is copied; without a LightningModule's Trainer
+    attributes = [state[key] for state in states for key in state.keys() - set(MODULE_DICTS)]
     leaves = {id(leaf): leaf for value in attributes for leaf in pytree.tree_leaves(value)}
     for leaf in leaves.values():
         if isinstance(leaf, Tensor) and leaf.grad_fn is not None:

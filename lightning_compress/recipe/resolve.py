@@ -20,6 +20,7 @@ from lightning_compress.errors import NonFiniteError, UnsupportedModelError
 from lightning_compress.recipe.config import Modifier, Recipe
 from lightning_compress.recipe.defaults import left_alone, output_embeddings
 from lightning_compress.recipe.forms import Quantizable, classes, origin, why_not
+from lightning_compress.recipe.parts import transformers_models
 
 OUTPUT_EMBEDDING = "lm_head"
 _WEIGHT_STRATEGIES = (QuantizationStrategy.TENSOR, QuantizationStrategy.CHANNEL, QuantizationStrategy.GROUP)
@@ -81,6 +82,7 @@ def resolve(recipe: Recipe, root: nn.Module) -> ResolvedRecipe:
     """
     _check_not_quantized(root)
     _check_merged(root)
+    _check_compiled(root)
     for modifier in recipe.modifiers:
         _check_scheme(modifier.scheme)
     assignments: dict[str, Assignment] = {}
@@ -189,6 +191,18 @@ def _check_merged(root: nn.Module) -> None:
             f"{type(module).__module__}.{type(module).__name__}, and more): a checkpoint would hold both. Merge them "
             "first, with `model = model.merge_and_unload()`; after a training do it in `on_train_end`, which runs "
             "before the compression."
+        )
+
+
+def _check_compiled(root: nn.Module) -> None:
+    """`torch.compile(layer)` puts a module around a layer, and its name into those of the weights."""
+    models = transformers_models(root).values()
+    found = [name for model in models for name, _ in model.named_modules() if name.endswith("_orig_mod")]
+    if found:
+        raise UnsupportedModelError(
+            f"{len(found)} modules are wrapped by torch.compile ({found[0].removesuffix('._orig_mod')}, and more), so "
+            "their weights have names that transformers does not know. Compile them in place: `layer.compile()` for "
+            "`layer = torch.compile(layer)`."
         )
 
 

@@ -89,9 +89,12 @@ def test_a_process_that_takes_more_is_warned_of(monkeypatch: pytest.MonkeyPatch)
     use = MemoryUse(1 << 30, None, 0, 0, 3 << 28, 0, 1, None, (), 0)
     monkeypatch.setattr(budget, "high_water_bytes", lambda: 5 << 28)
     with pytest.warns(BudgetWarning, match=r"took 1\.25 GiB .* memory\.host_budget=1\.00 GiB.* foreseen 0\.75 GiB"):
-        finished_use(use, torch.device("cpu"))
+        finished_use(use, torch.device("cpu"), 0)
     earlier = MemoryUse(1 << 30, None, 0, 5 << 28, 3 << 28, 0, 1, None, (), 0)
-    assert finished_use(earlier, torch.device("cpu")) is not None
+    assert finished_use(earlier, torch.device("cpu"), 0) is not None
+    on_device = MemoryUse(None, 1 << 30, 0, 0, 0, 3 << 28, 1, None, (), 0)
+    with pytest.warns(BudgetWarning, match=r"took 1\.25 GiB of the device, more than memory\.device_budget=1\.00 GiB"):
+        finished_use(on_device, torch.device("cuda"), 5 << 28)
 
 
 def test_verification_of_a_model_in_memory_counts(tmp_path: Path) -> None:

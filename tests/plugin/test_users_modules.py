@@ -20,7 +20,19 @@ from lightning_compress.errors import UnsupportedModelError, UntraceableModelErr
 from lightning_compress.export.checkpoint import INCOMPLETE
 from lightning_compress.plugin.data import _num_samples
 
-from .conftest import BATCH_SIZE, GPTQ, RTN, TinyModule, compression, exported, loader, same, samples, weights_of
+from .conftest import (
+    BATCH_SIZE,
+    GPTQ,
+    RTN,
+    TinyModule,
+    compression,
+    exported,
+    loader,
+    same,
+    samples,
+    tiny_model,
+    weights_of,
+)
 
 CHANNEL = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "channel"}
 PER_CHANNEL = {"modifiers": [{"algorithm": "gptq", "scheme": {"weights": CHANNEL}}]}
@@ -149,6 +161,20 @@ def test_compiled_parts_are_run_as_they_are_written(make_trainer: Any) -> None:
     net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
     net[1] = torch.compile(nn.Sequential(nn.Linear(32, 32), nn.ReLU()), backend="eager")  # type: ignore[call-overload]
     assert len(fitted(make_trainer, Stepping(net), when="only").modules) == 3
+
+
+def test_layers_of_a_transformers_model_that_are_wrapped_by_compile() -> None:
+    """Seen to fail: a checkpoint whose names transformers does not know, with a warning."""
+    model = tiny_model()
+    model.model.layers[0] = torch.compile(model.model.layers[0], backend="eager")  # type: ignore[assignment]
+    batches = [{"input_ids": torch.zeros(1, 5, dtype=torch.long)}]
+    with pytest.raises(
+        UnsupportedModelError, match=r"1 modules are wrapped .*layers\.0, .*`layer\.compile\(\)`"
+    ):
+        compress_in_memory(model, batches, RTN)
+    model = tiny_model()
+    model.model.layers[0].compile(backend="eager")
+    assert len(compress_in_memory(model, batches, GPTQ).modules) == 14
 
 
 class Encoder(Stepping):
