@@ -168,9 +168,7 @@ def test_layers_of_a_transformers_model_that_are_wrapped_by_compile() -> None:
     model = tiny_model()
     model.model.layers[0] = torch.compile(model.model.layers[0], backend="eager")  # type: ignore[assignment]
     batches = [{"input_ids": torch.zeros(1, 5, dtype=torch.long)}]
-    with pytest.raises(
-        UnsupportedModelError, match=r"1 modules are wrapped .*layers\.0, .*`layer\.compile\(\)`"
-    ):
+    with pytest.raises(UnsupportedModelError, match=r"1 modules are wrapped .*layers\.0, .*`layer\.compile\(\)`"):
         compress_in_memory(model, batches, RTN)
     model = tiny_model()
     model.model.layers[0].compile(backend="eager")
