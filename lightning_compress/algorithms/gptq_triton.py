@@ -93,6 +93,8 @@ def _launches(device: torch.device) -> bool:
     args = QuantizationArgs(num_bits=4, symmetric=True, strategy="channel")
     try:
         quantize_block(target, ones, ones, ones, None, zero, make_grid(args, ones.shape, torch.float32), codes, delta)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:
         warnings.warn(
             f"GPTQ runs without its fused kernel, many times slower, because Triton cannot build it: {error}. It needs "

@@ -36,13 +36,19 @@ from lightning_compress.memory.placement import Placement
 from lightning_compress.memory.source import WeightSource
 from lightning_compress.memory.store import WeightStore
 from lightning_compress.memory.transfer import Lane
-from lightning_compress.recipe.resolve import ResolvedRecipe
+from lightning_compress.recipe.config import Recipe
+from lightning_compress.recipe.resolve import Assignment, ResolvedRecipe
 from lightning_compress.statistics import Drift, Statistic
 
 
 def needs_data(resolved: ResolvedRecipe) -> bool:
     """Whether any module's algorithm or scheme asks for statistics."""
     return any(needed_statistics(assignment) for assignment in resolved.assignments.values())
+
+
+def may_need_data(recipe: Recipe) -> bool:
+    """The same of a recipe, before it is known which modules it is for."""
+    return any(needed_statistics(Assignment("", each.algorithm, each.scheme)) for each in recipe.modifiers)
 
 
 def check_layout(

@@ -111,18 +111,24 @@ def verify(directory: Path, target: Target, names: Iterable[str], batch: Any | N
         difference, tolerance = _output_difference(target, reloaded, batch) if buffers else (as_loaded, tolerance)
     except Exception as error:
         failure = _told(f"running both models on {batch_name}", error)
+    try:
+        different = _different(root, reloaded, names)
+    except Exception as error:
+        different, failure = (), _told("comparing weights", error)
+    batch_name = batch_name if difference is not None else "none"
+    return Verification(
+        loaded_with, len(names), different, buffers, difference, as_loaded, batch_name, tolerance, failure
+    )
+
+
+def _different(root: nn.Module, reloaded: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
+    """The quantized modules whose weights are not those in memory."""
     with unfolded(reloaded, lambda name, _: name in names):
         for name in names:  # a model that has not run yet still holds packed weights
             module = reloaded.get_submodule(name)
             if getattr(module, "quantization_status", None) == QuantizationStatus.COMPRESSED:
                 decompress_module(module)
-        different = tuple(
-            name for name in names if not _same_weight(root.get_submodule(name), reloaded.get_submodule(name))
-        )
-    batch_name = batch_name if difference is not None else "none"
-    return Verification(
-        loaded_with, len(names), different, buffers, difference, as_loaded, batch_name, tolerance, failure
-    )
+        return tuple(name for name in names if not _same_weight(root.get_submodule(name), reloaded.get_submodule(name)))
 
 
 def _told(what: str, error: Exception) -> str:
@@ -203,8 +209,8 @@ def _reload(directory: Path, root: nn.Module, quantized: Sequence[str]) -> tuple
 
 def _copy_of(root: nn.Module) -> nn.Module:
     """A model like it. What cannot be copied (locks, kept activations) or is left out (a Trainer) is shared."""
-    memo: dict[int, Any] = {}
-    states = [module.__getstate__() for module in root.modules()]  # what is copied; without a LightningModule's Trainer
+    modules, memo = list(root.modules()), dict[int, Any]()
+    states = [state if isinstance(state := module.__getstate__(), dict) else {} for module in modules]  # what is copied
     attributes = [state[key] for state in states for key in state.keys() - set(MODULE_DICTS)]
     leaves = {id(leaf): leaf for value in attributes for leaf in pytree.tree_leaves(value)}
     for leaf in leaves.values():
@@ -216,10 +222,9 @@ def _copy_of(root: nn.Module) -> nn.Module:
             except Exception:
                 memo[id(leaf)] = leaf
     made = copy.deepcopy(root, memo)
-    for module, copied in zip(root.modules(), made.modules(), strict=True):
-        for key, value in vars(module).items():
-            if vars(copied).get(key) is None:
-                vars(copied)[key] = value
+    for module, copied, state in zip(modules, made.modules(), states, strict=True):
+        left_out = (key for key, value in state.items() if value is None and vars(module)[key] is not None)
+        vars(copied).update({key: vars(module)[key] for key in left_out})
     return made
 
 
@@ -268,8 +273,16 @@ def _output_difference(target: Target, reloaded: nn.Module, batch: Any | None) -
     batch = _few_tokens(batch) if target.takes_fields else batch
     with torch.random.fork_rng(devices=[]):
         mine = target.step(copy.deepcopy(batch))
-    with torch.random.fork_rng(devices=[]), in_its_place(target, reloaded) as step:
-        other = step(copy.deepcopy(batch))
+    called: list[bool] = []
+    handles = [module.register_forward_pre_hook(lambda *_: called.append(True)) for module in reloaded.modules()]
+    try:
+        with torch.random.fork_rng(devices=[]), in_its_place(target, reloaded) as step:
+            other = step(copy.deepcopy(batch))
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not called:  # the step has another way to the model in memory
+        return None, 0.0
     largest = tolerance = 0.0
     for left, right in zip(_outputs(mine), _outputs(other), strict=True):
         if torch.isfinite(left).all() and not torch.isfinite(right).all():

@@ -74,7 +74,12 @@ def computed(part: fx.Graph, constants: Mapping[str, Tensor], batch: Sequence[Te
 def values_read(value: Any) -> frozenset[sympy.Basic]:
     """The symbols in sizes and numbers of a traced value that no batch's sizes tell."""
     numbers = [number for number in _numbers(value) if isinstance(number, SYMBOLIC_TYPES) and number.node.hint is None]
-    return frozenset().union(*(number.node.expr.free_symbols for number in numbers))
+    return frozenset(
+        symbol
+        for number in numbers
+        for symbol in number.node.expr.free_symbols
+        if number.node.shape_env.is_unbacked_symint(symbol)
+    )
 
 
 def values_told(traced: Any, real: Any) -> dict[sympy.Symbol, int | float]:

@@ -1,11 +1,13 @@
 """Leave modules as they were."""
 
+import copy
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 MODULE_DICTS = tuple(name for name, value in nn.Module().__dict__.items() if isinstance(value, dict))
 """Parameters, buffers, submodules and all kinds of hooks."""
@@ -50,9 +52,50 @@ def autocast_restored() -> Iterator[None]:
     try:
         yield
     finally:
+        if depth == 1:
+            torch.clear_autocast_cache()
         while torch.autocast_decrement_nesting() >= depth:
             pass
         for kind, is_enabled, dtype in states:
             torch.set_autocast_enabled(kind, is_enabled)
             torch.set_autocast_dtype(kind, dtype)
         torch.set_autocast_cache_enabled(is_cached)
+
+
+@contextmanager
+def containers_restored(module: nn.Module) -> Iterator[None]:
+    """Within: lists, dicts and sets that modules keep may be filled (outputs kept for the epoch's end)."""
+    saved: dict[int, tuple[Any, Any]] = {}
+
+    def save(value: object) -> None:
+        if not isinstance(value, (list, dict, set, deque)) or id(value) in saved:
+            return
+        saved[id(value)] = (value, copy.copy(value))
+        for item in value.values() if isinstance(value, dict) else value:
+            save(item)
+
+    for each in module.modules():
+        for name, value in vars(each).items():
+            if not name.startswith("_"):  # torch's own are restored as attributes
+                save(value)
+    try:
+        yield
+    finally:
+        for container, content in saved.values():
+            container.clear()
+            (container.extend if isinstance(container, (list, deque)) else container.update)(content)
+
+
+@contextmanager
+def contents_restored(root: nn.Module) -> Iterator[None]:
+    """Within: what modules keep beside their parameters may be written to in place (counters, metrics, lists)."""
+    kept = [*root.buffers(), *(value for module in root.modules() for value in vars(module).values())]
+    saved = [(tensor, tensor.detach().clone()) for tensor in kept if isinstance(tensor, Tensor)]
+    try:
+        with containers_restored(root):
+            yield
+    finally:
+        with torch.no_grad():
+            for tensor, before in saved:
+                if not torch.equal(tensor, before):
+                    tensor.copy_(before)

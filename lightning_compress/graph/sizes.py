@@ -1,6 +1,7 @@
 """The values of a graph for batches of other sizes than the traced one."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from math import prod
 from typing import Any
 
@@ -72,8 +73,9 @@ def binding(traced: Traced) -> Callable[[Sequence[Tensor]], dict[sympy.Symbol, i
                 found.update(values_told(_read_sizes(node), [int(value.count_nonzero())]))
         for node, mask in masks.items():
             if mask is not None and node not in read and mask.meta["val"] is not None:
-                most = prod(concrete(size, found) for size in mask.meta["val"].shape)
-                found = {**values_told(_read_sizes(node), [most]), **found}
+                with suppress(ValueError):  # of a size that nothing tells, either
+                    most = prod(concrete(size, found) for size in mask.meta["val"].shape)
+                    found = {**values_told(_read_sizes(node), [most]), **found}
         return found
 
     return bind

@@ -176,7 +176,10 @@ def _block(
     archive = _Slice(opened[file], place.offset, place.length)
     content, locate = load_located(file, cast(BinaryIO, archive), place.offset)
     if not isinstance(content, Tensor) or tuple(content.shape) != tuple(chunk.sizes):
-        raise CompressionError(f"{file} holds something else where {key} {list(chunk.sizes)} should be.")
+        raise CompressionError(
+            f"{file} holds something else, or a tensor of a class of its own, where {key} {list(chunk.sizes)} should "
+            "be."
+        )
     return locate(content)
 
 

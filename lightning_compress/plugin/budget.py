@@ -1,18 +1,20 @@
 """Budgets of memory and a prepared run: refused or fitted before any work, compared with the process after it."""
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from lightning_compress.calibration.batches import CalibrationSet
 from lightning_compress.calibration.footprint import footprint
 from lightning_compress.calibration.loop import Calibration
 from lightning_compress.calibration.prepare import cached_inputs
+from lightning_compress.errors import BudgetError
 from lightning_compress.export.layout import rest_sizes
-from lightning_compress.graph.sizes import traced_bytes
-from lightning_compress.graph.trace import flatten_batch
+from lightning_compress.graph.sizes import binding, traced_bytes
+from lightning_compress.graph.trace import Traced, flatten_batch
 from lightning_compress.memory.budget import Budgets, Fit, MemoryUse, Moment, Needs, fit, gib
 from lightning_compress.memory.buffers import trim_heap
 from lightning_compress.memory.placement import MemoryConfig
@@ -98,11 +100,23 @@ def at_the_end(run: Calibration, data: CalibrationSet | None, verifies: bool) ->
         outputs = 0
         if run.flow.traced is not None and data is not None:
             (end,) = (node for node in run.flow.traced.graph.nodes if node.op == "output")
-            outputs = sum(traced_bytes(node) for node in end.all_input_nodes)
+            outputs = _nbytes(run.flow.traced, end.all_input_nodes, data)
         workspace = _loaded_bytes(root, run.resolved) + 3 * outputs  # of both models, and their difference
         work = {"packing": sum(root.get_submodule(n).get_parameter("weight").numel() for n in run.resolved.assignments)}
         rows.append(Needs("the checkpoint", 0, (Moment("verification", "", workspace=workspace, work=work),)))
     return rows
+
+
+def _nbytes(traced: Traced, outputs: Sequence[fx.Node], data: CalibrationSet) -> int:
+    """Of the first batch's outputs."""
+    try:
+        sizes = binding(traced)(flatten_batch(data.batches[0])[0])
+        return sum(traced_bytes(node, sizes) for node in outputs)
+    except ValueError as error:
+        raise BudgetError(
+            f"What the model's outputs will take cannot be foreseen, so no budget can be promised: {error}. Set "
+            "verify=False, or leave host_budget and device_budget out."
+        ) from error
 
 
 def _loaded_bytes(root: nn.Module, resolved: ResolvedRecipe) -> int:

@@ -14,12 +14,12 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 
 from lightning_compress.calibration.batches import CalibrationSet
-from lightning_compress.calibration.prepare import calibrating, evaluating, needs_data
+from lightning_compress.calibration.prepare import calibrating, evaluating, may_need_data, needs_data
 from lightning_compress.calibration.target import find_target
 from lightning_compress.distributed.collective import closing_all
 from lightning_compress.errors import CalibrationDataError, UnsupportedModelError
-from lightning_compress.export.checkpoint import SavesPretrained, is_unfinished
-from lightning_compress.graph.restore import attributes_restored
+from lightning_compress.export.checkpoint import SavesPretrained, check_output_dir, is_unfinished
+from lightning_compress.graph.restore import attributes_restored, contents_restored
 from lightning_compress.graph.stages import Schedule
 from lightning_compress.memory.placement import MemoryConfig, memory_config
 from lightning_compress.memory.source import is_on_meta
@@ -161,9 +161,13 @@ class CompressionCallback(Callback):
         """Called when model and data exist, before training: checks the recipe and reads the calibration set."""
         self.report = None
         module = compressed_module(pl_module)
-        # adapters are merged at the end of training: what is compressed is not there yet
-        waits = self.when == "after_train" and bool(adapters(module))
-        if waits or needs_data(plan_recipe(module, self.settings)[1]):
+        if self.when == "after_train" and adapters(module):  # they are merged at its end: the model is not there yet
+            if self.settings.output_dir is not None:
+                check_output_dir(self.settings.output_dir)
+            needs = may_need_data(self.settings.recipe)
+        else:
+            needs = needs_data(plan_recipe(module, self.settings)[1])
+        if needs:
             self._data = calibration_set(trainer, module, self.calibration, self.max_samples, self.seed)
             if self._data is None:
                 raise CalibrationDataError(
@@ -285,7 +289,7 @@ def _try_step(module: nn.Module, data: CalibrationSet) -> None:
     if is_on_meta(module) or adapters(module):
         return
     device = next((parameter.device for parameter in target.root.parameters()), torch.device("cpu"))
-    with isolate_rng(), evaluating(module), attributes_restored(module):
+    with isolate_rng(), evaluating(module), contents_restored(module), attributes_restored(module):
         try:
             target.step(move_data_to_device(data.batches[0], device))
         except Exception as error:

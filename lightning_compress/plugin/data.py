@@ -134,9 +134,13 @@ def _read(trainer: pl.Trainer, loader: Any, num_samples: int) -> Iterator[Any]:
 
 
 def _num_samples(batch: Any) -> int:
-    """Rows of the tokens; else the first size that most tensors have, for some may be of patches, boxes or nodes."""
+    """Rows of the tokens; else the first size that most tensors have, for some may be of patches, boxes or nodes, or of
+    none or one of a thing that is not the samples'; those inside of lists are looked at if there are no others."""
     fields = dict(batch) if isinstance(batch, Mapping) else {}
     tokens = [fields[key] for key in ("input_ids", "inputs_embeds") if isinstance(fields.get(key), Tensor)]
-    leaves = tokens[:1] or pytree.tree_leaves(fields or batch)
+    members = list(fields.values()) or (list(batch) if isinstance(batch, list | tuple) else [batch])
+    outer = [member for member in members if isinstance(member, Tensor)]
+    leaves = tokens[:1] or outer or pytree.tree_leaves(members)
     sizes = Counter(leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim)
-    return sizes.most_common(1)[0][0] if sizes else 1
+    several = Counter({size: count for size, count in sizes.items() if size > 1})
+    return several.most_common(1)[0][0] if several else 1

@@ -9,7 +9,7 @@ tensors without values, and leave traces in progress, logs and checkpoints.
 
 import copy
 import inspect
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, final
@@ -31,7 +31,7 @@ from lightning_compress.graph.compat import (
     replace_by_fakes,
     traceable_transformers,
 )
-from lightning_compress.graph.restore import attributes_restored
+from lightning_compress.graph.restore import attributes_restored, containers_restored
 from lightning_compress.memory.tracker import LiveMemory
 from lightning_compress.plugin.compat import batch_on_device
 
@@ -126,7 +126,7 @@ def _rehearsed(trainer: pl.Trainer, module: pl.LightningModule, batch: Any) -> d
     mode = new_fake_mode(symbolic=False)
     before = {id(parameter): name for name, parameter in module.named_parameters(remove_duplicate=False)}
     trainable = [parameter.requires_grad for parameter in module.parameters()]
-    with attributes_restored(module), _containers_restored(module):
+    with attributes_restored(module), containers_restored(module):
         replace_by_fakes(module, mode, module.device)
         for parameter, is_trainable in zip(module.parameters(), trainable, strict=True):
             if not isinstance(parameter, FakeTensor):
@@ -163,32 +163,10 @@ def _on_fakes(optimizer: torch.optim.Optimizer, fakes: Mapping[int, nn.Parameter
 
 def _as_torch_chooses(group: Mapping[str, Any]) -> dict[str, Any]:
     """On CUDA, where nothing is said, all tensors together; torch would not know fake parameters for what they are."""
-    is_open = "foreach" in group and group["foreach"] is None and not group.get("fused")
+    is_open = (
+        "foreach" in group and group["foreach"] is None and not (group.get("fused") or group.get("differentiable"))
+    )
     return {"foreach": True} if is_open and all(each.is_cuda for each in group["params"]) else {}
-
-
-@contextmanager
-def _containers_restored(module: nn.Module) -> Iterator[None]:
-    """Within: lists, dicts and sets that modules keep may be filled (outputs kept for the epoch's end)."""
-    saved: dict[int, tuple[Any, Any]] = {}
-
-    def save(value: object) -> None:
-        if not isinstance(value, (list, dict, set, deque)) or id(value) in saved:
-            return
-        saved[id(value)] = (value, copy.copy(value))
-        for item in value.values() if isinstance(value, dict) else value:
-            save(item)
-
-    for each in module.modules():
-        for name, value in vars(each).items():
-            if not name.startswith("_"):  # torch's own are restored as attributes
-                save(value)
-    try:
-        yield
-    finally:
-        for container, content in saved.values():
-            container.clear()
-            (container.extend if isinstance(container, (list, deque)) else container.update)(content)
 
 
 @final

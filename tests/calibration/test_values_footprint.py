@@ -1,5 +1,7 @@
 """What is foreseen of the memory of models whose sizes follow from the batch's values."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from helpers import prepare, recipe
@@ -9,6 +11,7 @@ from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
 from lightning_compress.errors import BudgetError
 from lightning_compress.graph.sizes import binding
+from lightning_compress.memory.placement import MemoryConfig
 from lightning_compress.plugin.job import Job
 
 MARK = 3
@@ -98,6 +101,33 @@ class NumberOfWeights(Chosen):
 def test_a_number_that_weights_decide_is_refused() -> None:
     with pytest.raises(BudgetError, match=r"cannot be foreseen.*the size u\d+ depends on values.*Leave host_budget"):
         table_of(job_of(NumberOfWeights(), 100))
+
+
+class Heads(Chosen):
+    """Its outputs are as many as values make them."""
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        x = self.first(batch["x"])
+        return self.back(torch.relu(self.wide(x[batch["marks"] == MARK])))  # type: ignore[no-any-return]
+
+
+class Twice(Chosen):
+    """Chooses among as many as weights say."""
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        x = self.first(batch["x"])
+        x = self.back(torch.relu(self.wide(x[x.mean(-1) > 0])))
+        return x[x.mean(-1) > 0]
+
+
+@pytest.mark.parametrize("model", [Heads, Twice])
+def test_outputs_that_values_make_as_large(model: type[nn.Module], tmp_path: Path) -> None:
+    """Seen to fail: ValueError, where the outputs that are compared at the end are foreseen."""
+    batches = [batch_of(20, 64)]
+    job = prepare(
+        model(), batches, recipe(4, group_size=64), tmp_path / "out", memory=MemoryConfig(host_budget="64GiB")
+    )
+    assert job.memory is not None
 
 
 def qwen2_vl(*heights: int) -> tuple[nn.Module, list[dict[str, Tensor]]]:

@@ -16,8 +16,9 @@ from torch.nn.utils import parametrizations
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_compress import CompressionCallback
-from lightning_compress.errors import UnsupportedModelError, UntraceableModelError
+from lightning_compress.errors import OutputDirectoryError, UnsupportedModelError, UntraceableModelError
 from lightning_compress.export.checkpoint import INCOMPLETE
+from lightning_compress.export.verify import _copy_of
 from lightning_compress.plugin.data import _num_samples
 
 from .conftest import (
@@ -175,6 +176,52 @@ def test_layers_of_a_transformers_model_that_are_wrapped_by_compile() -> None:
     assert len(compress_in_memory(model, batches, GPTQ).modules) == 14
 
 
+def test_reading_back_of_parts_that_are_compiled_in_place(output_dir: Path) -> None:
+    """What is read back computes with its own weights. Seen to fail: with those in memory."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+    model[0].compile(backend="eager")
+    copied: Any = _copy_of(model)
+    x = torch.randn(2, 16)
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        assert torch.equal(copied(x), model(x))
+        copied[0].weight.zero_()
+        assert torch.equal(copied[0](x), copied[0].bias.expand(2, -1))
+        assert not torch.equal(copied(x), model(x))
+
+
+class Counts(Stepping):
+    """Keeps what every forward adds to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.sums, self.seen = torch.zeros(2), list[int]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training or torch.is_grad_enabled() or not self._is_calibrated:
+            self.count += 1
+            self.sums += 1
+            self.seen.append(1)
+        return super().forward(x)
+
+    _is_calibrated = False
+
+
+def test_trying_a_batch_leaves_nothing(make_trainer: Any) -> None:
+    """Seen to fail: counters, metrics and lists that had one more."""
+    module = Counts()
+    found: list[tuple[float, float, int]] = []
+
+    class Looks(pl.Callback):
+        def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            found.append((float(module.count), float(module.sums[0]), len(module.seen)))
+            module._is_calibrated = True
+
+    callback = compression(PER_CHANNEL)
+    make_trainer(callback, Looks()).fit(module, images())
+    assert found == [(4, 4, 4)]
+
+
 class Encoder(Stepping):
     """torch's own layers, which run as one fused kernel in eval mode."""
 
@@ -263,6 +310,25 @@ def test_adapters_are_merged_before(make_trainer: Any) -> None:
     assert len(fitted(make_trainer, Adapted(merges=True)).modules) == 2
 
 
+def test_a_recipe_without_data_asks_for_none_with_adapters_either(make_trainer: Any, tmp_path: Path) -> None:
+    callback = compression({"modifiers": [{"algorithm": "rtn", "scheme": {"weights": CHANNEL}}]})
+    x = torch.randn(8, 16)
+    ragged = [[x[:4], torch.zeros(4, dtype=torch.long), "a"], [x[4:], torch.zeros(4, dtype=torch.long), "b"]]
+
+    class Named(Adapted):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return super().training_step(batch[:2], batch_idx)
+
+    make_trainer(callback).fit(Named(merges=True), DataLoader(ragged, batch_size=None))  # type: ignore[arg-type]
+    assert callback.report is not None
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").touch()
+    module = Named(merges=True)
+    with pytest.raises(OutputDirectoryError, match="was not written by"):
+        make_trainer(compression(RTN, tmp_path / "mine")).fit(module, DataLoader(ragged, batch_size=None))  # type: ignore[arg-type]
+    assert module.num_steps == 0
+
+
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
 def test_averages_do_not_come_back(make_trainer: Any, output_dir: Path, tmp_path: Path) -> None:
     """Seen to fail: what was validated and saved afterwards was the average, not quantized."""
@@ -308,6 +374,10 @@ def test_masks_that_mask_nothing_reach_code_that_reads_them(make_trainer: Any) -
         ([torch.zeros(5, 3), torch.zeros(5)], 5),
         (torch.zeros(3, 2), 3),
         ({"n": 3}, 1),
+        ([torch.zeros(8, 3, 4, 4), [{"boxes": torch.zeros(1, 4), "labels": torch.zeros(1)}] * 8], 8),
+        ({"x": torch.zeros(8, 4), "scale": torch.zeros(1), "mean": torch.zeros(1, 4)}, 8),
+        ({"x": torch.zeros(8, 4), "a": torch.zeros(0, 2), "b": torch.zeros(0, 2)}, 8),
+        ([torch.zeros(0, 2)], 1),
     ],
 )
 def test_samples_are_counted(batch: Any, number: int) -> None:
