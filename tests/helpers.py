@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import (
@@ -28,6 +30,9 @@ from lightning_compress.plugin.settings import Settings
 from lightning_compress.recipe.load import RecipeLike, load_recipe
 from lightning_compress.report.report import Report
 from lightning_compress.statistics import InputGram, Statistic
+
+IS_RECENT = Version(transformers.__version__) >= Version("5.23")
+NEEDS_RECENT = pytest.mark.skipif(not IS_RECENT, reason="transformers before 5.23 reads or computes this otherwise")
 
 CPU = torch.device("cpu")
 VOCAB = 64

@@ -8,7 +8,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from helpers import llava_processor
+from helpers import NEEDS_RECENT, llava_processor
 from PIL import Image
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
@@ -88,6 +88,7 @@ def test_images_of_every_form(pairs: Path, tmp_path: Path) -> None:
         assert [batch["pixel_values"].shape for batch in batches(given)] == [(1, 3, 32, 32)] * 2
 
 
+@NEEDS_RECENT
 def test_what_cannot_be_read_is_named(pairs: Path) -> None:
     given = {"source": "multimodal", "path": str(pairs), "num_samples": 4, "batch_size": 2}
     with pytest.raises(CalibrationDataError, match=r"is none: model.path has to hold a processor_config.json"):

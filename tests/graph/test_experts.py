@@ -22,6 +22,7 @@ from families import (
     token_batch,
     traced,
 )
+from helpers import IS_RECENT
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -68,7 +69,7 @@ def logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("num_parts", [1, 3])
-@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+@pytest.mark.parametrize("layout", sorted(name for name in LAYOUTS if IS_RECENT or name != "aria_text"))
 def test_every_layout(layout: str, num_parts: int) -> None:
     """Called as it is, and traced and run on other sizes than it was traced on; in one or several parts. Seen to fail:
     with rows of a part's neighbours not left out."""
@@ -95,7 +96,7 @@ def test_families_with_experts(family: str) -> None:
         torch.testing.assert_close(logits(model, token_batch(2, 9)), expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+@pytest.mark.parametrize("layout", sorted(name for name in LAYOUTS if IS_RECENT or name != "aria_text"))
 def test_linears_are_views_of_the_stacks(layout: str) -> None:
     """What is written to them is in the model afterwards, which is the one it was, also when something failed."""
     model = model_of(layout)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
-from helpers import VOCAB, compress, contents, modifier, ragged_batches, recipe, saved, tiny_llama
+from helpers import NEEDS_RECENT, VOCAB, compress, contents, modifier, ragged_batches, recipe, saved, tiny_llama
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
@@ -65,6 +65,7 @@ class Spelled(nn.Module):
         return logits
 
 
+@NEEDS_RECENT
 @pytest.mark.filterwarnings("ignore::lightning_compress.export.verify.ReadBackWarning")
 def test_gpt2_is_what_it_is_with_linears(tmp_path: Path) -> None:
     """Packed as Linears are, which is how vLLM keeps them; what is ignored has its own form."""
@@ -103,6 +104,7 @@ def test_gpt2_from_disk(tmp_path: Path) -> None:
     assert streamed == pytest.approx(perplexity(model, batches), rel=1e-6)
 
 
+@NEEDS_RECENT
 def test_gpt2_with_quantized_inputs(tmp_path: Path) -> None:
     batches = ragged_batches()
     model = gpt2()
@@ -121,6 +123,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 }
 
 
+@NEEDS_RECENT
 @pytest.mark.filterwarnings("ignore::lightning_compress.export.verify.ReadBackWarning")
 @pytest.mark.parametrize("given", REFUSED.values(), ids=REFUSED)
 def test_transformers_refuses_what_it_would_initialize(given: dict[str, Any], tmp_path: Path) -> None:
@@ -134,6 +137,7 @@ def test_transformers_refuses_what_it_would_initialize(given: dict[str, Any], tm
         OpenAIGPTLMHeadModel.from_pretrained(tmp_path / "out")
 
 
+@NEEDS_RECENT
 @pytest.mark.filterwarnings("ignore::lightning_compress.export.verify.ReadBackWarning")
 def test_who_loads_gpt2_is_told_how(tmp_path: Path) -> None:
     """From memory transformers would have to; and nothing can be loaded into a model without values."""
@@ -162,6 +166,7 @@ TABLES: dict[str, list[dict[str, Any]]] = {
 }
 
 
+@NEEDS_RECENT
 @pytest.mark.parametrize("modifiers", TABLES.values(), ids=TABLES)
 @pytest.mark.parametrize("build", [tiny_llama, gemma], ids=["Embedding", "a subclass"])
 def test_tables_are_read_by_transformers(modifiers: list[dict[str, Any]], build: Any, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from helpers import compress, contents, llava_processor, recipe, saved
+from helpers import NEEDS_RECENT, compress, contents, llava_processor, recipe, saved
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from PIL import Image
@@ -102,6 +102,7 @@ def test_no_plan_for_samples_of_unknown_length(pairs: Path, tmp_path: Path) -> N
         run_compress(composed(tmp_path / "model", pairs, "plan=auto"), tmp_path / "out")
 
 
+@NEEDS_RECENT
 def test_towers_by_recipe(pairs: Path, tmp_path: Path) -> None:
     llava(tmp_path / "model")
     given = "recipe.modifiers.0.targets=['re:.*vision_tower.*layers.0.*fc']"
