@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_compress import CompressionCallback
 from lightning_compress.errors import OutputDirectoryError, UnsupportedModelError, UntraceableModelError
 from lightning_compress.export.checkpoint import INCOMPLETE
-from lightning_compress.export.verify import _copy_of
+from lightning_compress.export.verify import FEW, _copy_of, _few_tokens
 from lightning_compress.plugin.data import _num_samples
 
 from .conftest import (
@@ -187,6 +187,42 @@ def test_reading_back_of_parts_that_are_compiled_in_place(output_dir: Path) -> N
         copied[0].weight.zero_()
         assert torch.equal(copied[0](x), copied[0].bias.expand(2, -1))
         assert not torch.equal(copied(x), model(x))
+
+
+def test_outputs_are_compared_on_a_few_tokens() -> None:
+    """Of the sample that has most of them, wherever its padding is."""
+    ids = torch.arange(600).reshape(2, 300)
+    assert torch.equal(_few_tokens({"input_ids": ids})["input_ids"], ids[:1, :FEW])
+    assert torch.equal(_few_tokens(ids), ids[:1, :FEW])
+    mask = torch.ones_like(ids)
+    mask[0, 50:], mask[1, :100] = 0, 0
+    few = _few_tokens({"input_ids": ids, "attention_mask": mask})
+    assert torch.equal(few["input_ids"], ids[1:, 100 : 100 + FEW])
+    assert few["attention_mask"].all()
+    for other in ({"input_ids": ids, "pixel_values": ids}, {"input_ids": ids, "labels": torch.zeros(2)}, {"x": ids}):
+        assert _few_tokens(other) is other
+
+
+class Hidden(TinyModule):
+    """Its step has a way of its own to the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ways = [self.model]
+
+    def calibration_step(self, batch: dict[str, Tensor]) -> Any:
+        return self.ways[0](**batch)
+
+
+def test_a_step_that_cannot_be_sent_through_what_is_read_back(make_trainer: Any, output_dir: Path) -> None:
+    """Seen to fail: outputs of the model in memory, twice, that were of course the same."""
+    callback = compression(RTN, output_dir)
+    make_trainer(callback).fit(Hidden(), loader())
+    assert callback.report is not None
+    verification = callback.report.verification
+    assert verification is not None
+    assert verification.passed
+    assert (verification.max_abs_difference, verification.batch) == (None, "none")
 
 
 class Counts(Stepping):
