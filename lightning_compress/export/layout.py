@@ -56,7 +56,8 @@ def _parts(root: nn.Module, subgraphs: Sequence[Subgraph]) -> list[list[str]]:
     """The keys of the state dict that each subgraph's shards hold, and after them, in as many parts as it takes, those
     that no subgraph has.
 
-    A tied tensor is written once, with its first name that is not declared to be tied to another.
+    A tied tensor is written once: with the name of the module that is solved, else with its first name that is not
+    declared to be tied to another.
     """
     ignored = set(getattr(root, "_keys_to_ignore_on_save", None) or ())
     tied = set(getattr(root, "all_tied_weights_keys", None) or ())
@@ -66,7 +67,9 @@ def _parts(root: nn.Module, subgraphs: Sequence[Subgraph]) -> list[list[str]]:
     for key, tensor in state.items():
         if isinstance(tensor, Tensor) and key not in ignored:
             by_tensor.setdefault(_identity(tensor), []).append(key)
-    names = (next((key for key in keys if key not in tied), keys[0]) for keys in by_tensor.values())
+    names = (
+        min(keys, key=lambda key: (key.rpartition(".")[0] not in solved_by, key in tied)) for keys in by_tensor.values()
+    )
     waiting = {key: state[key].nbytes for key in names}
     parts: list[list[str]] = []
     for number, subgraph in enumerate(subgraphs):

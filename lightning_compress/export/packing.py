@@ -145,7 +145,7 @@ def quantization_config(resolved: ResolvedRecipe, root: nn.Module, rename: Mappi
     scheme = schemes[0][0]
     is_alone = len(schemes) == 1 and scheme.input_activations is None
     if _has_other_forms(root, resolved) or (
-        is_alone and (_packs_zero_points(scheme) or _initializes_packed(root, resolved))
+        is_alone and (_packs_zero_points(scheme) or _is_tied(root, resolved) or _initializes_packed(root, resolved))
     ):
         dumped["dequantize"] = True
     return dumped
@@ -168,6 +168,13 @@ def _has_other_forms(root: nn.Module, resolved: ResolvedRecipe) -> bool:
     """Whether matrices are packed that the model's own modules keep in another form: transformers would leave those
     out and initialize them. Told to dequantize, it finds that their shapes are wrong, and refuses."""
     return any(isinstance(root.get_submodule(name), Conv1D | Conv2d) for name in resolved.assignments)
+
+
+def _is_tied(root: nn.Module, resolved: ResolvedRecipe) -> bool:
+    """Whether a quantized module is at several places of the model: transformers ties weights, and packed modules have
+    none."""
+    assigned = {root.get_submodule(name) for name in resolved.assignments}
+    return sum(module in assigned for _, module in root.named_modules(remove_duplicate=False)) > len(assigned)
 
 
 def _initializes_packed(root: nn.Module, resolved: ResolvedRecipe) -> bool:

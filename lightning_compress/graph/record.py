@@ -22,6 +22,7 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx, nn
+from transformers import PreTrainedConfig
 
 from lightning_compress.graph import compat
 from lightning_compress.graph.experts import GroupedLinear
@@ -217,7 +218,7 @@ def call_signature(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, ...]
     Repeated layers make most calls repetitions. Attributes other than plain values count by identity.
     """
     inputs = [_plain(value) for value in (*args, *sorted(kwargs.items()))]
-    description = _module_signature(module)
+    description = module_signature(module)
     return None if description is None or None in inputs else (description, *inputs)
 
 
@@ -229,13 +230,19 @@ def _plain(value: Any) -> tuple[Any, ...] | None:
         return None if None in items else items
     if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
         return (type(value), value)
+    if isinstance(value, PreTrainedConfig):
+        return (type(value), value.to_json_string())
+    if isinstance(value, partial):
+        given = _plain((*value.args, *sorted(value.keywords.items())))
+        return None if given is None else (value.func, *given)
     return None
 
 
-def _module_signature(module: nn.Module) -> tuple[Any, ...] | None:
+def module_signature(module: nn.Module) -> tuple[Any, ...] | None:
+    """Equal for modules that compute the same but for the values of their tensors; None: there are hooks."""
     if module._forward_hooks or module._forward_pre_hooks:
         return None
-    children = [_module_signature(child) for child in module.children()]
+    children = [module_signature(child) for child in module.children()]
     if None in children:
         return None
     tensors = [(name, _plain(t)) for held in (module._parameters, module._buffers) for name, t in held.items()]

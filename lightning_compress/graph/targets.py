@@ -25,7 +25,7 @@ def sequential_modules(
     """
     if patterns is not None:
         found = [
-            name for name, module in root.named_modules() if name and any(matches(p, name, module) for p in patterns)
+            name for name, module in root.named_modules() if name and any(matches(p, [name], module) for p in patterns)
         ]
         if not found:
             classes = sorted({type(module).__name__ for module in root.modules()})

@@ -1,4 +1,6 @@
-"""Modules that keep their matrices in another form, as the Linears that they are (see `experts` and `recipe.forms`)."""
+"""Modules that keep their matrices in another form, as the Linears that they are (see `experts` and `recipe.forms`);
+Linears that share all their parameters, as one that is called at all their places.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -10,7 +12,8 @@ from transformers import PreTrainedModel, pytorch_utils
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from lightning_compress.graph.experts import Experts, Stack, projection_names, stack_of
-from lightning_compress.recipe.forms import Conv1D, Conv2d, as_matrix, why_not
+from lightning_compress.graph.record import module_signature
+from lightning_compress.recipe.forms import Conv1D, Conv2d, Storable, as_matrix, why_not
 
 Unfolding = Experts | Conv1D | Conv2d
 Named = Callable[[str, nn.Module], bool]
@@ -27,7 +30,7 @@ class Unfolded:
         num_parts: in how many parts they are run meanwhile.
     """
 
-    places: tuple[tuple[nn.Module, str, nn.Module, Unfolding], ...]
+    places: tuple[tuple[nn.Module, str, nn.Module, Unfolding | nn.Linear], ...]
     experts: tuple[Experts, ...]
     num_parts: int
 
@@ -35,8 +38,8 @@ class Unfolded:
     def in_place(self) -> Iterator[None]:
         """Within: they are in place; what is written to their parameters is in the model's afterwards.
 
-        Parameters must not move meanwhile, for then views are views no more. Experts whose inputs have come to be
-        quantized stay Linears: a stack has no inputs of its own.
+        Parameters must not move meanwhile, for then views are views no more. What has come to quantize its inputs
+        stays: a stack has no inputs of its own, and of Linears that are one all do then.
         """
         before = [len(experts.parts) for experts in self.experts]
         for experts in self.experts:
@@ -49,7 +52,8 @@ class Unfolded:
             for experts, number in zip(self.experts, before, strict=True):
                 experts.divide(number)
             for parent, key, folded, unfolding in self.places:
-                inside = (module for module in unfolding.modules() if module is not unfolding)
+                shares_hooks = isinstance(unfolding, Unfolding)  # with what it replaces
+                inside = (module for module in unfolding.modules() if not (shares_hooks and module is unfolding))
                 if not any(module._forward_pre_hooks for module in inside):
                     parent._modules[key] = folded
 
@@ -62,20 +66,29 @@ def unfold(root: nn.Module, named: Named = lambda name, module: False, num_parts
         named: tells by name and module which convolutions are meant; stacked experts and `Conv1D`s always are.
         num_parts: in how many parts the experts of a layer are run.
     """
-    found: dict[nn.Module, Unfolding] = {}
+    found: dict[nn.Module, Unfolding | nn.Linear] = {}
+    first: dict[object, Unfolding | nn.Linear] = {}  # of those that are one
     conversions: dict[str, list[object]] = {}
     matrices: dict[int, nn.Parameter] = {}  # of tied weights, one
     for name, module in root.named_modules():
         if not name:
             continue
-        if (stack := stack_of(module)) is not None:
-            found[module] = _experts(root, name, module, stack, conversions)
+        stack = stack_of(module)
+        if stack is None and not isinstance(module, Storable):
+            continue
+        alike = _what_it_is(module)
+        if alike in first:
+            found[module] = first[alike]
+        elif stack is not None:
+            found[module] = first[alike] = _experts(root, name, module, stack, conversions)
         elif (linear := _linear(name, module, matrices, named)) is not None:
-            found[module] = linear
-    places: list[tuple[nn.Module, str, nn.Module, Unfolding]] = []
+            found[module] = first[alike] = linear
+        elif isinstance(module, nn.Linear):
+            first[alike] = module
+    places: list[tuple[nn.Module, str, nn.Module, Unfolding | nn.Linear]] = []
     for parent in root.modules():
         places += [(parent, key, child, found[child]) for key, child in parent._modules.items() if child in found]
-    known = [module for module in (*root.modules(), *found.values()) if isinstance(module, Experts)]
+    known = dict.fromkeys(module for module in (*root.modules(), *found.values()) if isinstance(module, Experts))
     return Unfolded(tuple(places), tuple(known), num_parts)
 
 
@@ -101,6 +114,12 @@ def _linear(name: str, module: nn.Module, matrices: dict[int, nn.Parameter], nam
         matrices[id(module.weight)] = as_matrix(module)
     matrix = matrices[id(module.weight)]
     return Conv2d(module, matrix) if isinstance(module, nn.Conv2d) else Conv1D(module, matrix)
+
+
+def _what_it_is(module: nn.Module) -> object:
+    """Equal for modules that share all their parameters and compute the same; of those with hooks, the module."""
+    signature = module_signature(module)
+    return module if signature is None else (signature, *map(id, module.parameters()))
 
 
 def _experts(

@@ -60,11 +60,12 @@ class ResolvedRecipe:
     excluded: tuple[Excluded, ...]
 
 
-def matches(pattern: str, name: str, module: nn.Module) -> bool:
-    """Whether `pattern` (`re:...`, a module name, or a class name of the module or its bases) means this module."""
+def matches(pattern: str, names: Sequence[str], module: nn.Module) -> bool:
+    """Whether `pattern` (`re:...`, a module name, or a class name of the module or its bases) means this module, under
+    one of its names."""
     if pattern.startswith("re:"):
-        return re.match(pattern[3:], name) is not None
-    return pattern == name or pattern in classes(module)
+        return any(re.match(pattern[3:], name) for name in names)
+    return pattern in names or pattern in classes(module)
 
 
 def named_by(recipe: Recipe) -> Callable[[str, nn.Module], bool]:
@@ -89,18 +90,22 @@ def resolve(recipe: Recipe, root: nn.Module) -> ResolvedRecipe:
     excluded: list[Excluded] = []
     matched = [False] * len(recipe.modifiers)
     embeddings, alone = output_embeddings(root), left_alone(root)
-    for name, module in root.named_modules():
+    places: dict[nn.Module, list[str]] = {}
+    for name, module in root.named_modules(remove_duplicate=False):
+        places.setdefault(module, []).append(name)
+    for module, names in places.items():
+        name = names[0]
         weight = getattr(module, "weight", None)
         chosen: Modifier | None = None
         reason = "no target of the recipe matches it"
         for position, modifier in enumerate(recipe.modifiers):
-            if not any(matches(pattern, name, module) for pattern in modifier.targets):
+            if not any(matches(pattern, names, module) for pattern in modifier.targets):
                 continue
-            if not isinstance(module, nn.Linear) and not _names(modifier, name, module):
+            if not isinstance(module, nn.Linear) and not _names(modifier, names, module):
                 continue
             matched[position] = True
-            pattern = _ignoring_pattern(modifier, name, module, module in embeddings)
-            if pattern is None and module in alone and not _is_named(modifier, name, module):
+            pattern = _ignoring_pattern(modifier, names, module, module in embeddings)
+            if pattern is None and module in alone and not _is_named(modifier, names, module):
                 reason = alone[module]
             elif pattern is None:
                 chosen = modifier
@@ -119,15 +124,17 @@ def resolve(recipe: Recipe, root: nn.Module) -> ResolvedRecipe:
     return ResolvedRecipe(recipe, assignments, tuple(excluded + _bare_matrices(root)))
 
 
-def _is_named(modifier: Modifier, name: str, module: nn.Module) -> bool:
+def _is_named(modifier: Modifier, names: Sequence[str], module: nn.Module) -> bool:
     """Whether a target means this very module, not its class."""
-    return any(matches(pattern, name, module) for pattern in modifier.targets if pattern not in classes(module))
+    return any(matches(pattern, names, module) for pattern in modifier.targets if pattern not in classes(module))
 
 
-def _names(modifier: Modifier, name: str, module: nn.Module) -> bool:
+def _names(modifier: Modifier, names: Sequence[str], module: nn.Module) -> bool:
     """Whether a target names a module with a weight, itself or its class, as what is no Linear has to be."""
     has_weight = isinstance(getattr(module, "weight", None), torch.Tensor)
-    return has_weight and (name in modifier.targets or not classes(module).isdisjoint(modifier.targets))
+    return has_weight and (
+        not set(names).isdisjoint(modifier.targets) or not classes(module).isdisjoint(modifier.targets)
+    )
 
 
 def _algorithm(modifier: Modifier, module: Quantizable) -> Algorithm:
@@ -151,9 +158,11 @@ def _scheme(modifier: Modifier, module: Quantizable) -> QuantizationScheme:
     return modifier.scheme
 
 
-def _ignoring_pattern(modifier: Modifier, name: str, module: nn.Module, is_output_embedding: bool) -> str | None:
+def _ignoring_pattern(
+    modifier: Modifier, names: Sequence[str], module: nn.Module, is_output_embedding: bool
+) -> str | None:
     for pattern in modifier.ignore:
-        if matches(pattern, name, module) or (pattern == OUTPUT_EMBEDDING and is_output_embedding):
+        if matches(pattern, names, module) or (pattern == OUTPUT_EMBEDDING and is_output_embedding):
             return pattern
     return None
 

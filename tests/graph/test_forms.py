@@ -168,8 +168,8 @@ def test_one_matrix_for_tied_weights() -> None:
             resolve(recipe, model)
 
 
-def test_a_module_has_one_name() -> None:
-    """Its first one; the second reaches nothing, as with a Linear."""
+def test_a_convolution_has_one_name() -> None:
+    """Its first one; the second reaches nothing."""
     shared = nn.Conv2d(2, 2, 1)
     model = nn.ModuleDict({"first": shared, "second": shared})
     assert not unfold(model, lambda name, module: name == "second").places

@@ -137,12 +137,16 @@ def test_matching() -> None:
         pass
 
     module = Narrow(2, 2)
-    assert matches("Linear", "a.b", module)
-    assert matches("Narrow", "a.b", module)
-    assert matches("a.b", "a.b", module)
-    assert matches("re:.*b$", "a.b", module)
-    assert not matches("b", "a.b", module)
-    assert not matches("re:b", "a.b", module), "expressions match from the start of the name, as in compressed-tensors"
+    assert matches("Linear", ["a.b"], module)
+    assert matches("Narrow", ["a.b"], module)
+    assert matches("a.b", ["a.b"], module)
+    assert matches("re:.*b$", ["a.b"], module)
+    assert not matches("b", ["a.b"], module)
+    assert matches("a.b", ["c", "a.b"], module)
+    assert matches("re:.*b$", ["c", "a.b"], module)
+    assert not matches("re:b", ["a.b"], module), (
+        "expressions match from the start of the name, as in compressed-tensors"
+    )
 
 
 @pytest.mark.parametrize(
@@ -261,7 +265,10 @@ def test_a_module_under_two_names_is_not_a_tie() -> None:
             self.first = nn.Linear(4, 4)
             self.second = self.first
 
-    assert list(resolved(recipe(4, strategy="channel"), Twice()).assignments) == ["first"]
+    for target in ("Linear", "first", "second", "re:sec.*"):
+        assert list(resolved(recipe(4, strategy="channel", targets=[target]), Twice()).assignments) == ["first"]
+    with pytest.raises(UnsupportedModelError, match="Every module that the targets match is ignored"):
+        resolved(recipe(4, strategy="channel", ignore=["second"]), Twice())
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
