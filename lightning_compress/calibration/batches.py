@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_compress.errors import CalibrationDataError
 from lightning_compress.graph.compat import pytree
 from lightning_compress.graph.masks import is_token_mask
+from lightning_compress.graph.trace import flatten_batch
 
 
 @dataclass(frozen=True)
@@ -51,20 +52,29 @@ def collect(batches: Iterable[Any], limit: int | None = None, keeps_masks: bool 
     for number, batch in enumerate(collected):
         _check_like_first(collected[0], batch, number)
         _check_values(batch, number)
-    masks = [key for key in collected[0] if is_token_mask(key)] if isinstance(collected[0], dict) else []
-    masks = [key for key in masks if isinstance(collected[0][key], Tensor) and collected[0][key].ndim == 2]
-    for key in masks:
-        if not any(bool(batch[key].any()) for batch in collected):
+    fields = [_tensors_by_path(batch) for batch in collected]
+    masks = [path for path, tensor in fields[0].items() if is_token_mask(path) and tensor.ndim == 2]
+    for path in masks:
+        if _is_of_text(path) and not any(bool(tensors[path].any()) for tensors in fields):
             raise CalibrationDataError(
-                f"The field {key!r} marks every token of all {len(collected)} calibration batches as padding: it "
+                f"The field {path!r} marks every token of all {len(collected)} calibration batches as padding: it "
                 "has to be 1 where a token counts. Leave it out if all do."
             )
-    idle = [key for key in masks if all(bool(batch[key].bool().all()) for batch in collected)]
+    idle = [path for path in masks if all(bool(tensors[path].bool().all()) for tensors in fields)]
     has_padding = len(idle) < len(masks)
-    if keeps_masks:
-        idle = []
+    idle = [] if keeps_masks else [path for path in idle if _is_of_text(path)]
     without = [{k: v for k, v in batch.items() if k not in idle} if idle else batch for batch in collected]
     return CalibrationSet(tuple(without), has_padding=has_padding)
+
+
+def _tensors_by_path(batch: Any) -> dict[str, Tensor]:
+    tensors, structure = flatten_batch(batch)
+    return dict(zip(structure.paths, tensors, strict=True))
+
+
+def _is_of_text(path: str) -> bool:
+    """Whether a mask is one that a model computes for itself where it is not given; those of sounds are not."""
+    return path.rpartition(".")[2] in ("attention_mask", "decoder_attention_mask")
 
 
 def _as_plain(batch: Any) -> Any:

@@ -15,6 +15,9 @@ from transformers import PreTrainedModel
 
 from lightning_compress.errors import UnsupportedModelError
 
+_LOGGING = ("log", "log_dict")
+"""Methods of every LightningModule."""
+
 
 @dataclass(frozen=True)
 class Target:
@@ -51,7 +54,8 @@ def find_target(module: nn.Module) -> Target:
     root = owner(module)
     calibration_step = getattr(module, "calibration_step", None)
     if callable(calibration_step):
-        return Target(root, module, calibration_step, f"{type(module).__name__}.calibration_step(batch)")
+        step = _not_logging(module, calibration_step)
+        return Target(root, module, step, f"{type(module).__name__}.calibration_step(batch)")
     if len(wrapped) > 1:
         names = ", ".join(type(model).__name__ for model in wrapped)
         raise UnsupportedModelError(
@@ -63,7 +67,7 @@ def find_target(module: nn.Module) -> Target:
         return Target(
             root, module, _call_with_fields(wrapped[0]), f"{type(wrapped[0]).__name__}(**batch)", takes_fields=True
         )
-    return Target(root, module, module, f"{type(module).__name__}.forward(batch)")
+    return Target(root, module, _not_logging(module, module), f"{type(module).__name__}.forward(batch)")
 
 
 @contextmanager
@@ -101,6 +105,25 @@ def owner(module: nn.Module) -> nn.Module:
         return module
     owned = {id(tensor) for tensor in wrapped[0].parameters()}
     return wrapped[0] if all(id(tensor) in owned for tensor in module.parameters()) else module
+
+
+def _not_logging(module: nn.Module, step: Callable[[Any], object]) -> Callable[[Any], object]:
+    """The step, less what it logs: a LightningModule's may be its `training_step`, and Lightning takes nothing outside
+    its loops."""
+    if not all(hasattr(type(module), name) for name in _LOGGING):
+        return step
+
+    def quiet(batch: Any) -> object:
+        before = dict(vars(module))
+        vars(module).update(dict.fromkeys(_LOGGING, lambda *_, **__: None))
+        try:
+            return step(batch)
+        finally:
+            for name in _LOGGING:
+                del vars(module)[name]
+            vars(module).update({name: before[name] for name in _LOGGING if name in before})
+
+    return quiet
 
 
 def _call_with_fields(model: PreTrainedModel) -> Callable[[Any], object]:

@@ -228,6 +228,7 @@ def recording(recorder: Recorder) -> Iterator[None]:
         for logger in ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes"):
             # they log a failure at length before raising it, and failing is how fallbacks are found
             stack.enter_context(assigned(logging.getLogger(logger), "disabled", True))
+        stack.enter_context(assigned(torch.distributions.Distribution, "_validate_args", False))  # which reads values
         stack.enter_context(autocast_restored())
         stack.enter_context(torch.no_grad())
         stack.enter_context(recorder.fake_mode)

@@ -5,12 +5,11 @@ from torch import Tensor, fx
 from lightning_compress.graph.trace import Traced
 from lightning_compress.graph.values import expression
 
-_NAMES = ("attention_mask", "decoder_attention_mask")
-
 
 def is_token_mask(path: str) -> bool:
     """Whether a field of a batch, by its key path, says which tokens are padding; not which pixels are."""
-    return path.rpartition(".")[2] in _NAMES
+    name = path.rpartition(".")[2]
+    return name.endswith("attention_mask") and not name.startswith("pixel")
 
 
 def token_mask_for(traced: Traced, node: fx.Node) -> fx.Node | None:

@@ -4,8 +4,10 @@ A traced size of 1 becomes a constant and equal sizes become one symbol, so the 
 and a length that is prime. It stays near the true length because models decide by it (`length > sliding_window`), and
 takes its values from the true batch, in case a module has to be run on it for real.
 
-Which dimensions are free is decided here too: rows of every tensor, and the token dimension of those that have one. All
-others (image sizes, mel bins, classes) are constants of the graph; another image size needs another trace.
+Which dimensions are free is decided here too: rows of every tensor, and the token dimension of those that have one.
+Tokens of which the batches have other lengths (an answer that is chosen and one that is rejected) are free for
+themselves. All other dimensions (image sizes, mel bins, classes) are constants of the graph; another image size needs
+another trace.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -20,6 +22,7 @@ from torch import Tensor
 ROWS = (3, 2)
 SHORTEST = 11
 """Rows of the two synthetic batches, and their shortest length."""
+_ROWS = "rows"
 _FEW = 64
 """Numbers in a tensor whose values, too, tell batches apart: sizes of images."""
 
@@ -121,19 +124,18 @@ def synthesize(
     """
     separate = separate_decoder or any(_last(path).startswith("decoder_") for path in paths)
     groups = [_group(path, separate) for path in paths]
-    lengths = {group: _length(paths, tensors, groups, group) for group in groups}
-    given_rows = next(
-        (t.shape[0] for t, g in zip(tensors, groups, strict=True) if t.ndim == 2 and t.shape[1] == lengths[g]), 0
-    )
-    given_rows = given_rows or max((t.shape[0] for t in tensors if t.ndim), default=1)
-    dynamic = tuple(
-        tuple(
-            (index, dim) not in fixed and _is_dynamic(tensor, dim, given_rows, lengths[group])
+    sizes = _sizes(tensors, others)
+    lengths = _lengths(paths, tensors, groups, sizes)
+    given_rows = _num_rows(tensors, [lengths[group][0] for group in groups])
+    row_dims = [_row_dim(tensor, given_rows, lengths[g][0]) for tensor, g in zip(tensors, groups, strict=True)]
+    places = [
+        [
+            None if (index, dim) in fixed else _place(tensor, dim, row_dim, lengths, group, sizes[index][dim])
             for dim in range(tensor.ndim)
-        )
-        for index, (tensor, group) in enumerate(zip(tensors, groups, strict=True))
-    )
-    row_dims = [_row_dim(tensor, given_rows, lengths[group]) for tensor, group in zip(tensors, groups, strict=True)]
+        ]
+        for index, (tensor, row_dim, group) in enumerate(zip(tensors, row_dims, groups, strict=True))
+    ]
+    dynamic = tuple(tuple(place is not None for place in of_tensor) for of_tensor in places)
     only_tokens = all(
         tensor.ndim < 2 or any((dims[d] or (index, d) in fixed) and d != row_dims[index] for d in range(tensor.ndim))
         for index, (tensor, dims) in enumerate(zip(tensors, dynamic, strict=True))
@@ -142,13 +144,11 @@ def synthesize(
         return Synthetic(tuple(tensors), dynamic), Synthetic(tuple(_most_different(tensors, dynamic, others)), dynamic)
     taken: set[int] = set()
     made = []
+    given = {group: length[0] for group, length in lengths.items()}
     for rows in ROWS:
-        new = _new_lengths(lengths, taken) if only_tokens else lengths
+        new = _new_lengths(given, taken) if only_tokens else given
         factor = (rows, given_rows if only_tokens else 1)
-        resized = [
-            _resized(tensor, dims, row_dim, new[group], factor)
-            for tensor, dims, row_dim, group in zip(tensors, dynamic, row_dims, groups, strict=True)
-        ]
+        resized = [_resized(tensor, of_tensor, new, factor) for tensor, of_tensor in zip(tensors, places, strict=True)]
         made.append(Synthetic(tuple(resized), dynamic))
     return made[0], made[1]
 
@@ -187,12 +187,36 @@ def _group(path: str, separate: bool) -> str:
     return "decoder" if separate and (name.startswith("decoder_") or name == "labels") else "main"
 
 
-def _length(paths: Sequence[str], tensors: Sequence[Tensor], groups: Sequence[str], group: str) -> int:
-    """The token length of a group: the second size of its integer tensors [B, L], ids and masks first; or 0."""
-    members = [(p, t) for p, t, g in zip(paths, tensors, groups, strict=True) if g == group]
-    tokens = [(p, t) for p, t in members if t.ndim == 2 and not t.is_floating_point()]
-    tokens.sort(key=lambda member: not _last(member[0]).endswith(("input_ids", "attention_mask")))
-    return tokens[0][1].shape[1] if tokens else 0
+def _sizes(tensors: Sequence[Tensor], others: Sequence[Sequence[Tensor]]) -> list[list[tuple[int, ...]]]:
+    """Of each tensor and dimension, the sizes in all batches, the batch itself first."""
+    ranks = [tensor.ndim for tensor in tensors]
+    batches = [tensors, *(other for other in others if [tensor.ndim for tensor in other] == ranks)]
+    return [
+        [tuple(batch[index].shape[dim] for batch in batches) for dim in range(rank)] for index, rank in enumerate(ranks)
+    ]
+
+
+def _lengths(
+    paths: Sequence[str], tensors: Sequence[Tensor], groups: Sequence[str], sizes: Sequence[Sequence[tuple[int, ...]]]
+) -> dict[str, tuple[int, ...]]:
+    """The token lengths of the groups, in all batches: the second sizes of integer tensors [B, L], ids and masks first;
+    or (0,). Those of a group that have lengths of their own are groups for themselves, named by the first path."""
+    lengths: dict[str, tuple[int, ...]] = {}
+    tokens = [index for index, tensor in enumerate(tensors) if tensor.ndim == 2 and not tensor.is_floating_point()]
+    tokens.sort(key=lambda index: not _last(paths[index]).endswith(("input_ids", "attention_mask")))
+    for group in dict.fromkeys(groups):
+        lengths[group] = next((sizes[index][1] for index in tokens if groups[index] == group), (0,))
+    for index in tokens:
+        if len(set(sizes[index][1])) > 1 and sizes[index][1] not in lengths.values():
+            lengths[paths[index]] = sizes[index][1]
+    return lengths
+
+
+def _num_rows(tensors: Sequence[Tensor], lengths: Sequence[int]) -> int:
+    """Of the first tensor [B, L], else the most that any has."""
+    pairs = zip(tensors, lengths, strict=True)
+    rows = next((tensor.shape[0] for tensor, length in pairs if tensor.ndim == 2 and tensor.shape[1] == length), 0)
+    return rows or max((tensor.shape[0] for tensor in tensors if tensor.ndim), default=1)
 
 
 def _row_dim(tensor: Tensor, rows: int, length: int) -> int:
@@ -200,12 +224,17 @@ def _row_dim(tensor: Tensor, rows: int, length: int) -> int:
     return int(tensor.ndim == 3 and not tensor.is_floating_point() and tensor.shape[1:] == (rows, length))
 
 
-def _is_dynamic(tensor: Tensor, dim: int, rows: int, length: int) -> bool:
-    """Rows, and tokens: in masks and ids wherever the size is the token length, in embeddings [B, L, C] the second."""
-    row_dim = _row_dim(tensor, rows, length)
-    return dim == row_dim or (
-        dim > row_dim and tensor.shape[dim] == length and (dim == 1 or not tensor.is_floating_point())
-    )
+def _place(
+    tensor: Tensor, dim: int, row_dim: int, lengths: Mapping[str, tuple[int, ...]], group: str, sizes: tuple[int, ...]
+) -> str | None:
+    """What a dimension counts: rows, or tokens of which group (in masks and ids wherever the sizes are its lengths, in
+    embeddings [B, L, C] in the second dimension); None: nothing that is free."""
+    if dim == row_dim:
+        return _ROWS
+    if dim < row_dim or (dim != 1 and tensor.is_floating_point()):
+        return None
+    own = [each for each in (group, *lengths) if lengths[each] == sizes]
+    return own[0] if own and (own[0] == group or len(set(sizes)) > 1) else None
 
 
 def _new_lengths(lengths: Mapping[str, int], taken: set[int]) -> dict[str, int]:
@@ -222,11 +251,13 @@ def _is_prime(number: int) -> bool:
     return number > 1 and all(number % divisor for divisor in range(2, int(number**0.5) + 1))
 
 
-def _resized(tensor: Tensor, dims: Sequence[bool], row_dim: int, length: int, factor: tuple[int, int]) -> Tensor:
-    """Rows times a rational factor, tokens to a length, by repeating or leaving out."""
-    for dim, is_dynamic in enumerate(dims):
-        if is_dynamic:
+def _resized(
+    tensor: Tensor, places: Sequence[str | None], lengths: Mapping[str, int], factor: tuple[int, int]
+) -> Tensor:
+    """Rows times a rational factor, tokens to lengths, by repeating or leaving out."""
+    for dim, place in enumerate(places):
+        if place is not None:
             size = tensor.shape[dim]
-            wanted = max(1, size * factor[0] // factor[1]) if dim == row_dim else length
+            wanted = max(1, size * factor[0] // factor[1]) if place == _ROWS else lengths[place]
             tensor = tensor.index_select(dim, torch.arange(wanted, device=tensor.device) % size)
     return tensor

@@ -13,6 +13,7 @@ import torch
 from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, QuantizationStrategy, QuantizationType
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from lightning_compress.algorithms.base import Algorithm, is_finite
 from lightning_compress.algorithms.rtn import Rtn
@@ -81,6 +82,7 @@ def resolve(recipe: Recipe, root: nn.Module) -> ResolvedRecipe:
         UnsupportedModelError: nothing matches; a scheme does not fit a module's shape; a tied or quantized module.
         NonFiniteError: a weight that is to be quantized holds NaN or Inf.
     """
+    _check_initialized(root)
     _check_not_quantized(root)
     _check_merged(root)
     _check_compiled(root)
@@ -212,6 +214,16 @@ def _check_compiled(root: nn.Module) -> None:
             f"{len(found)} modules are wrapped by torch.compile ({found[0].removesuffix('._orig_mod')}, and more), so "
             "their weights have names that transformers does not know. Compile them in place: `layer.compile()` for "
             "`layer = torch.compile(layer)`."
+        )
+
+
+def _check_initialized(root: nn.Module) -> None:
+    found = [name for name, parameter in root.named_parameters() if is_lazy(parameter)]
+    if found:
+        module = type(root.get_submodule(found[0].rpartition(".")[0])).__name__
+        raise UnsupportedModelError(
+            f"{found[0]} ({module}) has no shape before the model has run: run a batch through it first, for instance "
+            "in `setup` or `configure_model`."
         )
 
 

@@ -44,6 +44,13 @@ def test_masks_that_mask_nothing_are_left_out() -> None:
     assert (set(data.batches[0]), data.has_padding) == ({"input_ids", "attention_mask"}, True)
     square = torch.ones(2, 1, 5, 5)
     assert set(collect([{"input_ids": IDS, "attention_mask": square}]).batches[0]) == {"input_ids", "attention_mask"}
+    data = collect(
+        [{"pair": {"input_ids": IDS, "attention_mask": ones}}, {"pair": {"input_ids": IDS, "attention_mask": some}}]
+    )
+    assert data.has_padding
+    assert "attention_mask" in data.batches[0]["pair"]
+    sounds = {"input_ids": IDS, "feature_attention_mask": ones}  # models insist on it
+    assert set(collect([sounds]).batches[0]) == set(sounds)
     pixels = {"input_ids": IDS, "pixel_attention_mask": ones}  # not of tokens: models may insist on it
     assert (set(collect([pixels]).batches[0]), collect([pixels]).has_padding) == (set(pixels), False)
 

@@ -3,6 +3,7 @@ cannot be copied, adapters, averages."""
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,84 @@ def test_what_calibration_cannot_run_is_said_before_the_training(make_trainer: A
     module = Stepping()
     assert len(fitted(make_trainer, module).modules) == 2
     assert module.num_steps == 4
+
+
+class StepsAsItTrains(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        self.log_dict({"half": loss / 2})
+        return loss
+
+    def calibration_step(self, batch: Any) -> Tensor:
+        return self.training_step(batch, 0)
+
+
+def test_a_training_step_that_logs(make_trainer: Any) -> None:
+    """Seen to fail: MisconfigurationException, for Lightning takes nothing outside its loops."""
+    module = StepsAsItTrains()
+    module.log = partial(module.log)  # type: ignore[method-assign]
+    mine = module.log
+    trainer = make_trainer(compression(PER_CHANNEL))
+    trainer.fit(module, images())
+    assert "loss" in trainer.callback_metrics
+    assert module.log is mine
+    assert "log_dict" not in vars(module)
+
+
+class Preferences(pl.LightningModule):
+    """Answers that are chosen and rejected, each as long as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = tiny_model()
+
+    def calibration_step(self, batch: dict[str, Tensor]) -> list[Tensor]:
+        return [
+            self.model(batch[name], attention_mask=batch[f"{name}_attention_mask"]).logits
+            for name in ("chosen", "rejected")
+        ]
+
+
+def test_two_lengths_that_do_not_depend_on_each_other() -> None:
+    """Padding of either counts in no statistics. Seen to fail: batches of one length only; padding of fields with such
+    names counted."""
+    batches = []
+    for chosen, rejected in ((9, 16), (12, 12), (7, 15)):
+        batch = {}
+        for name, length in (("chosen", chosen), ("rejected", rejected)):
+            batch[name] = torch.randint(1, 50, (2, length))
+            batch[f"{name}_attention_mask"] = torch.ones(2, length, dtype=torch.long)
+            batch[f"{name}_attention_mask"][0, length - 3 :] = 0
+        batches.append(batch)
+    report = compress_in_memory(Preferences(), batches, GPTQ, schedule="basic")
+    masks = [mask for batch in batches for name, mask in batch.items() if name.endswith("mask")]
+    assert {record.num_tokens for record in report.modules} == {sum(int(mask.sum()) for mask in masks)}
+    assert report.has_padding
+
+
+class Sampler(Classifier):
+    """Draws from a distribution, which checks its arguments' values."""
+
+    def calibration_step(self, batch: Any) -> Tensor:
+        mean, spread = self(batch[0]).chunk(2, -1)
+        return torch.distributions.Normal(mean, spread.exp()).rsample()
+
+
+def test_a_distribution() -> None:
+    """Seen to fail: a branch on values. What torch checks outside is what it was."""
+    before = torch.distributions.Distribution._validate_args  # type: ignore[attr-defined]
+    report = compress_in_memory(Sampler(), list(images()), PER_CHANNEL)
+    assert len(report.modules) == 2
+    assert torch.distributions.Distribution._validate_args == before  # type: ignore[attr-defined]
+
+
+def test_weights_without_a_shape() -> None:
+    module = Classifier(nn.Sequential(nn.LazyLinear(32), nn.Linear(32, 4)))
+    with pytest.raises(UnsupportedModelError, match=r"net.0.weight \(LazyLinear\) has no shape .* run a batch"):
+        compress_in_memory(module, list(images()), PER_CHANNEL)
+    module(torch.randn(1, 16))
+    assert len(compress_in_memory(module, [x for x, _ in images()], PER_CHANNEL).modules) == 2
 
 
 class OtherFields(TinyModule):
