@@ -18,6 +18,8 @@ from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
     PreTrainedTokenizerFast,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
 )
 
 from lightning_compress.calibration import solve as solving
@@ -72,6 +74,39 @@ def tiny_mixtral(num_layers: int, num_experts: int) -> MixtralForCausalLM:
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": num_layers}
     experts = {"num_local_experts": num_experts, "num_experts_per_tok": 2}
     return MixtralForCausalLM(MixtralConfig(vocab_size=64, **sizes, **heads, **experts)).eval()
+
+
+def tiny_qwen2_vl(width: int, depth: int) -> Qwen2VLForConditionalGeneration:
+    """Hidden states `width` wide, a tower of `depth` layers, patches of 4 x 4 of which four are a token."""
+    heads = max(width // 32, 2)
+    half = width // heads // 2
+    section = [half // 4, 3 * half // 8, 3 * half // 8]
+    rope = {"rope_type": "default", "mrope_section": section, "rope_theta": 10000.0}
+    sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 2}
+    config = Qwen2VLConfig(
+        text_config={
+            **sizes, "num_attention_heads": heads, "num_key_value_heads": heads // 2, "vocab_size": 97,
+            "rope_parameters": rope,
+        },
+        vision_config={
+            "depth": depth, "embed_dim": max(width // 2, 32), "hidden_size": width, "num_heads": 4, "patch_size": 4,
+            "spatial_merge_size": 2, "temporal_patch_size": 1, "mlp_ratio": 2,
+        },
+        image_token_id=96, video_token_id=95, vision_start_token_id=94, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return Qwen2VLForConditionalGeneration(config).eval()
+
+
+def image_batch(length: int, height: int, width: int) -> dict[str, Tensor]:
+    """For `tiny_qwen2_vl`: a row of so many tokens, the first of which are an image's of so many patches."""
+    tokens = height * width // 4
+    ids = torch.randint(3, 90, (1, length))
+    ids[:, 1 : 1 + tokens] = 96
+    return {
+        "input_ids": ids, "pixel_values": torch.randn(height * width, 3 * 16),
+        "image_grid_thw": torch.tensor([[1, height, width]]), "mm_token_type_ids": (ids == 96).int(),
+    }  # fmt: skip
 
 
 def llava_processor(words: Sequence[str], **options: Any) -> LlavaProcessor:

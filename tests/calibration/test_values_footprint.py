@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import prepare, recipe
+from helpers import image_batch, prepare, recipe, tiny_qwen2_vl
 from test_footprint import foreseen, table_of, taken
 from torch import Tensor, nn
-from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
 from lightning_compress.errors import BudgetError
 from lightning_compress.graph.sizes import binding
@@ -130,36 +129,11 @@ def test_outputs_that_values_make_as_large(model: type[nn.Module], tmp_path: Pat
     assert job.memory is not None
 
 
-def qwen2_vl(*heights: int) -> tuple[nn.Module, list[dict[str, Tensor]]]:
-    """A small one, and batches with an image of so many rows of 16 patches each."""
-    rope = {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10000.0}
-    widths = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8}
-    config = Qwen2VLConfig(
-        text_config={**widths, "num_key_value_heads": 4, "vocab_size": 97, "rope_parameters": rope},
-        vision_config={
-            "depth": 2, "embed_dim": 128, "hidden_size": 256, "num_heads": 4, "patch_size": 4, "spatial_merge_size": 2,
-            "temporal_patch_size": 1, "mlp_ratio": 2,
-        },
-        image_token_id=96, video_token_id=95, vision_start_token_id=94, tie_word_embeddings=False,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = Qwen2VLForConditionalGeneration(config).eval()
-    batches = []
-    for height in heights:
-        ids = torch.randint(3, 90, (1, 40 + height * 4))
-        ids[:, 1 : 1 + height * 4] = 96
-        batches.append({
-            "input_ids": ids, "pixel_values": torch.randn(height * 16, 3 * 16),
-            "image_grid_thw": torch.tensor([[1, height, 16]]), "mm_token_type_ids": (ids == 96).int(),
-        })  # fmt: skip
-    return model, batches
-
-
 @pytest.mark.filterwarnings("ignore:.*recorded as a single call")
 def test_a_model_of_images() -> None:
     """Its tower reads values; what it gives goes on as large as it is. Seen to fail: refused, for what the tower gives
     was not like what it had been recorded with."""
-    model, batches = qwen2_vl(32, 16, 8)
+    model, batches = tiny_qwen2_vl(256, 2), [image_batch(40 + 4 * height, height, 16) for height in (32, 16, 8)]
     job = prepare(model, batches, recipe(4, group_size=64))
     table = table_of(job)
     ours, theirs = foreseen(table, 0, [0] * len(table)), taken(job)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from helpers import NEEDS_RECENT, compress, contents, llava_processor, recipe, saved
+from helpers import NEEDS_RECENT, compress, contents, image_batch, llava_processor, recipe, saved, tiny_qwen2_vl
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from PIL import Image
@@ -24,8 +24,6 @@ from transformers import (
     LlavaForConditionalGeneration,
     LlavaProcessor,
     PreTrainedTokenizerFast,
-    Qwen2VLConfig,
-    Qwen2VLForConditionalGeneration,
     Wav2Vec2Config,
     Wav2Vec2FeatureExtractor,
     WhisperConfig,
@@ -112,34 +110,10 @@ def test_towers_by_recipe(pairs: Path, tmp_path: Path) -> None:
     assert report.verification.passed
 
 
-def qwen2_vl(*sizes: tuple[int, int]) -> tuple[nn.Module, list[dict[str, Tensor]]]:
-    """A tiny one, and batches of so many tokens, of which so many (four patches each) are an image's."""
-    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
-    widths = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = Qwen2VLConfig(
-        text_config={**widths, "num_key_value_heads": 2, "vocab_size": 97, "rope_parameters": rope},
-        vision_config={
-            "depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "patch_size": 4, "spatial_merge_size": 2,
-            "temporal_patch_size": 1, "mlp_ratio": 2,
-        },
-        image_token_id=96, video_token_id=95, vision_start_token_id=94, tie_word_embeddings=False,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = Qwen2VLForConditionalGeneration(config).eval()
-    batches = []
-    for length, height in sizes:
-        ids = torch.randint(3, 90, (1, length))
-        ids[:, 1 : 1 + height] = 96
-        batches.append({
-            "input_ids": ids, "pixel_values": torch.randn(height * 4, 3 * 16),
-            "image_grid_thw": torch.tensor([[1, height, 4]]), "mm_token_type_ids": (ids == 96).int(),
-        })  # fmt: skip
-    return model, batches
-
-
 def test_methods_of_a_model_on_disk(tmp_path: Path) -> None:
     """What reads values has to be run to be recorded; from disk a layer at a time. The same bytes as from memory."""
-    model, batches = qwen2_vl((13, 4), (17, 8), (13, 4))
+    model = tiny_qwen2_vl(32, 1)
+    batches = [image_batch(length, height, 4) for length, height in ((13, 4), (17, 8), (13, 4))]
     empty = saved(model, tmp_path / "weights")
     given = recipe(4, strategy="channel")
     compress(empty, batches, given, tmp_path / "disk", weights=tmp_path / "weights")
@@ -153,7 +127,8 @@ def test_methods_of_a_model_on_disk(tmp_path: Path) -> None:
 
 def test_sizes_that_are_equal_by_chance() -> None:
     """The largest batch has as many tokens as patches; the next is recorded. Seen to fail: with the largest alone."""
-    model, batches = qwen2_vl((32, 8), (12, 4), (19, 8))
+    model = tiny_qwen2_vl(32, 1)
+    batches = [image_batch(length, height, 4) for length, height in ((32, 8), (12, 4), (19, 8))]
     report = compress(model, batches, recipe(4, strategy="channel"), None)
     assert [record.num_tokens for record in report.modules] == [32 + 12 + 19] * 14
 
