@@ -270,9 +270,8 @@ def _output_difference(target: Target, reloaded: nn.Module, batch: Any | None) -
     batch that the model takes. Both draw the same random numbers."""
     if batch is None or (target.takes_fields and not isinstance(batch, Mapping | Tensor)):
         return None, 0.0
-    batch = _few_tokens(batch) if target.takes_fields else batch
     with torch.random.fork_rng(devices=[]):
-        mine = target.step(copy.deepcopy(batch))
+        batch, mine = _run(target, batch)
     called: list[bool] = []
     handles = [module.register_forward_pre_hook(lambda *_: called.append(True)) for module in reloaded.modules()]
     try:
@@ -293,6 +292,17 @@ def _output_difference(target: Target, reloaded: nn.Module, batch: Any | None) -
         scale = float(left.float().abs().nan_to_num(posinf=0.0).max())
         tolerance = max(tolerance, ROUNDING * scale)
     return largest, tolerance
+
+
+def _run(target: Target, batch: Any) -> tuple[Any, object]:
+    """What of a batch is compared, and what the model in memory gives: of tokens a few, where it takes those."""
+    few = _few_tokens(batch) if target.takes_fields else batch
+    try:
+        return few, target.step(copy.deepcopy(few))
+    except Exception:  # it takes rows together, as many as the batch has
+        if few is batch:
+            raise
+        return batch, target.step(copy.deepcopy(batch))
 
 
 def _few_tokens(batch: Any) -> Any:

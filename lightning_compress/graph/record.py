@@ -125,6 +125,11 @@ class Attempt:
     def _call_leaf(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if passes_through(module):
             return args[0] if args else next(iter(kwargs.values()))
+        try:
+            with compat.not_recording():
+                compat.to_argument(self.recorder, (args, kwargs))
+        except NotImplementedError:  # modules, caches: no graph can hold them
+            return self._call_container(name, module, args, kwargs)
         with compat.not_recording():
             output = self._leaf_output(name, module, args, kwargs)
         grouped = module.grouped(name) if isinstance(module, GroupedLinear) else None

@@ -95,10 +95,33 @@ def _rebuilt(value: Any, next_tensor: Callable[[], Tensor]) -> Any:
 
 @dataclass(frozen=True)
 class Synthetic:
-    """A batch to trace on: `tensors` in the order of `flatten_batch`, `dynamic[i][d]`: is that size a symbol."""
+    """A batch to trace on.
+
+    Attributes:
+        tensors: in the order of `flatten_batch`.
+        places: of each tensor what its dimensions count: rows, or tokens of a group; None: the size is a constant.
+        has_fewer_rows: their number is no multiple of the true one.
+    """
 
     tensors: tuple[Tensor, ...]
-    dynamic: tuple[tuple[bool, ...], ...]
+    places: tuple[tuple[str | None, ...], ...]
+    has_fewer_rows: bool = False
+
+    @property
+    def dynamic(self) -> tuple[tuple[bool, ...], ...]:
+        """Whether a size is a symbol."""
+        return tuple(tuple(place is not None for place in of_tensor) for of_tensor in self.places)
+
+    @property
+    def rows(self) -> frozenset[tuple[int, int]]:
+        """(Tensor, dimension) of the rows that are free."""
+        return frozenset((i, d) for i, dims in enumerate(self.places) for d, place in enumerate(dims) if place == _ROWS)
+
+    @property
+    def lengths(self) -> frozenset[tuple[int, int]]:
+        """(Tensor, dimension) of the lengths that are free."""
+        free = ((i, d) for i, dims in enumerate(self.dynamic) for d, is_free in enumerate(dims) if is_free)
+        return frozenset(free) - self.rows
 
 
 def synthesize(
@@ -108,6 +131,7 @@ def synthesize(
     separate_decoder: bool,
     fixed: Collection[tuple[int, int]] = (),
     others: Sequence[Sequence[Tensor]] = (),
+    repeats_rows: bool = False,
 ) -> tuple[Synthetic, Synthetic]:
     """Tensors like the given ones with rows and lengths to trace on, and again with others.
 
@@ -117,6 +141,7 @@ def synthesize(
         separate_decoder: labels belong to a decoder with a length of its own.
         fixed: (tensor, dimension) whose sizes stay and are constants.
         others: further true batches.
+        repeats_rows: there are 3 (2) times as many rows as in the true batch, for models that take rows together.
 
     If every tensor is of tokens, the batch gets 3 (2) rows and a prime length; with pixels or features among them, the
     number of image tokens fits the images, so lengths stay and each row is repeated as often. Where rows are fixed
@@ -128,28 +153,30 @@ def synthesize(
     lengths = _lengths(paths, tensors, groups, sizes)
     given_rows = _num_rows(tensors, [lengths[group][0] for group in groups])
     row_dims = [_row_dim(tensor, given_rows, lengths[g][0]) for tensor, g in zip(tensors, groups, strict=True)]
-    places = [
-        [
+    places = tuple(
+        tuple(
             None if (index, dim) in fixed else _place(tensor, dim, row_dim, lengths, group, sizes[index][dim])
             for dim in range(tensor.ndim)
-        ]
+        )
         for index, (tensor, row_dim, group) in enumerate(zip(tensors, row_dims, groups, strict=True))
-    ]
-    dynamic = tuple(tuple(place is not None for place in of_tensor) for of_tensor in places)
+    )
     only_tokens = all(
-        tensor.ndim < 2 or any((dims[d] or (index, d) in fixed) and d != row_dims[index] for d in range(tensor.ndim))
-        for index, (tensor, dims) in enumerate(zip(tensors, dynamic, strict=True))
+        tensor.ndim < 2
+        or any((dims[d] is not None or (index, d) in fixed) and d != row_dims[index] for d in range(tensor.ndim))
+        for index, (tensor, dims) in enumerate(zip(tensors, places, strict=True))
     )
     if not only_tokens and any((index, dim) in fixed for index, dim in enumerate(row_dims)):
-        return Synthetic(tuple(tensors), dynamic), Synthetic(tuple(_most_different(tensors, dynamic, others)), dynamic)
+        true = Synthetic(tuple(tensors), places)
+        return true, replace(true, tensors=tuple(_most_different(tensors, true.dynamic, others)))
     taken: set[int] = set()
     made = []
+    few = only_tokens and not repeats_rows
     given = {group: length[0] for group, length in lengths.items()}
     for rows in ROWS:
         new = _new_lengths(given, taken) if only_tokens else given
-        factor = (rows, given_rows if only_tokens else 1)
+        factor = (rows, given_rows if few else 1)
         resized = [_resized(tensor, of_tensor, new, factor) for tensor, of_tensor in zip(tensors, places, strict=True)]
-        made.append(Synthetic(tuple(resized), dynamic))
+        made.append(Synthetic(tuple(resized), places, few and given_rows > 1))
     return made[0], made[1]
 
 
@@ -231,7 +258,7 @@ def _place(
     embeddings [B, L, C] in the second dimension); None: nothing that is free."""
     if dim == row_dim:
         return _ROWS
-    if dim < row_dim or (dim != 1 and tensor.is_floating_point()):
+    if dim < row_dim or (tensor.is_floating_point() and (dim != 1 or tensor.ndim > 3)):
         return None
     own = [each for each in (group, *lengths) if lengths[each] == sizes]
     return own[0] if own and (own[0] == group or len(set(sizes)) > 1) else None

@@ -22,12 +22,14 @@ import sympy
 import torch
 from torch import Tensor, fx, nn
 
+from lightning_compress.errors import UntraceableModelError
 from lightning_compress.graph import compat
 from lightning_compress.graph.configs import is_encoder_decoder
 from lightning_compress.graph.decisions import Decision, decide
 from lightning_compress.graph.fallback import (
     Failure,
     Fallback,
+    Fixed,
     TraceFallbackWarning,
     fall_back,
     in_the_end,
@@ -122,32 +124,49 @@ def trace(
     tensors, structure = flatten_batch(batch)
     others_flat = [flatten_batch(other)[0] for other in others]
     made = partial(synthesize, structure.paths, tensors, separate_decoder=is_encoder_decoder(root), others=others_flat)
-    cut = _first_cut(root, leaf_names, boundary_names)
-    lengths = frozenset(
-        (index, dim) for index, dims in enumerate(made()[0].dynamic) for dim, free in enumerate(dims) if free and dim
-    )
-    fixed: frozenset[tuple[int, int]] = frozenset()
+    first = cut = _first_cut(root, leaf_names, boundary_names)
+    lengths, rows = made()[0].lengths, made()[0].rows
+    fixed: Fixed = frozenset()
     fallbacks: dict[str, Fallback] = {}
     with attributes_restored(root), compat.without_cache(root):
         while True:
             batches = made(fixed=fixed)
             runs = [partial(_run, root, step, structure, each, onloading) for each in batches]
-            cut = with_observations(root, cut, runs, can_run=onloading is not None)
-            outcome = _attempt(root, step, cut, structure, batches, others_flat or [tensors])
-            if isinstance(outcome, Traced) and violated_guards(outcome, batch) and lengths - fixed:
-                reason = f"the graph serves batches of one length only: {violated_guards(outcome, batch)[0]}"
-                fallbacks[""] = Fallback("", reason)
-                fixed, cut = fixed | lengths, replace(cut, observed={})
+            try:
+                cut = with_observations(root, cut, runs, can_run=onloading is not None)
+                outcome = _attempt(root, step, cut, structure, batches, others_flat or [tensors])
+                if isinstance(outcome, Traced) and violated_guards(outcome, batch) and lengths - fixed:
+                    reason = f"the graph serves batches of one length only: {violated_guards(outcome, batch)[0]}"
+                    fallbacks[""] = Fallback("", reason)
+                    fixed, cut = fixed | lengths, replace(cut, observed={})
+                    continue
+                if isinstance(outcome, Traced):
+                    left = in_the_end(cut, fallbacks, leaf_names)
+                    warn(root, left)
+                    return replace(outcome, fallbacks=left)
+                known = fixed
+                cut, fixed, told = fall_back(root, cut, fixed, outcome, frozenset(leaf_names))
+            except UntraceableModelError as error:
+                fixed = _rows_to_fix(error, batches[0], rows, fixed)
+                told_of_rows = Fallback("", f"the graph serves batches of as many rows only: {error.__cause__}")
+                fallbacks = {"": told_of_rows} if fixed else {}
+                cut, made = first, partial(made, repeats_rows=True)
                 continue
-            if isinstance(outcome, Traced):
-                left = in_the_end(cut, fallbacks, leaf_names)
-                warn(root, left)
-                return replace(outcome, fallbacks=left)
-            known = fixed
-            cut, fixed, told = fall_back(root, cut, fixed, outcome, frozenset(leaf_names))
             fallbacks = {**{fallback.module: fallback for fallback in told}, **fallbacks}
             if fixed != known:  # other batches, of which nothing has been seen
                 cut = replace(cut, observed={})
+
+
+def _rows_to_fix(error: UntraceableModelError, tried: Synthetic, rows: Fixed, fixed: Fixed) -> Fixed:
+    """For another try where sizes do not fit together, because a model takes so many rows together: none with a
+    multiple of the true batch's rows; then all of them.
+
+    Raises:
+        UntraceableModelError: the given one, where it is about something else or nothing is left.
+    """
+    if type(error.__cause__) is not RuntimeError or (rows <= fixed and not tried.has_fewer_rows):
+        raise error
+    return frozenset() if tried.has_fewer_rows else rows
 
 
 def _first_cut(root: nn.Module, leaf_names: Collection[str], boundary_names: Collection[str]) -> Cut:

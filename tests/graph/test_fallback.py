@@ -6,7 +6,7 @@ leaves).
 
 import pytest
 import torch
-from families import Toy, assert_same, causal_lm, token_batch, toy_batch, traced
+from families import Toy, assert_same, causal_lm, leaf_nodes, token_batch, toy_batch, traced
 from torch import Tensor, nn
 
 from lightning_compress.errors import UntraceableModelError
@@ -121,3 +121,61 @@ def test_a_step_that_fails_anyway_says_why() -> None:
     model = causal_lm("llama")
     with pytest.raises(UntraceableModelError, match="input_ids or inputs_embeds"):
         traced(model, {"attention_mask": torch.ones(2, 9, dtype=torch.long)})
+
+
+class Together(Toy):
+    """Takes rows together: `each` of them are one row of what it returns, or those of `table` are added to them."""
+
+    def __init__(self, each: int = 1, table: int = 0) -> None:
+        super().__init__(nn.GELU())
+        self.each = each
+        self.table = nn.Parameter(torch.randn(table, 1, 5)) if table else None
+
+    def forward(self, ids: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        x = nn.functional.one_hot(ids.remainder(8), 8).float()
+        logits = super().forward(x, ids)["logits"]
+        logits = logits.reshape(-1, self.each, *logits.shape[1:]).sum(1)
+        return {"logits": logits if self.table is None else logits + self.table}
+
+
+def ids(rows: int, length: int) -> dict[str, Tensor]:
+    return {"ids": torch.randint(1, 50, (rows, length))}
+
+
+def test_rows_that_belong_together() -> None:
+    """Seen to fail: recorded on three rows alone, which do not go into groups of four."""
+    model = Together(each=4)
+    graph = traced(model, ids(4, 13))
+    assert_same(model, graph, ids(4, 13), ids(8, 5), ids(12, 20))
+    assert not graph.fallbacks
+
+
+def test_a_model_of_so_many_rows() -> None:
+    """Other batches are refused. Seen to fail: 12 rows of x, and 4 of the table."""
+    model = Together(table=4)
+    graph = traced(model, ids(4, 13))
+    assert_same(model, graph, ids(4, 13), ids(4, 5))
+    assert "as many rows only" in graph.fallbacks[0].reason
+    assert violated_guards(graph, ids(2, 13)) == ["ids: size 0 is 2, not 4"]
+
+
+class Lent(nn.Module):
+    """Is given a module."""
+
+    def forward(self, x: Tensor, other: nn.Module, *, state: dict[str, object]) -> Tensor:
+        state["kept"] = other
+        return torch.tanh(x) @ other.weight.T  # type: ignore[operator, union-attr]
+
+
+def test_what_is_called_with_a_module() -> None:
+    """A graph cannot hold it, so the call is looked into. Seen to fail: NotImplementedError."""
+
+    class Root(Toy):
+        def forward(self, x: Tensor, ids: Tensor) -> dict[str, Tensor]:
+            x = self.middle(self.first(x), self.first, state={"given": object()})
+            return {"logits": self.last(x)}
+
+    model = Root(Lent())
+    graph = traced(model, toy_batch(2, 9))
+    assert [node.target.name for node in leaf_nodes(graph)] == ["first", "last"]
+    assert_same(model, graph, toy_batch(3, 4))
