@@ -1,12 +1,14 @@
 """What a plan foresaw and what a run took, phase by phase; and rates that would have foreseen it."""
 
 import math
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any, Literal, final
 
 from lightning_compress.errors import CompressionError
-from lightning_compress.foresight.plan import Plan
+from lightning_compress.foresight.plan import Foreseen, Plan
 
 PHASES = ("onload_s", "run_s", "solve_s", "write_s")
 _FAMILIES = {
@@ -46,8 +48,7 @@ def compared(plan: Plan, subgraphs: Sequence[Mapping[str, Any]], prepare_s: floa
         prepare_s: what preparing it took.
         device: "cpu" or "cuda".
     """
-    names = {part["name"] for part in subgraphs}
-    ran = [part for part in plan.subgraphs if part.name in names]
+    ran = [part for part, _ in _pairs(plan, subgraphs)]
     rows = [Compared("prepare", "s", plan.prepare_s, prepare_s)]
     for phase in PHASES:
         foreseen = sum(getattr(part, phase) for part in ran)
@@ -67,26 +68,35 @@ def compared(plan: Plan, subgraphs: Sequence[Mapping[str, Any]], prepare_s: floa
 _SIDES = ("foreseen", "measured")
 
 
-def factors(reports: Iterable[tuple[Plan, Sequence[Mapping[str, Any]]]]) -> dict[str, float]:
-    """How many times longer than foreseen each family of rates took, over all runs together.
+def _pairs(plan: Plan, subgraphs: Sequence[Mapping[str, Any]]) -> list[tuple[Foreseen, Mapping[str, Any]]]:
+    """What was foreseen of each subgraph that ran, and its record. Layers that are called several times are as many
+    subgraphs of one name, in order."""
+    left: dict[str, deque[Mapping[str, Any]]] = {}
+    for record in subgraphs:
+        left.setdefault(record["name"], deque()).append(record)
+    return [(part, left[part.name].popleft()) for part in plan.subgraphs if left.get(part.name)]
+
+
+def factors(
+    reports: Iterable[tuple[Plan, Sequence[Mapping[str, Any]]]], rates: Mapping[str, float]
+) -> dict[str, float]:
+    """How many times longer than with these rates each family of them took, over all runs together.
 
     Args:
         reports: of each run its plan, and records as plain data.
+        rates: of the machine as it is known now; a plan's seconds come from those that it had.
 
     Raises:
         CompressionError: no run took any time in any phase.
     """
     foreseen, measured = dict.fromkeys(_FAMILIES, 0.0), dict.fromkeys(_FAMILIES, 0.0)
     for plan, subgraphs in reports:
-        by_name = {part["name"]: part for part in subgraphs}
-        for part in plan.subgraphs:
-            if part.name not in by_name:
-                continue
+        for part, record in _pairs(plan, subgraphs):
             for phase in _FAMILIES:
                 if phase == "run_s" and part.lanes.get("compute", 0.0) < 0.9 * part.run_s:
                     continue  # it waited for another lane
-                foreseen[phase] += getattr(part, phase)
-                measured[phase] += by_name[part.name][phase]
+                foreseen[phase] += getattr(part, phase) * _slower(plan, rates, phase)
+                measured[phase] += record[phase]
     found = {
         family: measured[phase] / foreseen[phase]
         for phase, families in _FAMILIES.items()
@@ -96,3 +106,10 @@ def factors(reports: Iterable[tuple[Plan, Sequence[Mapping[str, Any]]]]) -> dict
     if not found:
         raise CompressionError("These reports hold no run of a plan, so there is nothing to learn from.")
     return found
+
+
+def _slower(plan: Plan, rates: Mapping[str, float], phase: str) -> float:
+    """How many times longer a phase of a plan would take with other rates."""
+    names = (name for name in rates if name.partition(" ")[0] in _FAMILIES[phase] and name in plan.rates)
+    times = [plan.rates[name] / rates[name] for name in names]
+    return median(times) if times else 1.0

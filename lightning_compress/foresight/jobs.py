@@ -99,7 +99,7 @@ class InferenceJob:
 
     def __post_init__(self) -> None:
         _check_positive(self, "batch_size", "context", "new_tokens")
-        if self.weight_bits is not None and self.weight_bits not in range(1, 9):
+        if self.weight_bits is not None and (type(self.weight_bits) is not int or self.weight_bits not in range(1, 9)):
             raise CompressionError(f"job.weight_bits={self.weight_bits} is neither null nor 1 to 8.")
 
 
@@ -176,7 +176,7 @@ class CalibrationJob:
 def _check_positive(job: object, *names: str) -> None:
     for name in names:
         value = getattr(job, name)
-        if not isinstance(value, int) or value < 1:
+        if type(value) is not int or value < 1:
             raise CompressionError(f"job.{name}={value} is no number of at least 1.")
 
 
@@ -212,10 +212,10 @@ def infer(model: nn.Module, job: InferenceJob, memory: LiveMemory) -> list[Phase
             ids = torch.zeros(job.batch_size, length, dtype=torch.long, device=device)
             return getattr(model(input_ids=ids, past_key_values=cache, use_cache=True, **keep), "past_key_values", None)
 
+        if cached(1) is None:
+            raise CompressionError(f"{type(model).__name__} gives no past_key_values: inference is not foreseen.")
         memory.reset_peak()
         cache = cached(job.context)
-        if cache is None:
-            raise CompressionError(f"{type(model).__name__} gives no past_key_values: inference is not foreseen.")
         phases = [_phase("prefill", memory, weights, cache=num_bytes(_cached(cache)))]
         for done in range(0, job.new_tokens - 3, min(job.context, _TOGETHER)):  # some at a time, and one alone
             cache = cached(min(job.context, _TOGETHER, job.new_tokens - 3 - done), cache)

@@ -1,7 +1,8 @@
 """What one rank of many holds of a job: data parallelism, ZeRO, tensor and pipeline parallelism, in closed form.
 
 After ZeRO (arXiv 1910.02054) and Megatron (arXiv 2104.04473, 2205.05198). Assumed: everything divides evenly, tensor
-parallelism splits activations too (sequence parallelism). A pipeline's stages have fewer layers, but more micro-batches
+parallelism splits activations too (sequence parallelism). A pipeline's stages have fewer layers (the first and the last
+the embeddings beside them), but more micro-batches
 on the way (1F1B), and the last one the loss: so activations are not divided by their number, which is the most that it
 can be.
 """
@@ -38,27 +39,29 @@ class Layout:
 
     def __post_init__(self) -> None:
         ranks = (self.data, self.tensor, self.pipeline)
-        if not all(isinstance(number, int) and number > 0 for number in ranks) or self.zero not in range(4):
+        if not all(type(each) is int for each in (*ranks, self.zero)) or min(ranks) < 1 or self.zero not in range(4):
             raise CompressionError(f"{self}: numbers of ranks are at least 1, and ZeRO's stages are 0 to 3.")
         if self.offload and self.zero == 0:
             raise CompressionError("layout.offload is of what ZeRO divides: give layout.zero=1, 2 or 3.")
 
 
-def per_rank(phase: Phase, layout: Layout, largest_layer: int) -> tuple[Phase, int]:
+def per_rank(phase: Phase, layout: Layout, largest_layer: int, stage: float | None = None) -> tuple[Phase, int]:
     """What one rank has on its device in a phase, and the bytes that it has in host memory for it.
 
     Args:
         phase: of the job on one rank, with one replica's batch.
         layout: of the ranks.
         largest_layer: bytes of the weights of the largest layer or embedding.
+        stage: of the weights, what the largest stage of the pipeline has; None: as much as all others.
     """
+    shared = (stage or 1 / layout.pipeline) / layout.tensor
     parts, divided = layout.tensor * layout.pipeline, layout.data if layout.zero >= 1 else 1
     sharing_gradients = layout.data if layout.zero >= 2 else 1
-    weights = phase.weights // parts
+    weights = int(phase.weights * shared)
     if layout.zero >= 3:
         weights = min(weights, weights // layout.data + GATHERED * largest_layer // layout.tensor)
-    gradients = phase.gradients // parts // sharing_gradients
-    optimizer, stepping = (size // parts // divided for size in (phase.optimizer, phase.stepping))
+    gradients = int(phase.gradients * shared) // sharing_gradients
+    optimizer, stepping = (int(size * shared) // divided for size in (phase.optimizer, phase.stepping))
     on_host = 0
     if layout.offload and layout.zero >= 1:
         on_host, optimizer, stepping = optimizer + stepping, 0, 0
@@ -76,11 +79,13 @@ def per_rank(phase: Phase, layout: Layout, largest_layer: int) -> tuple[Phase, i
     return share, on_host
 
 
-def worst_shares(phases: Iterable[Phase], layout: Layout, largest_layer: int) -> dict[str, tuple[Phase, int]]:
+def worst_shares(
+    phases: Iterable[Phase], layout: Layout, largest_layer: int, stage: float | None = None
+) -> dict[str, tuple[Phase, int]]:
     """By part of the job, of its moments the one with most on a rank's device, as `per_rank` has it."""
     found: dict[str, tuple[Phase, int]] = {}
     for phase in phases:
-        share = per_rank(phase, layout, largest_layer)
+        share = per_rank(phase, layout, largest_layer, stage)
         if phase.name not in found or share[0].peak > found[phase.name][0].peak:
             found[phase.name] = share
     return found

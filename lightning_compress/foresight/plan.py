@@ -5,7 +5,7 @@ both. Weights of the next subgraph come while this one runs and is solved; what 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import final
 
 import torch
@@ -106,6 +106,7 @@ class Plan:
         subgraphs: in order.
         peaks: bytes per place at most: "device", "host" (the process), "disk" (checkpoint and file).
         shadow_prices: seconds that one more byte of a place would save, as far as what is enumerated stays.
+        rates: of the machine, that the seconds come from.
     """
 
     choice: Choice
@@ -116,6 +117,7 @@ class Plan:
     finish_s: float
     peaks: Mapping[str, int]
     shadow_prices: Mapping[str, float]
+    rates: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def loop_s(self) -> float:
@@ -165,6 +167,7 @@ def foreseen(candidate: Candidate, machine: Machine, waiting: Waiting, ranks: in
         finish_s=of_end + sum(sum(bringing(candidate, row, machine)) for row in candidate.end),
         peaks={**peaks_of_places, "disk": candidate.output_bytes + in_file},
         shadow_prices={},
+        rates={name: rate.value for name, rate in machine.rates.items()},
     )
 
 
@@ -208,7 +211,7 @@ def _worst(candidate: Candidate, machine: Machine, waiting: Waiting) -> dict[str
     for place in places:
         for peak in peaks_of(candidate, machine, place, waiting):
             known = found.setdefault(peak.row.name, {})
-            if sum(known.get(place, {}).values()) < peak.num_bytes:
+            if place not in known or sum(known[place].values()) < peak.num_bytes:
                 known[place] = {part: size for part, size in peak.parts.items() if size}
     return found
 

@@ -379,7 +379,7 @@ def _mask_by_broadcast(mask_function: Callable[..., Tensor]) -> Callable[..., Te
 
 
 @contextmanager
-def traceable_transformers(root: nn.Module, *, packed_sequences: bool) -> Iterator[None]:
+def traceable_transformers(root: nn.Module, *, packed_sequences: bool, experts: str = "grouped_mm") -> Iterator[None]:
     """Within: transformers takes the branches it takes on real, unpacked data, and runs experts without a loop."""
     with ExitStack() as stack:
         # as broadcast over index tensors, not as vmap: its indexing operator cannot be recorded before dispatch
@@ -389,7 +389,7 @@ def traceable_transformers(root: nn.Module, *, packed_sequences: bool) -> Iterat
             stack.enter_context(assigned(masking_utils, "find_packed_sequence_indices", lambda position_ids: None))
         for config in configs_of(root):
             if hasattr(config, "_experts_implementation_internal"):
-                stack.enter_context(assigned(config, "_experts_implementation_internal", "batched_mm"))
+                stack.enter_context(assigned(config, "_experts_implementation_internal", experts))
         yield
 
 

@@ -32,7 +32,7 @@ from math import prod
 import torch
 from torch import fx
 
-from lightning_compress.graph.aliases import aliased
+from lightning_compress.graph.aliases import memory_of
 from lightning_compress.graph.leaf import Grouped, takes_a_value
 from lightning_compress.graph.trace import Leaf, Traced, leaf_input
 from lightning_compress.graph.values import concrete, depends_on_values, is_symbolic
@@ -194,15 +194,11 @@ _WRITES = "writes"
 
 def _count_writes(graph: fx.Graph) -> None:
     """Note at every leaf how often its input was changed in place before, directly or through a view of it."""
-    owners: dict[fx.Node, fx.Node] = {}
-    writes: dict[fx.Node, int] = {}
+    memory = memory_of(graph)
     for node in graph.nodes:
         if isinstance(node.target, Leaf) and takes_a_value(node):
-            value = leaf_input(node)
-            node.meta[_WRITES] = writes.get(owners.get(value, value), 0)
-        for value, is_write in aliased(node):
-            owners[node] = owner = owners.get(value, value)
-            writes[owner] = writes.get(owner, 0) + is_write
+            writes = memory.writes.get(memory.owner[leaf_input(node)], ())
+            node.meta[_WRITES] = sum(at < memory.position[node] for at in writes)
 
 
 def quantizable_calls(node: fx.Node, quantizable: frozenset[str]) -> Calls:

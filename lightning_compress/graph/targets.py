@@ -1,11 +1,17 @@
 """Which modules are onloaded one at a time: the sequential targets."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from torch import nn
 
 from lightning_compress.errors import UnsupportedModelError
+from lightning_compress.recipe.config import not_regular
 from lightning_compress.recipe.resolve import matches
+
+
+def as_patterns(given: str | Iterable[str] | None) -> tuple[str, ...] | None:
+    """Sequential targets as a user gives them: several, or one."""
+    return (given,) if isinstance(given, str) else None if given is None else tuple(given)
 
 
 def sequential_modules(
@@ -24,6 +30,9 @@ def sequential_modules(
         UnsupportedModelError: a pattern was given and matches no module.
     """
     if patterns is not None:
+        for pattern in patterns:
+            if reason := not_regular(pattern):
+                raise UnsupportedModelError(f"sequential_targets: {pattern!r} is no regular expression ({reason}).")
         found = [
             name for name, module in root.named_modules() if name and any(matches(p, [name], module) for p in patterns)
         ]

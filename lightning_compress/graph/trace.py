@@ -230,7 +230,7 @@ def _attempt(
         if is_symbolic(size)
     }
     packed = any(path.endswith("position_ids") for path in structure.paths)
-    with attributes_restored(root), compat.traceable_transformers(root, packed_sequences=packed):
+    with attributes_restored(root), compat.traceable_transformers(root, packed_sequences=packed, experts="batched_mm"):
         recorder = compat.Recorder(compat.replace_by_fakes(root, fake_mode), fake_mode)
         attempt = Attempt(cut, recorder, frozenset(other), symbolic_sizes(inputs), other)
         recorder.before_node = attempt.check_sizes

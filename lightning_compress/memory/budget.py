@@ -297,6 +297,7 @@ def _parts(
     if place == "host":  # weights are in pinned memory, which is kept and reused
         is_there = moment.what in ("write", "verification")
         return {"held": budgets.held, **window, **cached, **(running if is_there else {})}
+    running = {} if moment.what == "verification" else running  # which is in host memory
     of_next_batch = moment.in_flight if on_host or in_file else 0
     return {**window, "waiting": on_device + small_there, "in_flight": of_next_batch, **running}
 

@@ -122,8 +122,9 @@ def parse_bytes(size: int | str) -> int:
     Raises:
         ValueError: it is not like these, or negative.
     """
-    found = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*(?:([KMGT])(i?)B?|B)?\s*", str(size), re.IGNORECASE)
-    if found is None or str(size).count(".") > 1:
+    number = r"((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[0-9]+)?)"
+    found = re.fullmatch(rf"\s*{number}\s*(?:([KMGT])(i?)B?|B)?\s*", str(size), re.IGNORECASE)
+    if found is None:
         raise ValueError(f"{size!r} is no size; write bytes, or a number with KB, MB, GB, TB, KiB, MiB, GiB or TiB.")
     number, unit, binary = found.groups()
     base = 1024 if binary else 1000

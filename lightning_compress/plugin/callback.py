@@ -21,6 +21,7 @@ from lightning_compress.errors import CalibrationDataError, UnsupportedModelErro
 from lightning_compress.export.checkpoint import SavesPretrained, check_output_dir, is_unfinished
 from lightning_compress.graph.restore import attributes_restored, contents_restored
 from lightning_compress.graph.stages import Schedule
+from lightning_compress.graph.targets import as_patterns
 from lightning_compress.memory.placement import MemoryConfig, memory_config
 from lightning_compress.memory.source import is_on_meta
 from lightning_compress.plugin import compat
@@ -106,7 +107,7 @@ class CompressionCallback(Callback):
             recipe=load_recipe(recipe),
             output_dir=None if output_dir is None else Path(output_dir),
             schedule=Schedule(schedule),
-            sequential_targets=None if sequential_targets is None else tuple(sequential_targets),
+            sequential_targets=as_patterns(sequential_targets),
             expert_parts=expert_parts,
             memory=memory_config(memory),
             verify=verify,

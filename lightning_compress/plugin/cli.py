@@ -35,6 +35,7 @@ from lightning_compress.plugin.callback import onload_device
 from lightning_compress.plugin.compressor import Compressor
 from lightning_compress.plugin.estimate import estimate as foresee
 from lightning_compress.plugin.finetuning import run_finetuning_plan
+from lightning_compress.plugin.flags import with_flags
 from lightning_compress.plugin.generation import generation_lines
 from lightning_compress.plugin.inspect import run_inspect
 from lightning_compress.plugin.models import (
@@ -44,6 +45,7 @@ from lightning_compress.plugin.models import (
     reads_from_disk,
     weights_place,
 )
+from lightning_compress.plugin.plan import device_kind
 from lightning_compress.plugin.planning import plan_for_run, run_generation_plan, run_plan, run_probe, with_plan
 from lightning_compress.recipe.load import config_dir
 from lightning_compress.report.estimate import estimate_lines, estimate_table, save_estimate
@@ -84,7 +86,7 @@ def main() -> None:
 
     def task(config: DictConfig) -> None:
         sys.argv = given  # with which Lightning starts the other ranks
-        _COMMANDS[command](config)
+        _COMMANDS[command](_reporting_errors(lambda: with_flags(config)))
 
     sys.argv = [f"{given[0]} {command}", *_as_overrides(given[2:])]
     hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=command)(task)()
@@ -122,7 +124,7 @@ def estimate(config: DictConfig) -> None:
     console.print(estimate_table(found))
     for line in estimate_lines(found):
         console.print(line, highlight=False, soft_wrap=True)
-    _save(config.json, save_estimate, found, "as JSON: ")
+    _save("json", config.json, save_estimate, found, "as JSON: ")
 
 
 def plan(config: DictConfig) -> None:
@@ -136,14 +138,14 @@ def plan(config: DictConfig) -> None:
         for line in generation_lines(generation):
             console.print(line, highlight=False, soft_wrap=True)
         console.print(machine_table(generation.machine))
-        _save(config.json, save_plain, generation, "as JSON: ")
+        _save("json", config.json, save_plain, generation, "as JSON: ")
         return
     found = _reporting_errors(lambda: run_plan(config))
     for line in plan_lines(found):
         console.print(line, highlight=False, soft_wrap=True)
     console.print(runners_up_table(found))
     console.print(machine_table(found.machine))
-    _save(config.json, save_planned, found, "run it: lightning-compress compress ... plan=")
+    _save("json", config.json, save_planned, found, "run it: lightning-compress compress ... plan=")
 
 
 def _plan_finetuning(config: DictConfig, console: Console) -> None:
@@ -152,7 +154,7 @@ def _plan_finetuning(config: DictConfig, console: Console) -> None:
         console.print(line, highlight=False, soft_wrap=True)
     console.print(finetuning_table(found))
     console.print(machine_table(found.machine))
-    _save(config.json, save_plain, found, "as JSON: ")
+    _save("json", config.json, save_plain, found, "as JSON: ")
 
 
 def probe(config: DictConfig) -> None:
@@ -190,6 +192,7 @@ def run_compress(config: DictConfig, output_dir: Path) -> Report:
         logger=[instantiate(logger) for logger in config.logger.values()] or False,
     )
     _check_launcher(trainer)
+    memory_options(config.memory)  # misspelt ones are told before anything is loaded
     planned = None
     if config.plan is not None:
         planned = plan_for_run(config, trainer, onload_device(trainer), output_dir)
@@ -246,7 +249,7 @@ def run_evaluate(config: DictConfig) -> float:
     Raises:
         CompressionError: a model or data that cannot be loaded.
     """
-    cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+    cuda = device_kind(config.device, "device") == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     is_folder = Path(config.model.path).is_dir() and has_safetensors(Path(config.model.path))
     from_disk = reads_from_disk(config.model) or (cuda and is_folder and config.model.load == "auto")
@@ -274,17 +277,17 @@ def inspect(config: DictConfig) -> None:
     """Print how a model is cut, and draw it."""
     found = _reporting_errors(lambda: run_inspect(config))
     print("\n".join(graph_lines(found)))
-    _reporting_errors(lambda: _save(config.graph, save_picture, found, "picture: "))
+    _reporting_errors(lambda: _save("graph", config.graph, save_picture, found, "picture: "))
 
 
-def _save(file: str | None, save: Callable[[Result, Path], None], found: Result, said: str) -> None:
+def _save(key: str, file: str | None, save: Callable[[Result, Path], None], found: Result, said: str) -> None:
     """Write what was found to the file that the user wants it in, if any."""
     if file is None:
         return
     try:
         save(found, Path(file))
     except OSError as error:
-        sys.exit(f"lightning-compress: json={file} cannot be written: {error}")
+        sys.exit(f"lightning-compress: {key}={file} cannot be written: {error}")
     print(f"{said}{file}")
 
 

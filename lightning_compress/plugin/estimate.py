@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from math import gcd
 from typing import Any, cast
 
 import torch
@@ -35,16 +36,19 @@ from lightning_compress.foresight.jobs import (
 )
 from lightning_compress.foresight.layouts import Layout, worst_shares
 from lightning_compress.foresight.training import finetune
+from lightning_compress.graph.experts import stack_of
 from lightning_compress.graph.targets import sequential_modules
 from lightning_compress.graph.unfold import unfolded
-from lightning_compress.memory.budget import TITLES, Budgets, Peak, Place, fit, peaks
+from lightning_compress.memory.budget import TITLES, Budgets, Peak, Place, fit, gib, peaks
 from lightning_compress.memory.placement import MemoryConfig
 from lightning_compress.memory.tracker import LiveMemory, resident_bytes
+from lightning_compress.plugin.generation import size_in
 from lightning_compress.plugin.measure import measured
 from lightning_compress.recipe.load import load_recipe
 from lightning_compress.recipe.resolve import named_by, resolve
 
 GROUP = 128
+_OF_ONE_RANK = "Host memory is what one rank takes of it; ranks of one host take as much each."
 _FAKES = (
     "Counted on fake tensors of the CPU, whose operators may keep more or less than a device's. Not included: the "
     "device's context and workspaces of libraries (0.3 to 1 GiB on CUDA)."
@@ -65,6 +69,11 @@ def estimate(model: PreTrainedModel, config: DictConfig, memory: MemoryConfig, f
     """
     job, layout = instantiated(config.job), cast(Layout, instantiated(config.layout))
     if not isinstance(job, CalibrationJob):
+        if getattr(model.config, "quantization_config", None) is not None:
+            raise CompressionError(
+                f"model.path={config.model.path} is quantized, and its weights would be counted as if it was not. Give "
+                "the original model; for inference with job.weight_bits=4 or the like."
+            )
         if memory.device_budget is not None or memory.host_budget is not None:
             raise CompressionError("memory.device_budget and memory.host_budget are for job=calibration.")
         return _of_one_rank_or_shared(model, job, layout, "device" if config.device == "cuda" else "host")
@@ -76,6 +85,7 @@ def estimate(model: PreTrainedModel, config: DictConfig, memory: MemoryConfig, f
 def _of_one_rank_or_shared(
     model: PreTrainedModel, job: InferenceJob | FineTuningJob, layout: Layout, place: Place
 ) -> Estimate:
+    check_shares(model, job, layout)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     sizes = decoder(model.config, num_parameters, model.dtype.itemsize)
     followed = LiveMemory()
@@ -93,13 +103,15 @@ def _of_one_rank_or_shared(
         saved = _saved_by_packing(model, num_bits)
         phases, forms = ([replace(each, weights=each.weights - saved) for each in of] for of in (phases, forms))
         notes.append(
-            f"Linear layers but the last have {num_bits} bits in groups of {GROUP}, and kernels that read them "
-            "packed; transformers unpacks them and then takes what the model takes unpacked."
+            f"Linear layers but the last, and experts, have {num_bits} bits in groups of {GROUP}, and kernels that "
+            "read them packed; transformers unpacks them and then takes what the model takes unpacked."
         )
     notes.extend(_about_training(model, job, layout))
     notes.extend(_about_positions(model, job))
     if layout != Layout():
         notes.append(f"{layout}: shares in closed form of what one rank would take.")
+    if layout.offload:
+        notes.append(_OF_ONE_RANK)
     is_whole = layout == Layout() and num_bits is None
     return Estimate(
         model=type(model).__name__,
@@ -128,6 +140,9 @@ def _about_training(model: PreTrainedModel, job: InferenceJob | FineTuningJob, l
             "Linear layers but the output embedding have 4 bits with double quantization, as bitsandbytes has them, "
             "and are unpacked one at a time; everything else stays in the model's own type."
         )
+        if stacks := _stacks(model):
+            size = gib(sum(weights.nbytes for weights in stacks))
+            notes.append(f"Stacked experts ({size}) are no linear layers to bitsandbytes and stay as they are, too.")
         if layout.zero >= 3:
             notes.append("ZeRO-3 is counted as gathering layers unpacked, which is more than packed ones take.")
     if job.optimizer == "adamw_8bit":
@@ -161,17 +176,63 @@ def foreseeing(model: PreTrainedModel) -> Iterator[None]:
 
 def largest_layer(model: nn.Module) -> int:
     """Bytes of the weights of the largest layer or embedding, which ZeRO-3 gathers."""
-    owners = tuple(name for name, module in model.named_modules() if name and list(module.parameters(recurse=False)))
-    units = {*sequential_modules(model, None, owners), *owners}
-    return max(sum(tensor.nbytes for tensor in model.get_submodule(name).parameters()) for name in units)
+    owners = _owners(model)
+    return max(_bytes_of(model, name) for name in {*sequential_modules(model, None, owners), *owners})
+
+
+def largest_stage(model: nn.Module, pipeline: int) -> float:
+    """Of the weights, the part of a pipeline's first or last stage, which have the embeddings beside their layers."""
+    if pipeline == 1:
+        return 1.0
+    total = sum(tensor.nbytes for tensor in model.parameters())
+    layers = sum(_bytes_of(model, name) for name in sequential_modules(model, None, _owners(model)))
+    ends = [module() for name in ("get_input_embeddings", "get_output_embeddings") if (module := getattr(model, name))]
+    beside = [sum(tensor.nbytes for tensor in end.parameters()) for end in ends if isinstance(end, nn.Module)]
+    return min((layers / pipeline + max(beside, default=0)) / total, 1.0)
+
+
+def _owners(model: nn.Module) -> tuple[str, ...]:
+    """Names of the modules that have parameters of their own."""
+    return tuple(name for name, module in model.named_modules() if name and list(module.parameters(recurse=False)))
+
+
+def _bytes_of(model: nn.Module, name: str) -> int:
+    return sum(tensor.nbytes for tensor in model.get_submodule(name).parameters())
+
+
+def dividing_heads(model: PreTrainedModel) -> int | None:
+    """That tensor ranks divide: a number of them divides those of queries and those of keys if it divides this; None:
+    the configuration does not have what is to be known for it."""
+    text = model.config.get_text_config(decoder=True)
+    heads = size_in(text, "num_attention_heads")
+    if heads is None or size_in(text, "num_hidden_layers") is None or size_in(text, "hidden_size") is None:
+        return None
+    return gcd(heads, size_in(text, "num_key_value_heads") or heads)
+
+
+def check_shares(model: PreTrainedModel, job: InferenceJob | FineTuningJob, layout: Layout) -> None:
+    """
+    Raises:
+        CompressionError: the model has fewer heads or layers than ranks to share them, or not a multiple of these.
+    """
+    heads, num_layers = dividing_heads(model), size_in(model.config.get_text_config(decoder=True), "num_hidden_layers")
+    if heads is not None and heads % layout.tensor:
+        raise CompressionError(
+            f"layout.tensor={layout.tensor} does not divide the heads of {type(model).__name__}, of queries and of "
+            f"keys: {heads} or a divisor of it does."
+        )
+    if num_layers is not None and layout.pipeline > num_layers:
+        raise CompressionError(f"layout.pipeline={layout.pipeline}: there are {num_layers} layers to share.")
+    if layout.offload and isinstance(job, InferenceJob):
+        raise CompressionError("layout.offload is of gradients and optimizer states, which inference has none of.")
 
 
 def _rows(phases: Sequence[Phase], forms: Sequence[Phase], layout: Layout, model: nn.Module, place: Place) -> list[Row]:
     """The worst moment of each part of the job on a rank's device, and what of it waits in host memory."""
-    largest = largest_layer(model)
-    by_form = worst_shares(forms, layout, largest)
+    largest, stage = largest_layer(model), largest_stage(model, layout.pipeline)
+    by_form = worst_shares(forms, layout, largest, stage)
     rows: list[Row] = []
-    for name, (share, on_host) in worst_shares(phases, layout, largest).items():
+    for name, (share, on_host) in worst_shares(phases, layout, largest, stage).items():
         form = by_form.get(name)
         rows.append(Row(name, place, parts_of(share), None if form is None else form[0].peak))
         if on_host:
@@ -198,13 +259,20 @@ def _about_positions(model: PreTrainedModel, job: InferenceJob | FineTuningJob) 
 
 
 def _saved_by_packing(model: PreTrainedModel, num_bits: int) -> int:
-    """Bytes that linear weights, but the last one, have less of when they are packed, with a half-precision scale per
-    group."""
+    """Bytes that linear weights, but the last one, and stacked experts have less of when they are packed, with a
+    half-precision scale per group."""
     last = model.get_output_embeddings()
     kinds = nn.Linear | pytorch_utils.Conv1D
     weights = [module.weight for module in model.modules() if isinstance(module, kinds) and module is not last]
+    weights += _stacks(model)
     packed = sum(weight.numel() * num_bits // 8 + 2 * (weight.numel() // GROUP) for weight in weights)
     return sum(weight.nbytes for weight in weights) - packed
+
+
+def _stacks(model: nn.Module) -> list[nn.Parameter]:
+    """The weights of stacked experts."""
+    found = ((module, stack_of(module)) for module in model.modules())
+    return [getattr(module, name) for module, stack in found if stack is not None for name in stack.names[:2]]
 
 
 def _calibration(
@@ -235,6 +303,7 @@ def _calibration(
         row
         for place in places
         for row in _worst(peaks(table, device, budgets, place, fitted.depth, fitted.waiting), place)
+        if row.total
     ]
     return Estimate(
         model=type(model).__name__,
@@ -243,7 +312,12 @@ def _calibration(
         rows=tuple(rows),
         reserved=None,
         others={},
-        notes=(_FAKES, f"Weights are {'on disk' if from_disk else 'in host memory'} before the run.", *fitted.notes),
+        notes=(
+            _FAKES,
+            f"Weights are {'on disk' if from_disk else 'in host memory'} before the run.",
+            *([_OF_ONE_RANK] if job.ranks > 1 else []),
+            *fitted.notes,
+        ),
     )
 
 

@@ -7,7 +7,6 @@ without gradient checkpointing, and `foresight.finetuning_plan` chooses.
 import time
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from math import gcd
 from pathlib import Path
 
 import torch
@@ -34,7 +33,7 @@ from lightning_compress.foresight.planned import tensors_on
 from lightning_compress.foresight.training import rehearse
 from lightning_compress.memory.tracker import LiveMemory, available_bytes
 from lightning_compress.memory.work import WorkMeter
-from lightning_compress.plugin.estimate import foreseeing, instantiated, largest_layer
+from lightning_compress.plugin.estimate import dividing_heads, foreseeing, instantiated, largest_layer
 from lightning_compress.plugin.generation import size_in
 from lightning_compress.plugin.models import load_config_only
 from lightning_compress.plugin.plan import machine_for, size_of
@@ -166,22 +165,12 @@ def _task(model: PreTrainedModel, job: FineTuningJob, ranks: int) -> FineTuningT
     )
 
 
-def _heads(model: PreTrainedModel) -> int | None:
-    """That tensor ranks divide: a number of them divides those of queries and those of keys if it divides this; None:
-    the configuration does not have what is to be known for it."""
-    text = model.config.get_text_config(decoder=True)
-    heads = size_in(text, "num_attention_heads")
-    if heads is None or size_in(text, "num_hidden_layers") is None or size_in(text, "hidden_size") is None:
-        return None
-    return gcd(heads, size_in(text, "num_key_value_heads") or heads)
-
-
 def _layouts(model: PreTrainedModel, ranks: int, job: FineTuningJob, fixed: Mapping[str, int | bool]) -> list[Layout]:
     """
     Raises:
         CompressionError: there are none.
     """
-    heads = _heads(model)
+    heads = dividing_heads(model)
     found = layouts(ranks, heads, job, fixed)
     if found:
         return found

@@ -16,6 +16,7 @@ from lightning_compress.data.config import load_data_config
 from lightning_compress.errors import CompressionError
 from lightning_compress.graph.leaf import Leaf
 from lightning_compress.graph.stages import Group, Schedule, Subgraph, subgraphs
+from lightning_compress.graph.targets import as_patterns
 from lightning_compress.graph.trace import Traced
 from lightning_compress.graph.unfold import unfolded
 from lightning_compress.graph.values import concrete
@@ -44,6 +45,8 @@ def run_inspect(config: DictConfig) -> GraphView:
             f"schedules are {', '.join(Schedule)}; the others are positive numbers."
         )
     schedule = Schedule(config.schedule)
+    if schedule is Schedule.DATAFREE:
+        raise CompressionError("With schedule=datafree nothing runs, so there is no graph that is cut.")
     if config.get("data") is None:
         model: nn.Module = load_config_only(config.model)
         tokens = torch.zeros(config.rows, config.length, dtype=torch.long)
@@ -56,7 +59,7 @@ def run_inspect(config: DictConfig) -> GraphView:
     with calibrating(model), unfolded(model, named_by(recipe), config.expert_parts):
         resolved = resolve(recipe, model)
         names = tuple(resolved.assignments)
-        patterns = None if config.sequential_targets is None else tuple(config.sequential_targets)
+        patterns = as_patterns(config.sequential_targets)
         boundaries = check_layout(target, resolved, schedule, patterns)
         traced = trace_on(target, names, boundaries, data)
         parts = subgraphs(

@@ -14,6 +14,7 @@ from lightning_compress.calibration.target import Target
 from lightning_compress.distributed.collective import SingleProcess
 from lightning_compress.foresight.jobs import CalibrationJob
 from lightning_compress.graph.stages import Schedule
+from lightning_compress.graph.targets import as_patterns
 from lightning_compress.graph.trace import Traced, flatten_batch
 from lightning_compress.graph.unfold import unfolded
 from lightning_compress.memory.budget import Needs
@@ -85,7 +86,7 @@ def measured(
             data if has_data else None,
             where,
             schedule=Schedule(job.schedule) if has_data else Schedule.DATAFREE,
-            sequential_targets=job.sequential_targets,
+            sequential_targets=as_patterns(job.sequential_targets),
             collective=_Planned(job.ranks) if job.ranks > 1 else SingleProcess(),
             traced=traced,
         )

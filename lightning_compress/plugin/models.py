@@ -15,6 +15,10 @@ from lightning_compress.memory.placement import MemoryConfig, memory_config
 from lightning_compress.memory.source import parameters_on_meta
 from lightning_compress.memory.tracker import available_bytes
 
+_AUTO_CLASSES = (
+    *("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq"),
+    *("AutoModelForMaskedLM", "AutoModelForImageClassification", "AutoModel"),
+)
 _PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 
 
@@ -72,7 +76,7 @@ def load_model(config: DictConfig, from_disk: bool) -> tuple[nn.Module, Any]:
     except CompressionError:
         raise
     except (OSError, ValueError, ImportError) as error:
-        raise CompressionError(f"model.path={config.path} cannot be loaded: {error}") from error
+        raise CompressionError(f"model.path={config.path} cannot be loaded: {_told(error, config)}") from error
     return model.eval(), processor
 
 
@@ -118,9 +122,20 @@ def load_config_only(config: DictConfig) -> PreTrainedModel:
     try:
         model = _on_meta(auto_class, config.path, config.dtype, config.trust_remote_code, **extra)
     except (OSError, ValueError, AttributeError, ImportError) as error:
-        raise CompressionError(f"model.path={config.path} cannot be built: {error}") from error
+        raise CompressionError(f"model.path={config.path} cannot be built: {_told(error, config)}") from error
     model.eval()
     return model
+
+
+def _told(error: Exception, config: DictConfig) -> str:
+    """What went wrong; where it is the Auto class, which ones know the model."""
+    if "Unrecognized configuration class" not in str(error):
+        return str(error)
+    kind = type(transformers.AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code))
+    autos = ((name, getattr(transformers, name, None)) for name in _AUTO_CLASSES)
+    known = [name for name, auto in autos if auto is not None and kind in auto._model_mapping]
+    remedy = f"give model.auto_class={' or '.join(known)}" if known else "name another with model.auto_class"
+    return f"{config.auto_class} does not know a {kind.__name__}; {remedy}."
 
 
 def _class_and_options(config: DictConfig) -> tuple[Any, dict[str, str]]:
@@ -132,6 +147,10 @@ def _class_and_options(config: DictConfig) -> tuple[Any, dict[str, str]]:
         )
     if not Path(config.path).exists() and (Path(config.path).is_absolute() or config.path.startswith(".")):
         raise CompressionError(f"model.path={config.path}: there is no such folder.")
+    if config.dtype != "auto" and not isinstance(getattr(torch, str(config.dtype), None), torch.dtype):
+        raise CompressionError(
+            f"model.dtype={config.dtype} is none of torch's; use auto, bfloat16, float16 or float32."
+        )
     extra = {} if config.attn_implementation is None else {"attn_implementation": config.attn_implementation}
     return auto_class, extra
 

@@ -24,6 +24,7 @@ from lightning_compress.foresight.planned import Planned, Situation, card_for
 from lightning_compress.foresight.planner import plans, smallest
 from lightning_compress.foresight.probe import probe
 from lightning_compress.graph.stages import Schedule
+from lightning_compress.graph.targets import as_patterns
 from lightning_compress.graph.trace import Traced
 from lightning_compress.graph.unfold import most_experts, unfolded
 from lightning_compress.memory.budget import gib
@@ -86,6 +87,10 @@ def plan_calibration(model: PreTrainedModel, situation: Situation, choices: Choi
         CompressionError: a recipe or model that cannot be prepared.
     """
     start = time.perf_counter()
+    for name in ("num_samples", "max_length"):
+        if getattr(situation, name) < 1:
+            raise CompressionError(f"data.{name}={getattr(situation, name)} is no number of at least 1.")
+    choices = replace(choices, batch_size=_possible(choices.batch_size, situation.num_samples))
     target = find_target(model)
     resources = situation.resources
     tried: list[Candidate] = []
@@ -119,6 +124,20 @@ def plan_calibration(model: PreTrainedModel, situation: Situation, choices: Choi
     )
 
 
+def _possible(batch_sizes: Sequence[int], num_samples: int) -> tuple[int, ...]:
+    """
+    Raises:
+        CompressionError: none of them.
+    """
+    found = tuple(size for size in batch_sizes if size <= num_samples)
+    if not found:
+        raise CompressionError(
+            f"choices.batch_size={list(batch_sizes)}: no batch can have more than the {num_samples} samples that there "
+            "are (data.num_samples)."
+        )
+    return found
+
+
 def _others(found: Sequence[Plan]) -> tuple[Plan, ...]:
     """Of plans that differ from the best one in more than the prefetch depth, the best of each kind."""
     kinds: dict[tuple[object, ...], Plan] = {}
@@ -146,8 +165,6 @@ def _candidates(
     else:  # nothing runs
         ways = [(str(Schedule.DATAFREE), choices.batch_size[0])]
     for schedule, batch_size in ways:
-        if batch_size > situation.num_samples:
-            continue
         job = CalibrationJob(
             num_samples=situation.num_samples,
             max_length=situation.max_length,
@@ -162,7 +179,7 @@ def _candidates(
             prepare_s = found.prepare_s
             traced = found.run.flow.traced
         for load, depth in product(choices.load, choices.prefetch_depth):
-            named = None if targets is None else tuple(targets)
+            named = as_patterns(targets)
             choice = Choice(batch_size, schedule, depth, load, named, expert_parts)
             yield _candidate(choice, found, target, device, prepare_s)
 
@@ -240,16 +257,17 @@ def machine_for(gpu: str | None, device: str, folder: Path) -> Machine:
     return probed(kind, folder)
 
 
-def device_kind(device: str) -> str:
-    """What "auto" is here.
+def device_kind(device: str, key: str = "run_on") -> str:
+    """What "auto" is here, given as `key`.
 
     Raises:
         CompressionError: no such device, or there is none.
     """
     if device not in ("auto", "cpu", "cuda"):
-        raise CompressionError(f"run_on={device} is not known; use auto, cpu or cuda.")
+        raise CompressionError(f"{key}={device} is not known; use auto, cpu or cuda.")
     if device == "cuda" and not torch.cuda.is_available():
-        raise CompressionError("There is no CUDA device here; name the one to plan for as gpu=..., e.g. gpu=rtx4090.")
+        remedy = "name the one to plan for as gpu=..., e.g. gpu=rtx4090" if key == "run_on" else f"use {key}=cpu"
+        raise CompressionError(f"There is no CUDA device here; {remedy}.")
     return device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
 
 

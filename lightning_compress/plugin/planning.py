@@ -17,13 +17,15 @@ from lightning_compress.foresight.jobs import InferenceJob
 from lightning_compress.foresight.machine import Machine, cache_file, load_machine, save_machine
 from lightning_compress.foresight.plan import Plan
 from lightning_compress.foresight.planned import Planned, Situation, load_planned, plan_of, tensors_on
-from lightning_compress.memory.files import free_bytes
+from lightning_compress.memory.files import free_bytes, has_safetensors
 from lightning_compress.memory.tracker import available_bytes, resident_bytes
 from lightning_compress.plugin.estimate import instantiated
 from lightning_compress.plugin.generation import PlannedGeneration, plan_generation
 from lightning_compress.plugin.models import load_config_only, memory_options, reads_from_disk
 from lightning_compress.plugin.plan import Choices, device_kind, machine_for, plan_calibration, probed, size_of
 from lightning_compress.recipe.load import load_recipe
+
+_MOST_RANKS = 1 << 16
 
 
 def run_plan(config: DictConfig) -> Planned:
@@ -66,8 +68,10 @@ def check_ranks(config: DictConfig) -> None:
     Raises:
         CompressionError: `ranks` is no number of them.
     """
-    if not isinstance(config.ranks, int) or config.ranks < 1:
+    if type(config.ranks) is not int or config.ranks < 1:
         raise CompressionError(f"ranks={config.ranks} is no number of at least 1.")
+    if config.ranks > _MOST_RANKS:
+        raise CompressionError(f"ranks={config.ranks}: plans are for {_MOST_RANKS} ranks at most.")
 
 
 def only_for_fine_tuning(config: DictConfig) -> None:
@@ -132,7 +136,8 @@ def run_probe(config: DictConfig) -> Machine:
     if not file.is_file():
         raise CompressionError("Nothing was measured yet that could be refitted; run `lightning-compress probe` first.")
     reports = [_report_of(Path(path), kind) for path in config.refit]
-    machine = load_machine(file).refitted(factors(reports))
+    known = load_machine(file)
+    machine = known.refitted(factors(reports, {name: rate.value for name, rate in known.rates.items()}))
     save_machine(machine, file)
     return machine
 
@@ -162,6 +167,7 @@ def plan_for_run(config: DictConfig, trainer: pl.Trainer, device: torch.device, 
     typed = typed_keys()
     if config.plan != "auto":
         planned = load_planned(Path(config.plan))
+        _check_plan(config.plan, planned.best)
         size = sum(parameter.numel() for parameter in model.parameters())
         _check_same(config, planned, size, device, trainer.world_size)
         _check_typed(config, planned, typed)
@@ -187,10 +193,22 @@ def plan_for_run(config: DictConfig, trainer: pl.Trainer, device: torch.device, 
     choices = _choices_left(config, typed)
     if config.model.load != "auto" or config.model.get("weights") is not None:
         choices = replace(choices, load=("disk" if reads_from_disk(config.model) else "memory",))
-    if not Path(config.model.path).is_dir():
-        choices = replace(choices, load=("memory",))  # of a name on the Hub
+    if not has_safetensors(Path(config.model.path)):
+        choices = replace(choices, load=("memory",))  # of other files, or of a name on the Hub
     machine = machine_for(None, device.type, output_dir)
     return plan_calibration(model, situation, choices, machine)
+
+
+def _check_plan(file: str, plan: Plan) -> None:
+    """A file may have been edited."""
+    choice, budgets = plan.choice, (plan.waiting.device, plan.waiting.host)
+    if any(size is not None and (type(size) is not int or size < 0) for size in budgets):
+        raise CompressionError(f"plan={file}: waiting.device={budgets[0]} and waiting.host={budgets[1]} are no bytes.")
+    names = ("batch_size", "schedule", "prefetch_depth", "load", "expert_parts")
+    try:
+        Choices(**{name: (getattr(choice, name),) for name in names})
+    except CompressionError as error:
+        raise CompressionError(f"plan={file}: {error}") from error
 
 
 def with_plan(config: DictConfig, planned: Planned) -> DictConfig:

@@ -11,6 +11,7 @@ A module that several modifiers match belongs to the last of them, so a recipe r
       - {algorithm: gptq, scheme: W8A16, targets: ["re:.*down_proj"]}
 """
 
+import re
 from dataclasses import dataclass, fields
 
 from compressed_tensors.quantization import QuantizationScheme
@@ -63,3 +64,12 @@ def _modifier_to_dict(modifier: Modifier) -> dict[str, object]:
         "ignore": list(modifier.ignore),
         **options,
     }
+
+
+def not_regular(pattern: str) -> str:
+    """Why a `re:` pattern is no regular expression; empty if it is one, or no such pattern."""
+    try:
+        re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
+    except re.error as error:
+        return str(error)
+    return ""

@@ -20,7 +20,7 @@ from yaml import YAMLError
 from lightning_compress.algorithms.base import Algorithm
 from lightning_compress.algorithms.catalog import ALGORITHMS
 from lightning_compress.errors import RecipeError
-from lightning_compress.recipe.config import DEFAULT_IGNORE, DEFAULT_TARGETS, Modifier, Recipe
+from lightning_compress.recipe.config import DEFAULT_IGNORE, DEFAULT_TARGETS, Modifier, Recipe, not_regular
 
 RecipeLike = Recipe | str | Path | Mapping[str, object]
 
@@ -140,6 +140,9 @@ def _patterns(value: object, where: str, key: str) -> tuple[str, ...]:
         raise RecipeError(
             f"`{key}` of {where} has to be a list of class names, module names or 're:' patterns, not {value!r}."
         )
+    for pattern in value:
+        if reason := not_regular(pattern):
+            raise RecipeError(f"`{key}` of {where}: {pattern!r} is no regular expression ({reason}).")
     return tuple(value)
 
 

@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
+from rich import box
 from rich.table import Table
 
 from lightning_compress.foresight.estimate import Estimate, Row
@@ -11,23 +12,28 @@ from lightning_compress.memory.budget import gib
 
 
 def estimate_table(estimate: Estimate) -> Table:
-    """A line per moment and place; columns for what it consists of."""
+    """A column per moment and place; lines for what it consists of."""
     unit, name = (1 << 30, "GiB") if max(row.total for row in estimate.rows) >= 1 << 29 else (1 << 20, "MiB")
     parts = list(dict.fromkeys(part for row in estimate.rows for part, size in row.parts.items() if size))
     has_closed_form = any(row.closed_form is not None for row in estimate.rows)
     title = f"{estimate.model}, {estimate.num_parameters / 1e9:.3g} B parameters, {estimate.job}; {name}"
-    table = Table(title=title)
-    for column in ("place", "phase"):
-        table.add_column(column, no_wrap=True)
-    for column in (*parts, "all", *(("closed form", "differs") if has_closed_form else ())):
-        table.add_column(column, justify="right")
-    if any(row.at for row in estimate.rows):
-        table.add_column("at", overflow="fold")
+    table = Table(title=title, box=box.SIMPLE, title_justify="left", collapse_padding=True, pad_edge=False)
+    table.add_column("", no_wrap=True)
     for row in estimate.rows:
-        cells = [f"{row.parts.get(part, 0) / unit:.2f}" for part in parts]
-        forms = _closed_form(row, unit) if has_closed_form else ()
-        table.add_row(row.place, row.name, *cells, f"{row.total / unit:.2f}", *forms, *([row.at] if row.at else ()))
+        table.add_column(f"{row.place}\n{row.name}", justify="right", min_width=len(_cell(row.total, unit)))
+    for part in parts:
+        table.add_row(part, *(_cell(row.parts.get(part, 0), unit) for row in estimate.rows))
+    table.add_section()
+    table.add_row("all", *(_cell(row.total, unit) for row in estimate.rows))
+    if has_closed_form:
+        forms, differences = zip(*(_closed_form(row, unit) for row in estimate.rows), strict=True)
+        table.add_row("closed form", *forms)
+        table.add_row("differs", *differences)
     return table
+
+
+def _cell(size: int, unit: int) -> str:
+    return f"{size / unit:.2f}"
 
 
 def estimate_lines(estimate: Estimate) -> list[str]:
@@ -39,6 +45,7 @@ def estimate_lines(estimate: Estimate) -> list[str]:
         lines[0] += f" in tensors, for which PyTorch's CUDA allocator reserves {gib(estimate.reserved)}"
     if estimate.peak("host"):
         lines.append(f"most of the host's memory: {gib(estimate.peak('host'))}")
+    lines += [f"{row.place}: {row.name} at {row.at}" for row in estimate.rows if row.at]
     return [*lines, *(f"{name}: {gib(size)}" for name, size in estimate.others.items()), *estimate.notes]
 
 

@@ -55,13 +55,14 @@ def finetuning_table(planned: PlannedFineTuning) -> Table:
     table = Table(title="the plan, and the fastest of other kinds", box=box.SIMPLE, title_justify="left")
     columns = ("data", "tensor", "ZeRO", "micro-batch", "per step", "checkpointing", "s per step", "tokens/s")
     for column in (*columns, "device GiB", "host GiB", "bottleneck"):
-        table.add_column(column, justify="left" if column in ("ZeRO", "checkpointing", "bottleneck") else "right")
+        is_text = column in ("ZeRO", "checkpointing", "bottleneck")
+        table.add_column(column, justify="left" if is_text else "right", no_wrap=column == "tokens/s")
     for step in (planned.best, *planned.runners_up):
         layout = step.layout
         zero = f"{layout.zero}{', offload' if layout.offload else ''}" if layout.zero else "-"
         sizes = [f"{step.peaks[place] / 2**30:.2f}" for place in step.peaks]
         counts = (str(layout.data), str(layout.tensor), zero, str(step.micro_batch), str(step.accumulate))
-        speed = (f"{step.seconds:.3g}", f"{step.tokens_per_s:.4g}")
+        speed = (f"{step.seconds:.3g}", f"{step.tokens_per_s:,.0f}")
         table.add_row(*counts, "yes" if step.checkpoints else "no", *speed, *sizes, step.bottleneck)
     return table
 

@@ -80,7 +80,7 @@ def test_unknown_names_are_refused() -> None:
 
 def test_refitting_makes_the_plan_what_was_measured() -> None:
     """Seen to fail: with factors the other way round."""
-    found = factors([(plan(), ran())])
+    found = factors([(plan(), ran())], {})
     assert found == {
         **dict.fromkeys(("product", "attention", "elementwise", "call"), 1.5),
         **dict.fromkeys(("solve", "packing"), 0.5),
@@ -90,9 +90,9 @@ def test_refitting_makes_the_plan_what_was_measured() -> None:
     again = machine.refitted(found)
     assert again.rates == {"product float32": Rate(20.0, "refitted"), "disk_read": Rate(4.0, "cached")}
     waiting = replace(plan(), subgraphs=tuple(replace(part, lanes={"disk": 2.0}) for part in plan().subgraphs))
-    assert "product" not in factors([(waiting, ran())]), "it was not computing that took so long"
+    assert "product" not in factors([(waiting, ran())], {}), "it was not computing that took so long"
     with pytest.raises(CompressionError, match="no run of a plan"):
-        factors([(plan(), [])])
+        factors([(plan(), [])], {})
 
 
 def test_a_plan_beside_its_run() -> None:

@@ -59,7 +59,7 @@ def test_inference(estimate: Any) -> None:
     assert "rule of thumb, inference, 2 bytes per parameter" in said
     packed, said = estimate("job=inference", "job.context=256", "job.weight_bits=4")
     assert packed["rows"][0]["parts"]["weights"] < 0.5 * weights
-    assert "Linear layers but the last have 4 bits" in said
+    assert "Linear layers but the last, and experts, have 4 bits" in said
 
 
 def test_more_tokens_than_positions_are_told(estimate: Any) -> None:
@@ -162,7 +162,7 @@ def test_calibration(estimate: Any) -> None:
         (["job=inference", "memory.device_budget=1GiB"], "memory.device_budget and memory.host_budget are for"),
         (["job=finetuning", "layout.offload=true"], "layout.offload is of what ZeRO divides"),
         (["job=finetuning", "layout.data=two"], "numbers of ranks are at least 1"),
-        (["model.dtype=bf16"], "cannot be built: module 'torch' has no attribute 'bf16'"),
+        (["model.dtype=bf16"], "model.dtype=bf16 is none of torch's; use auto, bfloat16"),
         (
             ["job=finetuning", "model.auto_class=AutoModel"],
             "LlamaModel takes cannot be foreseen, because it does not run",
