@@ -59,6 +59,20 @@ class InPlaceBlock(nn.Module):
         return x
 
 
+class PartsBlock(nn.Module):
+    """Reads a value again that it has changed through one of a list of views."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        y = self.b(h)
+        h.chunk(2, -1)[0].mul_(0.5)
+        return x + y + self.c(h)
+
+
 class OpaqueBlock(InPlaceBlock):
     """Reads values, so that it only runs as a whole."""
 
@@ -172,7 +186,7 @@ def test_encoder_and_decoder(monkeypatch: pytest.MonkeyPatch, schedule: str) -> 
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("block", [InPlaceBlock, OpaqueBlock])
+@pytest.mark.parametrize("block", [InPlaceBlock, OpaqueBlock, PartsBlock])
 @pytest.mark.filterwarnings("ignore:.*recorded as a single call")
 def test_operations_in_place(monkeypatch: pytest.MonkeyPatch, block: type[nn.Module], schedule: str) -> None:
     model = Stack(block)

@@ -46,7 +46,9 @@ def test_tensor_and_pipeline() -> None:
     assert (share.weights, share.optimizer, share.working) == (15 * GB // 8, 90 * GB // 8, 8 * GB // 2)
 
 
-@pytest.mark.parametrize("wrong", [{"data": 0}, {"zero": 4}, {"tensor": -1}, {"data": 1.5}, {"data": "two"}])
+@pytest.mark.parametrize(
+    "wrong", [{"zero": True}, {"zero": 1.0}, {"data": 0}, {"zero": 4}, {"tensor": -1}, {"data": 1.5}, {"data": "two"}]
+)
 def test_what_makes_no_sense(wrong: dict[str, Any]) -> None:
     with pytest.raises(CompressionError, match="numbers of ranks are at least 1, and ZeRO's stages are 0 to 3"):
         Layout(**wrong)

@@ -95,6 +95,31 @@ def test_refitting_makes_the_plan_what_was_measured() -> None:
         factors([(plan(), [])], {})
 
 
+def test_refitting_again_changes_nothing() -> None:
+    """Seen to fail: a report that was learned from twice made rates slower twice."""
+    rates = {"product float32": Rate(30.0, "cached"), "solve float32": Rate(8.0, "cached")}
+    machine = Machine("x", "cpu", rates)
+    planned = replace(plan(), rates={name: rate.value for name, rate in rates.items()})
+    for _ in range(3):
+        known = {name: rate.value for name, rate in machine.rates.items()}
+        machine = machine.refitted(factors([(planned, ran())], known))
+    assert machine.rates["product float32"].value == pytest.approx(20.0)
+    assert machine.rates["solve float32"].value == pytest.approx(16.0)
+
+
+def test_layers_that_are_called_several_times() -> None:
+    """Are several subgraphs of one name. Seen to fail: all of them beside the last one."""
+    planned = plan()
+    seconds = (1.0, 9.0)
+    parts = zip(planned.subgraphs, seconds, strict=True)
+    first, second = (replace(part, name="layer", run_s=each) for part, each in parts)
+    planned = replace(planned, subgraphs=(first, second))
+    records = [{**record, "name": "layer", "run_s": each} for record, each in zip(ran(), seconds, strict=True)]
+    assert factors([(planned, records)], {})["product"] == 1.0
+    rows = {row.name: row for row in compared(planned, records[:1], 2.0, "cpu")}
+    assert (rows["run"].foreseen, rows["run"].measured) == (1.0, 1.0)
+
+
 def test_a_plan_beside_its_run() -> None:
     rows = {row.name: row for row in compared(plan(), ran(), 2.0, "cpu")}
     assert (rows["run"].foreseen, rows["run"].measured, rows["run"].error) == (4.0, 6.0, pytest.approx(-1 / 3))

@@ -5,7 +5,7 @@ from helpers import tiny_llama
 from torch import nn
 
 from lightning_compress.errors import UnsupportedModelError
-from lightning_compress.graph.targets import sequential_modules
+from lightning_compress.graph.targets import as_patterns, sequential_modules
 
 LAYERS = ("model.layers.0", "model.layers.1")
 
@@ -71,3 +71,10 @@ def test_lists_without_anything_to_quantize_do_not_count() -> None:
     model.norms = nn.ModuleList([nn.LayerNorm(2)])
     model.a = nn.Linear(2, 2)
     assert sequential_modules(model, None, ["a"]) == ("a",)
+
+
+def test_one_pattern_or_several() -> None:
+    assert as_patterns("Linear") == as_patterns(["Linear"]) == ("Linear",)
+    assert as_patterns(None) is None
+    with pytest.raises(UnsupportedModelError, match=r"sequential_targets: 're:\*x' is no regular expression"):
+        sequential_modules(nn.Sequential(nn.Linear(2, 2)), ["re:*x"], ["0"])

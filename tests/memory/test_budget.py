@@ -77,6 +77,14 @@ def test_remedies_are_those_that_would_help() -> None:
         fit(verification, CPU, replace(NO_LIMIT, host=1600))
 
 
+def test_a_checkpoint_is_read_back_in_host_memory() -> None:
+    """Seen to fail: two models in the device's memory, which never has them."""
+    table = (*TABLE[:1], Needs("the checkpoint", 0, (Moment("verification", "", workspace=10**6),)))
+    fitted = fit(table, CUDA, NO_LIMIT)
+    assert fitted.device_bytes == fit(TABLE[:1], CUDA, NO_LIMIT).device_bytes
+    assert fitted.host_bytes > 10**6
+
+
 def test_on_a_device_each_place_has_its_own() -> None:
     """Seen to fail: with batches counted for the host."""
     found = fit(TABLE, CUDA, NO_LIMIT)

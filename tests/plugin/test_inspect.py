@@ -83,6 +83,8 @@ def test_layers_of_text_and_of_cross_attention(command: Command, checkpoint: Pat
     [
         (["graph=out.xyz"], "graph=out.xyz: Format 'xyz' is not supported"),
         (["schedule=stagd"], "schedules are staged, recompute, block, basic, datafree"),
+        (["schedule=datafree"], "With schedule=datafree nothing runs"),
+        (["graph=/nowhere/out.svg"], "graph=/nowhere/out.svg cannot be written"),
         (["rows=two"], "rows=two"),
         (["sequential_targets=[NoSuchLayer]"], "No module matches sequential_targets"),
     ],

@@ -131,6 +131,7 @@ def test_loading_does_not_change_its_argument() -> None:
         (recipe(scheme=["W4A16"]), "modifier 0 needs a `scheme`"),
         ({"modifiers": [{"algorithm": "gptq"}]}, "modifier 0 needs a `scheme`"),
         (recipe(targets="Linear"), "`targets` of modifier 0 has to be a list .* not 'Linear'"),
+        (recipe(targets=["re:*q_proj"]), r"'re:\*q_proj' is no regular expression \(nothing to repeat"),
         (recipe(ignore=[3]), "`ignore` of modifier 0 has to be a list"),
     ],
 )
