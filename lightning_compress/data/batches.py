@@ -4,7 +4,7 @@ Method: documents are drawn in a seeded order and tokenized only as far as neede
 so that a few long ones do not make up the whole sample). Packed (default): they are joined, cut into windows of equal
 length, and the sample is drawn from the windows. Ragged: one document is one sample, padded on the right, with a mask.
 Batches are formed here, once and globally, and handed to ranks whole: a sampler that strides samples over ranks would
-make the statistics depend on how many ranks there are (DESIGN.md, distribution contract).
+make the statistics depend on how many ranks there are (docs/multi_node.md).
 """
 
 import logging

@@ -92,7 +92,7 @@ def verify(directory: Path, target: Target, names: Iterable[str], batch: Any | N
     checkpoint is complete, and its report has to be written.
 
     Args:
-        directory: what `write_checkpoint` wrote.
+        directory: what `CheckpointWriter` wrote.
         target: the model in memory, quantized, in eval mode, in host memory.
         names: the quantized modules.
         batch: a batch as the target's step takes it, or None.

@@ -1,1 +1,1 @@
-"""What a job will take of memory, before it runs."""
+"""What a job will take of memory and time before it runs, and where to put what."""

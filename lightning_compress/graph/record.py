@@ -8,8 +8,7 @@ they read values, or loop over a symbolic length. So there are three ways, the c
 - OBSERVED: not at all; the output's sizes are those of a real run of the whole step.
 
 In the latter two, the body is run for two batches of different sizes. An output size that is the same in both is a
-constant (unless a size of the batch did not change either); the others must be a size of the batch or of the leaf's
-inputs, a product of two of them, or one of those plus, times or divided by a constant.
+constant (unless a size of the batch did not change either); what the others may be, `observed` says.
 """
 
 from collections import Counter
