@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_compress.statistics import AbsMax, InputGram, MinMax, Statistic
+from lightning_compress.statistics import InputGram, MinMax, Statistic
 
 
 def correlated(num_tokens: int, num_channels: int, seed: int = 0) -> Tensor:
@@ -16,7 +16,7 @@ def correlated(num_tokens: int, num_channels: int, seed: int = 0) -> Tensor:
 
 
 def every_statistic() -> list[type[Statistic]]:
-    return [InputGram, AbsMax, MinMax]
+    return [InputGram, MinMax]
 
 
 def snapshot(statistic: Statistic) -> dict[str, Tensor]:
@@ -154,15 +154,13 @@ def test_gram_without_tokens_is_zero() -> None:
     assert not InputGram(7, "cpu").matrix().any()
 
 
-def test_min_max_and_abs_max() -> None:
+def test_min_max() -> None:
     x = torch.tensor([[1.0, -5.0], [3.0, 2.0]])
-    extremes, magnitudes = MinMax(2, "cpu"), AbsMax(2, "cpu")
+    extremes = MinMax(2, "cpu")
     for row in x.split(1):
         extremes.update(row)
-        magnitudes.update(row)
     assert extremes.minimum.tolist() == [-5.0]
     assert extremes.maximum.tolist() == [3.0]
-    assert magnitudes.values.tolist() == [3.0, 5.0]
 
 
 def test_a_wrong_width_is_an_error() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lightning_compress.errors import UnsupportedModelError
+from lightning_compress.recipe.parts import transformers_models
 
 _LOGGING = ("log", "log_dict")
 """Methods of every LightningModule."""
@@ -38,11 +39,6 @@ class Target:
     step_name: str
     takes_fields: bool = False
 
-    @property
-    def is_transformers(self) -> bool:
-        """Whether `root` is saved and loaded by transformers."""
-        return isinstance(self.root, PreTrainedModel)
-
 
 def find_target(module: nn.Module) -> Target:
     """The target in `module`.
@@ -50,7 +46,7 @@ def find_target(module: nn.Module) -> Target:
     Raises:
         UnsupportedModelError: several transformers models and no `calibration_step` that says how they are called.
     """
-    wrapped = _wrapped_models(module)
+    wrapped = list(transformers_models(module).values())
     root = owner(module)
     calibration_step = getattr(module, "calibration_step", None)
     if callable(calibration_step):
@@ -91,16 +87,9 @@ def in_its_place(target: Target, other: nn.Module) -> Iterator[Callable[[Any], o
             parent._modules[name] = target.root
 
 
-def _wrapped_models(module: nn.Module) -> list[PreTrainedModel]:
-    """The outermost transformers models in `module`, itself included."""
-    if isinstance(module, PreTrainedModel):
-        return [module]
-    return [model for child in module.children() for model in _wrapped_models(child)]
-
-
 def owner(module: nn.Module) -> nn.Module:
     """What owns all weights of `module`: the one transformers model that it wraps, or itself."""
-    wrapped = _wrapped_models(module)
+    wrapped = list(transformers_models(module).values())
     if len(wrapped) != 1:
         return module
     owned = {id(tensor) for tensor in wrapped[0].parameters()}

@@ -15,7 +15,7 @@ from typing import Any, cast, final
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from lightning_compress.data.config import CustomConfig, DataConfig, MultimodalConfig, TokensConfig
@@ -173,18 +173,6 @@ def _too_little(config: TokensConfig, samples: Sequence[Tensor], num_documents: 
 
 
 @final
-class _Samples(Dataset[Tensor]):
-    def __init__(self, samples: Sequence[Tensor]) -> None:
-        self.samples = samples
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> Tensor:
-        return self.samples[index]
-
-
-@final
 @dataclass(frozen=True)
 class _Collate:
     """Stacks samples [L_i] to a batch; `pad_token_id` is None where no batch of the run has padding."""
@@ -205,8 +193,9 @@ def _dataloader(samples: Sequence[Tensor], config: DataConfig, tokenizer: PreTra
     starts = range(0, len(samples), size)
     ragged = any(len({len(ids) for ids in samples[start : start + size]}) > 1 for start in starts)
     collate = _Collate(_pad_token_id(tokenizer) if ragged else None)
-    # The samples are tensors and the collation makes them dicts, which DataLoader's one type parameter cannot say.
-    return cast(DataLoader[Batch], DataLoader(_Samples(samples), batch_size=size, collate_fn=collate))
+    # A list of tensors serves as a dataset, and the collation makes dicts of them, which DataLoader's type cannot say.
+    loader: DataLoader[Any] = DataLoader(list(samples), batch_size=size, collate_fn=collate)  # type: ignore[arg-type]
+    return cast(DataLoader[Batch], loader)
 
 
 def _pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -3,11 +3,10 @@ model's (`drift`); as exact sums (`sums`)."""
 
 from lightning_compress.statistics.base import Beside, Reduction, Statistic
 from lightning_compress.statistics.drift import Drift, InputDrift, Lack, OutputDrift, drift_form
-from lightning_compress.statistics.inputs import AbsMax, InputGram, MinMax
+from lightning_compress.statistics.inputs import InputGram, MinMax
 from lightning_compress.statistics.sums import matrix_bytes, row_products
 
 __all__ = [
-    "AbsMax",
     "Beside",
     "Drift",
     "InputDrift",

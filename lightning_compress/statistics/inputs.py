@@ -1,4 +1,4 @@
-"""Statistics of what linears read: the Gram that GPTQ needs (Frantar et al., arXiv 2210.17323), magnitudes, ranges."""
+"""Statistics of what linears read: the Gram that GPTQ needs (Frantar et al., arXiv 2210.17323) and ranges."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import final
@@ -108,28 +108,6 @@ class InputGram(Statistic):
         if self._prior is not None:
             return self.matrix().diagonal().clone()
         return self._grams[0].diagonal().div(max(self.num_tokens, 1)).float()
-
-
-@final
-class AbsMax(Statistic):
-    """The largest magnitude of every input channel, float32 [I]; zeros before the first token."""
-
-    def __init__(self, num_channels: int, device: torch.device | str, num_outputs: int = 0) -> None:
-        self._num_tokens = torch.zeros((), dtype=torch.int64, device=device)
-        self.values = torch.zeros(num_channels, device=device)
-
-    @property
-    def num_tokens(self) -> int:
-        return int(self._num_tokens)
-
-    @torch.no_grad()
-    def update(self, x: Tensor, beside: Beside | None = None) -> None:
-        self._num_tokens += x.shape[0]
-        if x.shape[0]:
-            torch.maximum(self.values, x.abs().amax(0).float(), out=self.values)
-
-    def reductions(self) -> Mapping[str, tuple[Tensor, Reduction]]:
-        return {"values": (self.values, "max"), "num_tokens": (self._num_tokens, "sum")}
 
 
 @final
