@@ -1,7 +1,7 @@
 """Which tensor goes to which shard of a checkpoint: a function of the model, the subgraphs and the recipe alone."""
 
 from collections.abc import Mapping, Sequence
-from itertools import chain
+from itertools import accumulate, chain
 
 from torch import Tensor, nn
 
@@ -70,16 +70,20 @@ def _parts(root: nn.Module, subgraphs: Sequence[Subgraph]) -> list[list[str]]:
     names = (
         min(keys, key=lambda key: (key.rpartition(".")[0] not in solved_by, key in tied)) for keys in by_tensor.values()
     )
-    waiting = {key: state[key].nbytes for key in names}
-    parts: list[list[str]] = []
+    first_with: dict[str, int] = {}
     for number, subgraph in enumerate(subgraphs):
-        prefixes = tuple(f"{module}." for module in subgraph.modules)
-        reached = [key for key in waiting if key in subgraph.tensors or (prefixes and key.startswith(prefixes))]
-        mine = [key for key in reached if solved_by.get(key.rpartition(".")[0], number) == number]
-        parts.append(mine)
-        for key in mine:
-            del waiting[key]
-    return [*parts, *_rest(waiting)]
+        for name in (*subgraph.modules, *subgraph.tensors):
+            first_with.setdefault(name, number)
+    parts: list[list[str]] = [[] for _ in subgraphs]
+    rest: dict[str, int] = {}
+    for key in names:
+        holders = [first_with[name] for name in accumulate(key.split("."), "{}.{}".format) if name in first_with]
+        number = solved_by.get(key.rpartition(".")[0], min(holders, default=-1))
+        if number < 0:
+            rest[key] = state[key].nbytes
+        else:
+            parts[number].append(key)
+    return [*parts, *_rest(rest)]
 
 
 def rest_sizes(root: nn.Module, subgraphs: Sequence[Subgraph]) -> tuple[int, int, int]:

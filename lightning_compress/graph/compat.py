@@ -353,7 +353,7 @@ def replace_by_fakes(root: nn.Module, fake_mode: FakeTensorMode, device: torch.d
                     if fake is None:
                         fake = fake_like(fake_mode, tensor, device)
                         if type(tensor) is nn.Parameter:
-                            fake = nn.Parameter(fake, requires_grad=False)
+                            fake._is_param = True  # what nn.Parameter does to a subclass, after a copy
                         fakes[id(tensor)] = fake
                     container[key] = tensor = fake
                 names.setdefault(id(tensor), f"{prefix}.{key}" if prefix else key)

@@ -23,7 +23,7 @@ A module that is called several times is solved once, on the inputs of all its c
 them; later calls run with the result.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
@@ -201,7 +201,7 @@ def _count_writes(graph: fx.Graph) -> None:
             node.meta[_WRITES] = sum(at < memory.position[node] for at in writes)
 
 
-def quantizable_calls(node: fx.Node, quantizable: frozenset[str]) -> Calls:
+def quantizable_calls(node: fx.Node, quantizable: Set[str]) -> Calls:
     """The quantizable modules that executing `node` calls, each with where its input can be seen."""
     if not isinstance(node.target, Leaf):
         return ()
@@ -215,7 +215,7 @@ def quantizable_calls(node: fx.Node, quantizable: frozenset[str]) -> Calls:
     return tuple((inner, Source(node, inner)) for inner in sorted(quantizable) if f"{inner}.".startswith(owners))
 
 
-def _expert_calls(node: fx.Node, grouped: Grouped, quantizable: frozenset[str]) -> Iterator[tuple[str, Source]]:
+def _expert_calls(node: fx.Node, grouped: Grouped, quantizable: Set[str]) -> Iterator[tuple[str, Source]]:
     x, token, counts = node.args
     assert isinstance(x, fx.Node)
     assert isinstance(token, fx.Node)
@@ -244,13 +244,14 @@ def _sources(groups: Iterable[Group]) -> tuple[Source, ...]:
 def _staged(nodes: Sequence[fx.Node], unsolved: set[str], key: GroupKey, recompute: bool = False) -> list[Step]:
     steps: list[Step] = []
     start = 0
+    all_calls = [quantizable_calls(node, unsolved) for node in nodes]
     for position, node in enumerate(nodes):
-        calls = quantizable_calls(node, frozenset(unsolved))
+        calls = [call for call in all_calls[position] if call[0] in unsolved]
         if not calls:
             continue
         read = {source for _, source in calls}
         if calls[0][1].inner is None:
-            behind = (call for later in nodes[position:] for call in quantizable_calls(later, frozenset(unsolved)))
+            behind = (call for later in all_calls[position:] for call in later if call[0] in unsolved)
             groups = _grouped((call for call in behind if call[1] in read), key)
             before = tuple(nodes[start:position])
             keep = not (recompute and _is_wide(calls[0][1].node, before))
@@ -284,7 +285,7 @@ def _depends(size: int | torch.SymInt) -> bool:
 
 
 def _block(nodes: Sequence[fx.Node], unsolved: set[str], key: GroupKey) -> list[Step]:
-    groups = _grouped((call for node in nodes for call in quantizable_calls(node, frozenset(unsolved))), key)
+    groups = _grouped((call for node in nodes for call in quantizable_calls(node, unsolved)), key)
     unsolved.difference_update(name for group in groups for name in group.members)
     if not groups:
         return [Step(tuple(nodes))]

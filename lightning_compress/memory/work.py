@@ -34,8 +34,7 @@ class WorkMeter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        written = _tensors(out) or _changed(func, args, kwargs)
-        if written and not func.is_view:
+        if not func.is_view and (written := _tensors(out) or _changed(func, args, kwargs)):
             self._count(func, args, kwargs, written)
         return out
 

@@ -15,6 +15,7 @@ Rounding each product before it is added takes 2.6 times as long as the addition
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import final
 
 import torch
@@ -70,10 +71,13 @@ class GramSum:
 
     def __init__(self, num_channels: int, device: torch.device | str) -> None:
         self.num_channels = num_channels
-        sizes = [(end - start) * end for start, end in _spans(num_channels)]
-        self.sum = ExactSum(sum(sizes), device)
-        parts = zip(self.sum.values.split(sizes), _spans(num_channels), strict=True)
-        self.blocks = [part.view(-1, end) for part, (_, end) in parts]
+        self.sum = ExactSum(sum(_sizes(num_channels)), device)
+
+    @cached_property
+    def blocks(self) -> list[Tensor]:
+        """Views of the sum."""
+        parts = self.sum.values.split(_sizes(self.num_channels))
+        return [part.view(-1, end) for part, (_, end) in zip(parts, _spans(self.num_channels), strict=True)]
 
     def diagonal(self) -> Tensor:
         """float64 [I]."""
@@ -142,6 +146,15 @@ def _spans(num_channels: int) -> list[tuple[int, int]]:
     [(0, 256), (256, 512), (512, 600)]
     """
     return [(start, min(start + _BLOCK, num_channels)) for start in range(0, num_channels, _BLOCK)]
+
+
+def _sizes(num_channels: int) -> list[int]:
+    """Entries of every row block of a Gram.
+
+    >>> _sizes(300)
+    [65536, 13200]
+    """
+    return [(end - start) * end for start, end in _spans(num_channels)]
 
 
 @contextmanager
