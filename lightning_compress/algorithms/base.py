@@ -12,7 +12,7 @@ their rows are stacked and the factor is computed once; `split` takes the result
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TypeVar, final
@@ -29,7 +29,6 @@ from lightning_compress.statistics import Drift, InputGram, Statistic
 Item = TypeVar("Item")
 Kinds = Collection[type[Statistic]]
 """Statistics that there are, whether an algorithm asks for them or not."""
-SolveParts = Callable[[Sequence["Part"]], list["Solved"]]
 STACK = 2048
 """At most so many rows are solved at a time: enough to amortize the cost of a call per column."""
 TILE = 512  # rows at most
@@ -241,7 +240,6 @@ class Algorithm(ABC):
         args: QuantizationArgs,
         scale_dtype: torch.dtype,
         row_splits: Sequence[int] | None = None,
-        share_out: Callable[[SolveParts, Sequence[Part]], list[Solved]] | None = None,
     ) -> Solved:
         """Quantize `weight` [O, I], the stacked rows of all modules that share an input.
 
@@ -251,7 +249,6 @@ class Algorithm(ABC):
             args: the scheme of the weights: int, 2 to 8 bits, tensor, channel or group strategy.
             scale_dtype: the dtype in which scales are stored; they are rounded to it before solving.
             row_splits: the rows of each module, which sum to O; one module by default.
-            share_out: given what solves parts, and all of them, returns what all were solved to; None: solve them here.
 
         Raises:
             SolveError: the scheme does not fit the weight, or the Gram cannot be factorized.
@@ -260,7 +257,7 @@ class Algorithm(ABC):
         splits = [weight.shape[0]] if row_splits is None else row_splits
         prepared = self.prepare(weight, statistics, args, scale_dtype, splits)
         parts = [Part(weight, rows, prepared) for rows in row_tiles(weight.shape[0])]
-        return join(self.solve_parts(parts) if share_out is None else share_out(self.solve_parts, parts))
+        return join(self.solve_parts(parts))
 
 
 def row_tiles(num_rows: int) -> list[slice]:

@@ -18,7 +18,7 @@ from compressed_tensors.quantization.lifecycle.forward import dequantize, fake_q
 from compressed_tensors.quantization.utils import calculate_qparams, compute_dynamic_scales_and_zp
 from torch import Tensor, nn
 
-from lightning_compress.algorithms.base import STACK, Part, Solved, SolveParts, join, row_tiles, runs, split
+from lightning_compress.algorithms.base import STACK, Part, Solved, join, row_tiles, runs, split
 from lightning_compress.distributed.collective import Collective
 from lightning_compress.distributed.share import keeps_whole, shared
 from lightning_compress.errors import NonFiniteError, SolveError
@@ -160,16 +160,16 @@ def solve_groups(
         costs = [_costs(group, root, resolved) for group in run]
         if collective.size == 1:
             for batch in stacked_groups(run, root, resolved):
-                yield from chain(*_solve_whole(batch, root, resolved, gathered))
+                yield from chain(*_solve(batch, root, resolved, gathered))
             continue
         if not keeps_whole(costs, collective.size):
             for group in run:
-                yield from _solve_shared(group, root, resolved, gathered(group), collective)
+                yield from chain(*_solve([group], root, resolved, gathered, collective))
             continue
 
         def solve(mine: Sequence[Group]) -> list[list[QuantizedModule]]:
             batches = stacked_groups(mine, root, resolved)
-            return [each for batch in batches for each in _solve_whole(batch, root, resolved, gathered)]
+            return [each for batch in batches for each in _solve(batch, root, resolved, gathered)]
 
         names = f"the solutions of {run[0].members[0]} to {run[-1].members[-1]}"
         for quantized in chain(*shared(solve, run, [sum(cost) for cost in costs], collective, names)):
@@ -257,29 +257,15 @@ def _modules(stacked: _Stacked, solved: Solved, resolved: ResolvedRecipe) -> lis
 
 
 @torch.no_grad()
-def _solve_shared(
-    group: Group, root: nn.Module, resolved: ResolvedRecipe, statistics: GroupStatistics, collective: Collective
-) -> list[QuantizedModule]:
-    """Quantize all members of a group from one stack of their rows, which the ranks share out."""
-    stacked = _stacked(group, root, resolved, statistics)
-    what = f"the solution of {', '.join(group.members)}"
-
-    def share_out(solve: SolveParts, parts: Sequence[Part]) -> list[Solved]:
-        solved = shared(solve, parts, [part.height for part in parts], collective, what)
-        return [part.to(stacked.weight.device) for part in solved]
-
-    with _naming(stacked.description), full_float32(stacked.weight.device):
-        found = stacked.assignment.algorithm.solve(
-            stacked.weight, statistics, stacked.assignment.weights, stacked.dtype, stacked.rows, share_out
-        )
-    return _modules(stacked, found, resolved)
-
-
-@torch.no_grad()
-def _solve_whole(
-    groups: Sequence[Group], root: nn.Module, resolved: ResolvedRecipe, gathered: Callable[[Group], GroupStatistics]
+def _solve(
+    groups: Sequence[Group],
+    root: nn.Module,
+    resolved: ResolvedRecipe,
+    gathered: Callable[[Group], GroupStatistics],
+    sharing: Collective | None = None,
 ) -> list[list[QuantizedModule]]:
-    """Quantize groups of one kind, each from the stack of its members' rows, tiles of all of them together."""
+    """Quantize groups of one kind, each from the stack of its members' rows, tiles of all of them together, which
+    the ranks of `sharing`, if that is given, share out."""
     algorithm = resolved.assignments[groups[0].members[0]].algorithm
     stacks = [_stacked(group, root, resolved, gathered(group)) for group in groups]
     parts: list[list[Part]] = []
@@ -289,8 +275,15 @@ def _solve_whole(
             prepared = algorithm.prepare(each.weight, each.statistics, *args)
             parts.append([Part(each.weight, rows, prepared) for rows in row_tiles(len(each.weight))])
     device, names = stacks[0].weight.device, dict.fromkeys([stacks[0].description, stacks[-1].description])
+    tiles = list(chain(*parts))
     with _naming(" to ".join(names)), full_float32(device):
-        solved = iter(algorithm.solve_parts(list(chain(*parts))))
+        if sharing is None:
+            found = algorithm.solve_parts(tiles)
+        else:
+            what = f"the solution of {', '.join(groups[0].members)}"
+            costs = [tile.height for tile in tiles]
+            found = [part.to(device) for part in shared(algorithm.solve_parts, tiles, costs, sharing, what)]
+    solved = iter(found)
     joined = [join([next(solved) for _ in of_one]) for of_one in parts]
     return [_modules(*each, resolved) for each in zip(stacks, joined, strict=True)]
 

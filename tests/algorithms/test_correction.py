@@ -10,7 +10,7 @@ import torch
 from reference import scheme
 from torch import Tensor
 
-from lightning_compress.algorithms.base import row_tiles
+from lightning_compress.algorithms.base import Part, join, row_tiles
 from lightning_compress.algorithms.correction import correct
 from lightning_compress.algorithms.gptq import Gptq
 from lightning_compress.algorithms.refit import refitted
@@ -188,8 +188,8 @@ def test_rounds_of_refitting_are_chosen_by_batches_held_out(form: type[InputDrif
     grid = make_grid(args, weight.shape, torch.float32)
     x, missing = stacked(few[1], held_out=True)
 
-    def solved(refit: int | None, **options: Any) -> tuple[Any, Tensor]:
-        found = Gptq(correct="inputs", refit=refit).solve(weight, {form: drift}, args, torch.float32, **options)
+    def solved(refit: int | None) -> tuple[Any, Tensor]:
+        found = Gptq(correct="inputs", refit=refit).solve(weight, {form: drift}, args, torch.float32)
         quantized = values_of(found.codes, Scales(found.scale, found.zero_point), grid).double()
         return found, (x @ weight.double().t() + missing - x @ quantized.t()).square().mean(0)
 
@@ -204,7 +204,9 @@ def test_rounds_of_refitting_are_chosen_by_batches_held_out(form: type[InputDrif
     assert 0 < chosen.row_rounds.float().mean() < 2
     assert chosen.chosen["rounds"] == pytest.approx(float(chosen.row_rounds.float().mean()))
     assert all(each.row_rounds is None for each, _ in given)
-    apart, _ = solved(None, share_out=lambda solve, tiles: [solve([tile])[0] for tile in tiles])
+    algorithm = Gptq(correct="inputs", refit=None)
+    prepared = algorithm.prepare(weight, {form: drift}, args, torch.float32, [len(weight)])
+    apart = join([algorithm.solve_parts([Part(weight, tile, prepared)])[0] for tile in row_tiles(len(weight))])
     assert torch.equal(chosen.codes, apart.codes)
     assert torch.equal(chosen.scale, apart.scale)
     assert torch.equal(chosen.row_rounds, apart.row_rounds)
