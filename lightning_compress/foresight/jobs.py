@@ -8,6 +8,7 @@ Fake tensors are of the CPU, so the CPU's operators say what they return; those 
 (attention's running sums, a fused loss).
 """
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from lightning_compress.graph.compat import (
     replace_by_fakes,
     traceable_transformers,
 )
-from lightning_compress.graph.restore import attributes_restored
+from lightning_compress.graph.restore import assigned, attributes_restored
 from lightning_compress.graph.stages import Schedule
 from lightning_compress.memory.tracker import LiveMemory
 
@@ -187,7 +188,9 @@ def on_fakes(model: nn.Module) -> Iterator[None]:
     mode = new_fake_mode(symbolic=False)
     with attributes_restored(model):
         replace_by_fakes(model, mode)
-        with traceable_transformers(model, packed_sequences=False), mode:
+        # it logs a failure at length before raising it
+        quiet = assigned(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
+        with quiet, traceable_transformers(model, packed_sequences=False), mode:
             yield
 
 

@@ -21,3 +21,9 @@ def configs_of(root: nn.Module) -> list[transformers.PreTrainedConfig]:
 def is_encoder_decoder(root: nn.Module) -> bool:
     """Whether a transformers model inside has an encoder and a decoder, with sequences of their own."""
     return any(getattr(config, "is_encoder_decoder", False) for config in configs_of(root))
+
+
+def size_in(config: Any, name: str) -> int | None:
+    """A size that a configuration has; None: it has none, or one per layer."""
+    found = getattr(config, name, None)
+    return found if isinstance(found, int) and found > 0 else None

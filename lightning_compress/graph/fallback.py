@@ -120,16 +120,24 @@ def _opaque_instead(cut: Cut, failed: str, targets: frozenset[str]) -> dict[str,
     return mates if in_layer or (failed and left) else {}
 
 
-def with_observations(root: nn.Module, cut: Cut, runs: Sequence[Callable[[], object]], *, can_run: bool) -> Cut:
-    """Do the real runs that leaves with `Body.OBSERVED` wait for, if any does."""
+def with_observations(
+    root: nn.Module,
+    cut: Cut,
+    runs: Sequence[Callable[[], object]],
+    told: Mapping[str, Fallback],
+    *,
+    can_run: bool,
+) -> Cut:
+    """Do the real runs that leaves with `Body.OBSERVED` wait for, if any does; `told` says why."""
     wanted = {n: cut.leaves[n] for n, body in cut.bodies.items() if body is Body.OBSERVED and n not in cut.observed}
     methods = {name: method for name, method in cut.methods.items() if name not in cut.observed}
     if not wanted and not methods:
         return cut
     names = [*wanted, *methods]
     if not can_run and any(parameter.is_meta for parameter in root.parameters()):
-        error = RuntimeError("it has to be run to learn its output's shape, and its weights are on disk")
-        raise untraceable(root, Failure(min(names), error))
+        name = min(names, key=lambda name: (name not in told, name))
+        reason = told[name].reason if name in told else "it has to be run"
+        raise untraceable(root, Failure(name, RuntimeError(f"{reason} (and the weights for a run are not here)")))
     try:
         first, second = (observe(root, wanted, methods, run) for run in runs)
         both = [behaviour(root, methods, run) for run in runs] if methods else []

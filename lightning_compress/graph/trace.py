@@ -133,7 +133,7 @@ def trace(
             batches = made(fixed=fixed)
             runs = [partial(_run, root, step, structure, each, onloading) for each in batches]
             try:
-                cut = with_observations(root, cut, runs, can_run=onloading is not None)
+                cut = with_observations(root, cut, runs, fallbacks, can_run=onloading is not None)
                 outcome = _attempt(root, step, cut, structure, batches, others_flat or [tensors])
                 if isinstance(outcome, Traced) and violated_guards(outcome, batch) and lengths - fixed:
                     reason = f"the graph serves batches of one length only: {violated_guards(outcome, batch)[0]}"

@@ -25,6 +25,7 @@ from lightning_compress.foresight.closed_form import (
     rules_of_thumb,
 )
 from lightning_compress.foresight.estimate import Estimate, Row
+from lightning_compress.foresight.inputs import beyond_positions, check_takes_tokens
 from lightning_compress.foresight.jobs import (
     CalibrationJob,
     FineTuningJob,
@@ -36,13 +37,13 @@ from lightning_compress.foresight.jobs import (
 )
 from lightning_compress.foresight.layouts import Layout, worst_shares
 from lightning_compress.foresight.training import finetune
+from lightning_compress.graph.configs import size_in
 from lightning_compress.graph.experts import stack_of
 from lightning_compress.graph.targets import sequential_modules
 from lightning_compress.graph.unfold import unfolded
 from lightning_compress.memory.budget import TITLES, Budgets, Peak, Place, fit, gib, peaks
 from lightning_compress.memory.placement import MemoryConfig
 from lightning_compress.memory.tracker import LiveMemory, resident_bytes
-from lightning_compress.plugin.generation import size_in
 from lightning_compress.plugin.measure import measured
 from lightning_compress.recipe.load import load_recipe
 from lightning_compress.recipe.resolve import named_by, resolve
@@ -74,6 +75,7 @@ def estimate(model: PreTrainedModel, config: DictConfig, memory: MemoryConfig, f
                 f"model.path={config.model.path} is quantized, and its weights would be counted as if it was not. Give "
                 "the original model; for inference with job.weight_bits=4 or the like."
             )
+        check_takes_tokens(model, job)
         if memory.device_budget is not None or memory.host_budget is not None:
             raise CompressionError("memory.device_budget and memory.host_budget are for job=calibration.")
         return _of_one_rank_or_shared(model, job, layout, "device" if config.device == "cuda" else "host")
@@ -107,7 +109,8 @@ def _of_one_rank_or_shared(
             "read them packed; transformers unpacks them and then takes what the model takes unpacked."
         )
     notes.extend(_about_training(model, job, layout))
-    notes.extend(_about_positions(model, job))
+    if beyond := beyond_positions(model, _length(job)):
+        notes.append(beyond)
     if layout != Layout():
         notes.append(f"{layout}: shares in closed form of what one rank would take.")
     if layout.offload:
@@ -150,14 +153,18 @@ def _about_training(model: PreTrainedModel, job: InferenceJob | FineTuningJob, l
     return notes
 
 
+def _length(job: InferenceJob | FineTuningJob) -> int:
+    return job.context + job.new_tokens if isinstance(job, InferenceJob) else job.length
+
+
 def _on_fakes(model: PreTrainedModel, job: InferenceJob | FineTuningJob, followed: LiveMemory) -> list[Phase]:
-    with foreseeing(model):
+    with foreseeing(model, _length(job)):
         return infer(model, job, followed) if isinstance(job, InferenceJob) else finetune(model, job, followed)
 
 
 @contextmanager
-def foreseeing(model: PreTrainedModel) -> Iterator[None]:
-    """Within: the model is on fake tensors.
+def foreseeing(model: PreTrainedModel, length: int) -> Iterator[None]:
+    """Within: the model is on fake tensors, and may be given so many tokens.
 
     Raises:
         CompressionError: its own code fails there, called as a causal language model.
@@ -170,7 +177,7 @@ def foreseeing(model: PreTrainedModel) -> Iterator[None]:
     except Exception as error:
         raise CompressionError(
             f"What {type(model).__name__} takes cannot be foreseen, because it does not run as a causal language model "
-            f"on fake tensors: {type(error).__name__}: {error}"
+            f"on fake tensors: {type(error).__name__}: {error}. {beyond_positions(model, length)}".rstrip()
         ) from error
 
 
@@ -248,14 +255,6 @@ def _others(num_parameters: int, sizes: Decoder | None, job: object) -> Mapping[
     if isinstance(job, FineTuningJob) and sizes is not None:
         found["LLMem's formula, without the base that it measures"] = llmem(sizes, job)
     return found
-
-
-def _about_positions(model: PreTrainedModel, job: InferenceJob | FineTuningJob) -> list[str]:
-    most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    length = job.context + job.new_tokens if isinstance(job, InferenceJob) else job.length
-    if not isinstance(most, int) or length <= most:
-        return []
-    return [f"{length} tokens are more than the {most} positions that {type(model).__name__} is made for."]
 
 
 def _saved_by_packing(model: PreTrainedModel, num_bits: int) -> int:

@@ -26,15 +26,16 @@ from lightning_compress.foresight.finetuning_plan import (
     rehearsed,
     ways,
 )
+from lightning_compress.foresight.inputs import check_takes_tokens
 from lightning_compress.foresight.jobs import FineTuningJob
 from lightning_compress.foresight.layouts import Layout
 from lightning_compress.foresight.machine import Machine, Rate
 from lightning_compress.foresight.planned import tensors_on
 from lightning_compress.foresight.training import rehearse
+from lightning_compress.graph.configs import size_in
 from lightning_compress.memory.tracker import LiveMemory, available_bytes
 from lightning_compress.memory.work import WorkMeter
 from lightning_compress.plugin.estimate import dividing_heads, foreseeing, instantiated, largest_layer
-from lightning_compress.plugin.generation import size_in
 from lightning_compress.plugin.models import load_config_only
 from lightning_compress.plugin.plan import machine_for, size_of
 from lightning_compress.plugin.planning import check_ranks, typed_keys
@@ -101,6 +102,7 @@ def plan_finetuning(
         CompressionError: a machine without a GPU; no such layout; a model that does not run as a causal language model.
     """
     start = time.perf_counter()
+    check_takes_tokens(model, job)
     machine = _with_ranks(machine, interconnect)
     task = _task(model, job, ranks)
     among = _layouts(model, ranks, job, fixed or {})
@@ -110,7 +112,7 @@ def plan_finetuning(
 
     def run(size: int, checkpointing: bool, accumulate: int) -> MicroBatch:
         micro = replace(job, batch_size=size, accumulate=accumulate, gradient_checkpointing=checkpointing)
-        with foreseeing(model):
+        with foreseeing(model, job.length):
             return MicroBatch(size, checkpointing, rehearse(model, micro, LiveMemory(), WorkMeter()))
 
     room = None if budgets["device"] is None else budgets["device"] + GIB

@@ -5,7 +5,7 @@ data sheet has, and what is printed. No weights are read and no model is built.
 """
 
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 import torch
 from transformers import PretrainedConfig
@@ -14,6 +14,7 @@ from lightning_compress.errors import BudgetError, CompressionError, Unsupported
 from lightning_compress.foresight.generation import Policy, best_policy, row_by_row
 from lightning_compress.foresight.generation_cost import Hardware, Task, Transformer
 from lightning_compress.foresight.machine import Machine
+from lightning_compress.graph.configs import size_in
 from lightning_compress.memory.budget import gib
 from lightning_compress.report.plan import minutes
 
@@ -206,9 +207,3 @@ def placement(policy: Policy) -> str:
 
 
 _WHERE = (("g", "device"), ("c", "host"), ("d", "disk"))
-
-
-def size_in(config: Any, name: str) -> int | None:
-    """A size that a configuration has; None: it has none, or one per layer."""
-    found = getattr(config, name, None)
-    return found if isinstance(found, int) and found > 0 else None

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, fx, nn
 
@@ -14,6 +13,7 @@ from lightning_compress.calibration.target import find_target
 from lightning_compress.data.batches import calibration_batches
 from lightning_compress.data.config import load_data_config
 from lightning_compress.errors import CompressionError
+from lightning_compress.foresight.inputs import inputs_of
 from lightning_compress.graph.leaf import Leaf
 from lightning_compress.graph.stages import Group, Schedule, Subgraph, subgraphs
 from lightning_compress.graph.targets import as_patterns
@@ -31,8 +31,8 @@ _NUM_BATCHES = 2
 def run_inspect(config: DictConfig) -> GraphView:
     """Trace the model that `config` names and cut it.
 
-    Without `data` its configuration is enough, and it is traced on tokens; with `data` it is loaded, and traced
-    on that.
+    Without `data` its configuration is enough, and it is traced on tokens, or on what it takes in their place; with
+    `data` it is loaded, and traced on that.
 
     Raises:
         CompressionError: a model that cannot be built or traced, or a recipe that does not fit it.
@@ -48,9 +48,8 @@ def run_inspect(config: DictConfig) -> GraphView:
     if schedule is Schedule.DATAFREE:
         raise CompressionError("With schedule=datafree nothing runs, so there is no graph that is cut.")
     if config.get("data") is None:
-        model: nn.Module = load_config_only(config.model)
-        tokens = torch.zeros(config.rows, config.length, dtype=torch.long)
-        data = CalibrationSet(({"input_ids": tokens},), has_padding=False)
+        model: nn.Module = (plain := load_config_only(config.model))
+        data = CalibrationSet((inputs_of(plain, config.rows, config.length),), has_padding=False)
     else:
         model, processor = load_model(config.model, from_disk=False)
         data = collect(calibration_batches(load_data_config(config.data), processor), _NUM_BATCHES)

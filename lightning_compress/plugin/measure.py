@@ -2,9 +2,10 @@
 
 import time
 from dataclasses import dataclass, replace
-from typing import final
+from typing import cast, final
 
 import torch
+from transformers import PreTrainedModel
 
 from lightning_compress.calibration.batches import CalibrationSet
 from lightning_compress.calibration.footprint import footprint
@@ -12,6 +13,8 @@ from lightning_compress.calibration.loop import Calibration
 from lightning_compress.calibration.prepare import calibrating, needs_data, prepare
 from lightning_compress.calibration.target import Target
 from lightning_compress.distributed.collective import SingleProcess
+from lightning_compress.errors import UntraceableModelError
+from lightning_compress.foresight.inputs import beyond_positions, inputs_of
 from lightning_compress.foresight.jobs import CalibrationJob
 from lightning_compress.graph.stages import Schedule
 from lightning_compress.graph.targets import as_patterns
@@ -62,7 +65,7 @@ def measured(
     """The table of a job on a model whose parameters are on the meta device.
 
     Args:
-        target: the model.
+        target: the model, of transformers.
         resolved: its recipe.
         job: what is done; every sample has its full length.
         device: where subgraphs run; it need not be here.
@@ -71,25 +74,29 @@ def measured(
         traced: the graph, if it is known.
 
     Raises:
-        CompressionError: a job that cannot be prepared.
+        CompressionError: a job that cannot be prepared, or a model whose inputs are not known.
     """
-    batch = {"input_ids": torch.zeros(job.batch_size, job.max_length, dtype=torch.long)}
+    model = cast(PreTrainedModel, target.root)
+    batch = inputs_of(model, job.batch_size, job.max_length)
     whole, rest = divmod(job.num_samples, job.batch_size)
-    batches = (batch,) * whole + (({"input_ids": batch["input_ids"][:rest]},) if rest else ())
+    batches = (batch,) * whole + (({name: tensor[:rest] for name, tensor in batch.items()},) if rest else ())
     data = CalibrationSet(batches, has_padding=False)
     where = replace(placement(memory or MemoryConfig(), device, None), device_activation_budget=0)
     has_data, start = needs_data(resolved), time.perf_counter()
     with calibrating(target.root), unfolded(target.root, named_by(resolved.recipe), job.expert_parts):
-        run = prepare(
-            target,
-            resolved,
-            data if has_data else None,
-            where,
-            schedule=Schedule(job.schedule) if has_data else Schedule.DATAFREE,
-            sequential_targets=as_patterns(job.sequential_targets),
-            collective=_Planned(job.ranks) if job.ranks > 1 else SingleProcess(),
-            traced=traced,
-        )
+        try:
+            run = prepare(
+                target,
+                resolved,
+                data if has_data else None,
+                where,
+                schedule=Schedule(job.schedule) if has_data else Schedule.DATAFREE,
+                sequential_targets=as_patterns(job.sequential_targets),
+                collective=_Planned(job.ranks) if job.ranks > 1 else SingleProcess(),
+                traced=traced,
+            )
+        except UntraceableModelError as error:
+            raise UntraceableModelError(f"{error} {beyond_positions(model, job.max_length)}".rstrip()) from error
         prepare_s = time.perf_counter() - start
         table = footprint(run, [flatten_batch(data.batches[number])[0] for number in run.share])
         return Measured(run, table, tuple(at_the_end(run, data, verifies)), prepare_s)

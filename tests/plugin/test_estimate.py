@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from transformers import GPT2Config, LlamaConfig, MixtralConfig, T5Config
+from transformers import BertConfig, GPT2Config, LlamaConfig, MixtralConfig, T5Config, ViTConfig
 
 from lightning_compress.plugin import cli
 
@@ -108,6 +108,23 @@ def test_what_is_no_model_for_it(estimate: Any, tmp_path: Path) -> None:
     LlamaConfig(**SIZES, quantization_config={"quant_method": "gptq", "bits": 4}).save_pretrained(tmp_path / "packed")
     with pytest.raises(SystemExit, match="is quantized, and its weights would be counted as if it was not"):
         estimate(f"model.path={tmp_path / 'packed'}", "job=inference")
+
+
+def test_models_that_do_not_read_tokens_alone(estimate: Any, tmp_path: Path) -> None:
+    """Seen to fail: all of them, because they were given tokens."""
+    sizes = {**SIZES, "architectures": ["ViTForImageClassification"]}
+    ViTConfig(**sizes, image_size=32, patch_size=16).save_pretrained(tmp_path / "vit")
+    vit = [f"model.path={tmp_path / 'vit'}", "model.auto_class=AutoModelForImageClassification"]
+    found, _ = estimate(*vit, "job.num_samples=16", "job.batch_size=8")
+    (batch,) = (row for row in found["rows"] if (row["name"], row["place"]) == ("batch", "host"))
+    hidden = 16 * (4 + 1) * 256 * 2  # of four patches and the class, in both batches
+    assert batch["parts"]["waiting activations"] == 1.5 * hidden, "and what one of them has for the next group"
+    with pytest.raises(SystemExit, match="job=finetuning is of models that read tokens, and ViTForImageClassification"):
+        estimate(*vit, "job=finetuning")
+    BertConfig(**{**SIZES, "architectures": ["BertForMaskedLM"]}).save_pretrained(tmp_path / "bert")
+    bert = [f"model.path={tmp_path / 'bert'}", "model.auto_class=AutoModelForMaskedLM"]
+    with pytest.raises(SystemExit, match="2048 tokens are more than the 512 positions that BertForMaskedLM is made"):
+        estimate(*bert)
 
 
 def test_words_for_flags(estimate: Any) -> None:
