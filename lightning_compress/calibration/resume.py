@@ -74,7 +74,7 @@ def fingerprints(
     Args:
         recipe: as plain containers.
         layout: schedule and subgraphs, as plain containers.
-        root: the model; of every tensor in memory up to 256 evenly spaced values are read.
+        root: the model; of every tensor in memory the sum of its bits, and up to 256 evenly spaced values.
         weights: the fingerprint of the others' source.
         batches: the calibration set, all of it.
     """
@@ -85,11 +85,15 @@ def fingerprints(
         "model": _digest(
             weights.encode(), *(part for name, tensor in state.items() for part in _described(name, tensor, _SAMPLES))
         ),
-        "data": _digest(
-            *(part for batch in batches for leaf in pytree.tree_leaves(batch) for part in _described("", leaf, None))
-        ),
+        "data": data_fingerprint(batches),
         "software": _digest(_json({name: version(name) for name in _SOFTWARE})),
     }
+
+
+def data_fingerprint(batches: Iterable[Any]) -> str:
+    """The digest of a calibration set, all of it."""
+    leaves = (leaf for batch in batches for leaf in pytree.tree_leaves(batch))
+    return _digest(*(part for leaf in leaves for part in _described("", leaf, None)))
 
 
 def _described(name: str, value: object, num_samples: int | None) -> Iterable[bytes]:
@@ -102,7 +106,18 @@ def _described(name: str, value: object, num_samples: int | None) -> Iterable[by
         return
     flat = value.detach().reshape(-1)
     step = max(flat.numel() // num_samples, 1) if num_samples else 1
+    if step > 1:
+        yield str(_bit_sum(flat)).encode()
     yield flat[::step].cpu().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def _bit_sum(flat: Tensor) -> int:
+    """Of a tensor's bytes, as integers of 64 bits, modulo 2⁶⁴: another one wherever one value differs."""
+    data = flat.contiguous().view(torch.uint8)
+    if data.storage_offset() % 8:
+        data = data.clone()
+    whole = len(data) // 8 * 8
+    return int(data[:whole].view(torch.int64).sum()) + int(data[whole:].sum())
 
 
 def _digest(*parts: bytes) -> str:

@@ -37,8 +37,8 @@ def perplexity(model: nn.Module, batches: Iterable[Batch], placement: Placement 
         UntraceableModelError: with `placement`, a model that cannot be recorded.
     """
     device = next(model.parameters()).device if placement is None else placement.device
-    metric = Perplexity(ignore_index=_IGNORED).to(device)
-    metric.sync_on_compute = False  # of these batches, on this rank
+    # of these batches, on this rank
+    metric = Perplexity(ignore_index=_IGNORED, sync_on_compute=False).to(device)  # type: ignore[arg-type]
     kept = [dict(batch) for batch in batches]
     with evaluating(model):
         found = _logits(model, kept, device) if placement is None else _logits_by_layer(model, kept, placement)

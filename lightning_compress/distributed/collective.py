@@ -156,7 +156,7 @@ class ProcessGroup:
             yield
         except RuntimeError as error:
             reasons: list[str] = []
-            if not _within(2 * _ROLL_CALL_S, lambda: self._call_roll(reasons)):
+            if not _within(2 * _ROLL_CALL_S, lambda: self._call_roll(what, reasons)):
                 reasons.append("The ranks' meeting place cannot be reached: this node, or that one, is cut off.")
             raise CommunicationError(
                 f"Rank {self.rank} of {self.size} could not go on with {what} (an operation that a rank does not come "
@@ -165,9 +165,10 @@ class ProcessGroup:
                 + "\nA run with an output_dir can be started again, on any number of ranks, and continues."
             ) from error
 
-    def _call_roll(self, reasons: list[str]) -> None:
+    def _call_roll(self, what: str, reasons: list[str]) -> None:
         """Find out who is missing, and why, from what each rank leaves at the place where they met."""
-        self._board.set(f"waiting/{self.rank}", "")
+        self._board.set(f"waiting/{self.rank}", what)
+        elsewhere: list[str] = []
         missing = set(range(self.size)) - {self.rank}
         end = time.monotonic() + _ROLL_CALL_S
         while missing and time.monotonic() < end:
@@ -177,9 +178,13 @@ class ProcessGroup:
                     missing.discard(rank)
                 elif self._board.check([f"waiting/{rank}"]):
                     missing.discard(rank)
+                    theirs = self._board.get(f"waiting/{rank}").decode()
+                    elsewhere += [f"Rank {rank} waits in {theirs}."] if theirs != what else []
             time.sleep(0.05)
         if missing:
             reasons.append(f"Nothing is heard from ranks {', '.join(map(str, sorted(missing)))}.")
+        elif elsewhere:
+            reasons += [*elsewhere, "They were given different things to do."]
         elif not reasons:
             reasons.append("All ranks are there, so it is the connection between them that broke.")
 

@@ -17,7 +17,7 @@ from lightning_compress.calibration.batches import CalibrationSet
 from lightning_compress.calibration.prepare import calibrating, evaluating, may_need_data, needs_data
 from lightning_compress.calibration.target import find_target
 from lightning_compress.distributed.collective import closing_all
-from lightning_compress.errors import CalibrationDataError, UnsupportedModelError
+from lightning_compress.errors import CalibrationDataError, CompressionError, UnsupportedModelError
 from lightning_compress.export.checkpoint import SavesPretrained, check_output_dir, is_unfinished
 from lightning_compress.graph.restore import attributes_restored, contents_restored
 from lightning_compress.graph.stages import Schedule
@@ -26,7 +26,7 @@ from lightning_compress.memory.placement import MemoryConfig, memory_config
 from lightning_compress.memory.source import is_on_meta
 from lightning_compress.plugin import compat
 from lightning_compress.plugin.data import calibration_set
-from lightning_compress.plugin.job import Job, plan_recipe, prepare_job
+from lightning_compress.plugin.job import Job, check_data, check_settings, plan_recipe, prepare_job
 from lightning_compress.plugin.loop import CompressionLoop, bystanders
 from lightning_compress.plugin.progress import STATE_KEY, Progress, from_state
 from lightning_compress.plugin.settings import Settings
@@ -96,13 +96,15 @@ class CompressionCallback(Callback):
         seed: int = 0,
     ) -> None:
         if when not in ("after_train", "only"):
-            raise ValueError(f"when={when!r} is not known; use 'after_train' or 'only'.")
+            raise CompressionError(f"when={when!r} is not known; use 'after_train' or 'only'.")
         if weights is not None and when != "only":
-            raise ValueError("weights= is read in place of a training; use when='only' with it.")
+            raise CompressionError("weights= is read in place of a training; use when='only' with it.")
         if resume not in ("auto", "never"):
-            raise ValueError(f"resume={resume!r} is not known; use 'auto' or 'never'.")
+            raise CompressionError(f"resume={resume!r} is not known; use 'auto' or 'never'.")
+        if schedule not in tuple(Schedule):
+            raise CompressionError(f"schedule={schedule!r} is not known; use {', '.join(Schedule)}.")
         if max_samples is not None and max_samples < 1:
-            raise ValueError(f"max_samples={max_samples} leaves no calibration data; give a positive number.")
+            raise CompressionError(f"max_samples={max_samples} leaves no calibration data; give a positive number.")
         self.settings = Settings(
             recipe=load_recipe(recipe),
             output_dir=None if output_dir is None else Path(output_dir),
@@ -161,7 +163,24 @@ class CompressionCallback(Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Called when model and data exist, before training: checks the recipe and reads the calibration set."""
         self.report = None
-        module = compressed_module(pl_module)
+        with closing_all(compat.collective(trainer)) as collective:
+            check_settings(self.settings, collective)
+            self._prepare(trainer, compressed_module(pl_module))
+            check_data(self._data, collective)
+        self._num_sanity_val_steps = trainer.num_sanity_val_steps
+        if self.when == "only":
+            trainer.num_sanity_val_steps = 0
+        elif self.settings.resume and is_unfinished(self.settings.output_dir):
+            rank_zero_warn(
+                f"{self.settings.output_dir} holds an unfinished compression, which is continued if this training ends "
+                "in the very same weights and refused otherwise. To compress what comes of this training, give another "
+                "output_dir or resume='never'."
+            )
+        _replace_run(trainer, self)
+        self._is_pending = True
+
+    def _prepare(self, trainer: pl.Trainer, module: nn.Module) -> None:
+        """Check the recipe, and read the calibration set."""
         if self.when == "after_train" and adapters(module):  # they are merged at its end: the model is not there yet
             if self.settings.output_dir is not None:
                 check_output_dir(self.settings.output_dir)
@@ -176,17 +195,6 @@ class CompressionCallback(Callback):
                     "define `calibration_dataloader()` or `train_dataloader()`, or use a data-free recipe such as "
                     "w4a16_rtn."
                 )
-        self._num_sanity_val_steps = trainer.num_sanity_val_steps
-        if self.when == "only":
-            trainer.num_sanity_val_steps = 0
-        elif self.settings.resume and is_unfinished(self.settings.output_dir):
-            rank_zero_warn(
-                f"{self.settings.output_dir} holds an unfinished compression, which is continued if this training ends "
-                "in the very same weights and refused otherwise. To compress what comes of this training, give another "
-                "output_dir or resume='never'."
-            )
-        _replace_run(trainer, self)
-        self._is_pending = True
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         """Called before every training batch: before the first, what calibration will run is tried on one batch."""

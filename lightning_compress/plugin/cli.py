@@ -1,6 +1,7 @@
 """The `lightning-compress` command and what it can do, composed by Hydra from the groups in `configs/`."""
 
 import logging
+import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -14,6 +15,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from hydra.utils import get_class, instantiate
 from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 from rich.console import Console
@@ -114,7 +116,8 @@ def compress(config: DictConfig) -> None:
 def evaluate(config: DictConfig) -> None:
     """Print the perplexity of a model on held-out text."""
     value = _reporting_errors(lambda: run_evaluate(config))
-    print(f"perplexity {value:.4f}")
+    if _is_first_rank():
+        print(f"perplexity {value:.4f}")
 
 
 def estimate(config: DictConfig) -> None:
@@ -305,6 +308,8 @@ def _reporting_errors(run: Callable[[], Result]) -> Result:
         return run()
     except MissingMandatoryValue as error:
         sys.exit(f"lightning-compress: {error.full_key} has to be given, as {error.full_key}=...")
+    except SIGTERMException:  # exits with 0 otherwise, as if all had been done
+        sys.exit(128 + signal.SIGTERM)
     except (CompressionError, FileNotFoundError) as error:
         logging.getLogger(__name__).debug("failed", exc_info=True)
         notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))

@@ -14,6 +14,7 @@ from typing import Any, Self, cast, final
 import lightning
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.data import _update_dataloader
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, RichProgressBar, TQDMProgressBar, WeightAveraging
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.strategies import DDPStrategy
@@ -23,6 +24,7 @@ from lightning.pytorch.trainer.connectors.data_connector import _request_dataloa
 from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch.distributed.constants import default_pg_timeout
+from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_compress.distributed.collective import Collective, ProcessGroup, SingleProcess
 
@@ -128,12 +130,27 @@ class HeldSignals:
 
 def starts_scripts(trainer: pl.Trainer) -> bool:
     """Whether the strategy starts the script anew for each further rank."""
-    return trainer.world_size > 1 and isinstance(trainer.strategy.launcher, _SubprocessScriptLauncher)
+    launcher = trainer.strategy.launcher
+    if trainer.world_size == 1 or not isinstance(launcher, _SubprocessScriptLauncher):
+        return False
+    return not launcher.cluster_environment.creates_processes_externally
 
 
 def spawns(trainer: pl.Trainer) -> bool:
     """Whether the ranks are processes without a script of their own, so that this one is none of them."""
     return isinstance(trainer.strategy.launcher, _MultiProcessingLauncher)
+
+
+def of_all_ranks(loader: Any) -> Any:
+    """A loader, without the share-out that the user's own DistributedSampler does: as it is for one rank alone."""
+    sampler = getattr(loader, "sampler", None)
+    if not isinstance(loader, DataLoader) or type(sampler) is not DistributedSampler:
+        return loader
+    alone: DistributedSampler[Any] = DistributedSampler(
+        sampler.dataset, num_replicas=1, rank=0, shuffle=sampler.shuffle, seed=sampler.seed, drop_last=sampler.drop_last
+    )
+    alone.set_epoch(sampler.epoch)
+    return _update_dataloader(loader, alone)
 
 
 def train_dataloaders(trainer: pl.Trainer) -> Any:

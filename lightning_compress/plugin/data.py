@@ -50,7 +50,7 @@ def calibration_set(
         loaders = _source(trainer, module, calibration)
         if loaders is None:
             return None
-        flattened = _flattened(loaders)
+        flattened = [compat.of_all_ranks(loader) for loader in _flattened(loaders)]
         for loader in flattened:
             _check_bounded(loader, trainer.limit_train_batches, max_samples)
             stack.enter_context(_kept_generators(loader))

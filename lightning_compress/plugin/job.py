@@ -1,6 +1,7 @@
 """One compression from a model to a verified checkpoint, as a generator that a Trainer's loop (or anything else)
 drives."""
 
+import json
 import shutil
 import time
 import warnings
@@ -16,7 +17,7 @@ from lightning_compress.calibration.boundary import FOLDER
 from lightning_compress.calibration.loop import Calibration, calibrate
 from lightning_compress.calibration.prepare import calibrating, check_layout
 from lightning_compress.calibration.records import SubgraphRecord
-from lightning_compress.calibration.resume import fingerprints
+from lightning_compress.calibration.resume import data_fingerprint, fingerprints
 from lightning_compress.calibration.target import Target, find_target
 from lightning_compress.distributed.collective import Collective, SingleProcess
 from lightning_compress.errors import CompressionError, UnsupportedModelError
@@ -104,15 +105,47 @@ def prepare_job(
     with calibrating(target.root), laid_out.modules.in_place():
         if settings.output_dir is not None or run.collective.size > 1:
             given = _fingerprints(target, resolved, data, run, schedule, source)
-            _check_same(given, run.collective)
+            _check_same(given, run.collective, "comparing recipe, model and data")
     prepare_s = time.perf_counter() - start
     rest = (laid_out.modules, laid_out.expert_parts, laid_out.memory)
     return Job(target, resolved, data, run, settings, schedule, source, given, prepare_s, *rest)
 
 
-def _check_same(given: Mapping[str, str], collective: Collective) -> None:
+def check_settings(settings: Settings, collective: Collective) -> None:
+    """
+    Raises:
+        CompressionError: the ranks were not given the same; weights and budgets may differ.
+    """
+    what = "comparing what the ranks were given"
+    _check_same({"recipe": json.dumps(settings.recipe.to_dict(), default=str)}, collective, what)
+    folder = None if settings.output_dir is None else str(settings.output_dir.absolute())
+    given = {"output_dir": folder, **{name: getattr(settings, name) for name in _SAME_SETTINGS}}
+    of_ranks = collective.gather(given, what)
+    for name, value in of_ranks[0].items():
+        for rank, theirs in enumerate(of_ranks):
+            if theirs[name] != value:
+                raise CompressionError(
+                    f"{name} is {theirs[name]} on rank {rank}, and {value} on rank 0. Every rank has to be given the "
+                    "same (a name with the time in it is another one on each)."
+                )
+
+
+_SAME_SETTINGS = ("schedule", "sequential_targets", "expert_parts", "verify", "resume", "keep_activations")
+
+
+def check_data(data: CalibrationSet | None, collective: Collective) -> None:
+    """
+    Raises:
+        CompressionError: the ranks have read different calibration sets, or cannot have.
+    """
+    if collective.size > 1:
+        digest = data_fingerprint(() if data is None else data.batches)
+        _check_same({"data": digest}, collective, "comparing the calibration data")
+
+
+def _check_same(given: Mapping[str, str], collective: Collective, what: str) -> None:
     """All ranks are about to do the same."""
-    of_ranks = collective.gather(given, "comparing recipe, model and data")
+    of_ranks = collective.gather(given, what)
     for name, digest in of_ranks[0].items():
         others = [rank for rank, theirs in enumerate(of_ranks) if theirs[name] != digest]
         if others:

@@ -111,3 +111,13 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
         assert "Nothing is heard from ranks 1." in said
     processes[1].kill()
     assert processes[1].wait().returncode == -signal.SIGKILL
+
+
+def test_ranks_that_do_different_things_say_so(tmp_path: Path) -> None:
+    """Seen to fail: it was said to be the connection."""
+    script = Path(__file__).with_name("two_things.py")
+    processes = [Script(script, rank, f"file://{tmp_path / 'store'}") for rank in ("0", "1")]
+    said = [process.wait(100).stderr for process in processes]
+    assert "Rank 1 waits in looking for pears." in said[0]
+    assert "Rank 0 waits in comparing apples." in said[1]
+    assert all("They were given different things to do." in each for each in said)

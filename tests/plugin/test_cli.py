@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from hydra import compose, initialize_config_dir
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import OmegaConf
 from processes import Ended, Script
 from transformers import AutoModelForCausalLM, GptOssConfig
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM, GptOssConfig
 from lightning_compress.data.config import load_data_config
 from lightning_compress.errors import CompressionError
 from lightning_compress.export.verify import READ_BACK
+from lightning_compress.plugin import cli
 from lightning_compress.plugin.cli import run_compress, run_evaluate
 from lightning_compress.recipe.load import config_dir, load_recipe
 
@@ -207,3 +209,14 @@ def test_wrong_input_is_one_line_and_exit_status_1(
     assert done.returncode == 1
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_terminated_run_is_no_success() -> None:
+    """Lightning answers SIGTERM with an exit that has no code. Seen to fail: 0."""
+
+    def run() -> None:
+        raise SIGTERMException
+
+    with pytest.raises(SystemExit) as ended:
+        cli._reporting_errors(run)
+    assert ended.value.code == 143

@@ -146,3 +146,15 @@ def test_lightning_cli_by_class_path(tmp_path: Any, monkeypatch: pytest.MonkeyPa
     cli = LightningCLI(TinyModule, pl.LightningDataModule, args=arguments, run=False, save_config_callback=None)
     (callback,) = (one for one in cli.trainer.callbacks if isinstance(one, CompressionCallback))
     assert callback.when == "only"
+
+
+@pytest.mark.parametrize("by_torchrun", [False, True])
+def test_who_starts_the_ranks(by_torchrun: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen to fail: under torchrun a multirun was refused, with the advice to use torchrun."""
+    if by_torchrun:
+        for name in ("TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK", "GROUP_RANK"):
+            monkeypatch.setenv(name, "0")
+        for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            monkeypatch.setenv(name, "2")
+    trainer = pl.Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False)
+    assert compat.starts_scripts(trainer) is not by_torchrun

@@ -1,9 +1,12 @@
 """A user's script and the command on several ranks, under Lightning's own launchers and torchrun."""
 
+import json
 import socket
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -12,7 +15,11 @@ from lightning.pytorch.strategies import FSDPStrategy
 from processes import Script
 
 from lightning_compress import CompressionCallback
-from lightning_compress.errors import UnsupportedModelError
+from lightning_compress.distributed.collective import SingleProcess
+from lightning_compress.errors import CompressionError, UnsupportedModelError
+from lightning_compress.plugin.job import check_settings
+from lightning_compress.plugin.settings import Settings
+from lightning_compress.recipe.load import load_recipe
 
 from .conftest import TinyModule
 
@@ -95,3 +102,53 @@ def test_what_splits_the_model_is_refused() -> None:
     callback = CompressionCallback("w4a16_gptq", output_dir=None)
     with pytest.raises(UnsupportedModelError, match=r"FSDPStrategy splits the model over 2 ranks.*strategy='ddp'"):
         callback.setup(trainer, TinyModule(), "fit")
+
+
+@dataclass(frozen=True)
+class OfTwo(SingleProcess):
+    """Rank 0 of two; the other says `theirs`."""
+
+    theirs: Any = None
+    size: int = 2
+
+    def gather(self, value: Any, what: str) -> list[Any]:
+        return [value, value | self.theirs]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "message"),
+    [
+        ({"output_dir": "/tmp/out_0807"}, "output_dir is /tmp/out_0807 on rank 1, and /tmp/out on rank 0"),
+        ({"output_dir": None}, "output_dir is None on rank 1"),
+        ({"verify": False}, "verify is False on rank 1, and True on rank 0"),
+        ({"recipe": "{}"}, "The recipe is not the same on ranks 1 as on rank 0"),
+    ],
+)
+def test_ranks_are_given_the_same(theirs: dict[str, Any], message: str) -> None:
+    """Seen to fail: a schedule that needs no data beside one that does waited for the timeout, as did `verify`."""
+    settings = Settings(load_recipe("w4a16_gptq"), Path("/tmp/out"))
+    check_settings(settings, OfTwo(theirs={}))
+    with pytest.raises(CompressionError, match=message):
+        check_settings(settings, OfTwo(theirs=theirs))
+
+
+def test_a_rank_that_fails_before_the_training(tmp_path: Path) -> None:
+    """Is heard of on the other one, and nobody trains. Seen to fail: a connection that was closed, and no more."""
+    ended = Script(SCRIPT, str(tmp_path / "out"), "--devices=2", "--when=after_train", "--strategy=ddp", "--failing=1")
+    end = ended.wait()
+    assert end.returncode != 0
+    assert "could not go on with comparing the calibration data" in end.stderr
+    assert "ArithmeticError: in the data of rank 1" in end.stderr
+    assert "trains" not in end.stdout
+
+
+def test_the_command_measures_on_one_of_them(checkpoint: Path, tmp_path: Path) -> None:
+    """Before and after. Seen to fail: the metric waited for the other rank, which had gone."""
+    command = Path(sys.executable).with_name("lightning-compress")
+    options = ["data.num_samples=4", "data.max_length=32", "data.batch_size=2", "recipe=w4a16_rtn"]
+    held_out = ["data@held_out=docs_test", "held_out.num_samples=4", "held_out.max_length=32"]
+    given = [f"model.path={checkpoint}", f"output_dir={tmp_path / 'out'}", "trainer.accelerator=cpu"]
+    subprocess.run([*TORCHRUN, command, "compress", *given, *options, *held_out], check=True, timeout=300)
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["num_ranks"] == 2
+    assert set(report["extra"]) == {"perplexity_before", "perplexity_after"}

@@ -22,14 +22,16 @@ from helpers import recipe, tiny_llama
 class Module(pl.LightningModule):
     """Eleven samples in batches of two, which Lightning's own samplers would pad and stride."""
 
-    def __init__(self, num_layers: int) -> None:
+    def __init__(self, num_layers: int, failing: int = -1) -> None:
         super().__init__()
         self.model = tiny_llama(num_layers)
+        self.failing = failing
 
     def calibration_step(self, batch: Tensor) -> object:
         return self.model(input_ids=batch)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        print("trains")
         loss: Tensor = self.model(input_ids=batch, labels=batch).loss
         return loss
 
@@ -37,6 +39,8 @@ class Module(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
     def train_dataloader(self) -> DataLoader[Tensor]:
+        if self.global_rank == self.failing:
+            raise ArithmeticError(f"in the data of rank {self.failing}")
         ids = torch.randint(0, 64, (11, 16), generator=torch.Generator().manual_seed(1))
         return DataLoader(ids, batch_size=2, shuffle=True)  # type: ignore[arg-type]
 
@@ -68,6 +72,7 @@ def main() -> None:
     parser.add_argument("--timeout", type=int, default=1800)
     parser.add_argument("--keep-activations", action="store_true")
     parser.add_argument("--preempted", type=int, default=-1, help="the rank")
+    parser.add_argument("--failing", type=int, default=-1, help="the rank whose data cannot be read")
     parser.add_argument("--signals", nargs="*", default=["SIGTERM"])
     arguments = parser.parse_args()
     strategy = arguments.strategy
@@ -90,7 +95,7 @@ def main() -> None:
         enable_progress_bar=False,
         enable_checkpointing=False,
     )
-    trainer.fit(Module(arguments.num_layers))
+    trainer.fit(Module(arguments.num_layers, arguments.failing))
     if callback.report is None:
         print("no report in this process")
         return
