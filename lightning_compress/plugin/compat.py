@@ -15,6 +15,7 @@ import lightning
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.data import _update_dataloader
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, RichProgressBar, TQDMProgressBar, WeightAveraging
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.strategies import DDPStrategy
@@ -27,6 +28,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_compress.distributed.collective import Collective, ProcessGroup, SingleProcess
+from lightning_compress.errors import CalibrationDataError
 
 TESTED_MINOR = (2, 6)
 
@@ -142,15 +144,25 @@ def spawns(trainer: pl.Trainer) -> bool:
 
 
 def of_all_ranks(loader: Any) -> Any:
-    """A loader, without the share-out that the user's own DistributedSampler does: as it is for one rank alone."""
+    """A loader, without the share-out that the user's own DistributedSampler does: as it is for one rank alone.
+
+    Raises:
+        CalibrationDataError: a class of the user's own that cannot be made anew with another sampler.
+    """
     sampler = getattr(loader, "sampler", None)
-    if not isinstance(loader, DataLoader) or type(sampler) is not DistributedSampler:
+    if not isinstance(loader, DataLoader) or type(sampler) is not DistributedSampler or sampler.num_replicas == 1:
         return loader
     alone: DistributedSampler[Any] = DistributedSampler(
         sampler.dataset, num_replicas=1, rank=0, shuffle=sampler.shuffle, seed=sampler.seed, drop_last=sampler.drop_last
     )
     alone.set_epoch(sampler.epoch)
-    return _update_dataloader(loader, alone)
+    try:
+        return _update_dataloader(loader, alone)
+    except (MisconfigurationException, TypeError) as error:
+        raise CalibrationDataError(
+            f"{type(loader).__name__} has a DistributedSampler, and every rank has to read all of its data. It "
+            f"cannot be made without: {error}. Give another loader, as `calibration=` or `calibration_dataloader()`."
+        ) from error
 
 
 def train_dataloaders(trainer: pl.Trainer) -> Any:

@@ -144,6 +144,16 @@ def test_a_distributed_sampler_of_ones_own(read: Any, shuffle: bool) -> None:
     assert (sets[0] == rows(11)) == (not shuffle)
 
 
+class Named(DataLoader[Any]):
+    def __init__(self, name: str, number: int, rank: int) -> None:
+        super().__init__(samples(number), batch_size=2, sampler=DistributedSampler(samples(number), 2, rank))
+
+
+def test_a_loader_that_cannot_be_made_without_its_sampler(read: Any) -> None:
+    with pytest.raises(CalibrationDataError, match=r"Named has a DistributedSampler.*`calibration_dataloader\(\)`"):
+        read(Named("mine", 11, 0))
+
+
 def test_generators_are_left_as_they_were(read: Any) -> None:
     generator = torch.Generator().manual_seed(5)
     before = generator.get_state()
