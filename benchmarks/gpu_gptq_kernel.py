@@ -11,7 +11,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from unittest import mock
 
 import torch
@@ -41,18 +41,19 @@ def median_us(function: Callable[[], object], repeats: int) -> float:
 
 def block(num_channels: int, num_rows: int, repeats: int) -> None:
     """One block of `num_channels` channels by `num_rows` rows."""
-    weight = 0.02 * torch.randn(num_channels, num_rows, device="cuda")
+    weight = 0.02 * torch.randn(num_channels, 1, num_rows, device="cuda")
     lower = torch.randn(num_channels, num_channels, device="cuda").mul_(0.05).tril_(-1)
     lower.diagonal().fill_(1)
     grid = make_grid(ARGS, (num_rows, 128), torch.bfloat16)
-    scale = torch.full((1, num_rows), 0.008, device="cuda")
+    scale = torch.full((1, 1, num_rows), 0.008, device="cuda")
     groups = torch.zeros(num_channels, dtype=torch.int64, device="cuda")
     target, codes, delta = weight.clone(), torch.empty_like(weight), torch.zeros_like(weight)
 
-    def run(function: Callable[..., None], factor: object) -> Callable[[], None]:
-        return lambda: function(target.copy_(weight), weight, factor, scale, None, groups, grid, codes, delta.zero_())
+    def run(function: Callable[..., None], factor: torch.Tensor, *heights: Sequence[int]) -> Callable[[], None]:
+        others = (scale, None, groups, grid, codes)
+        return lambda: function(target.copy_(weight), weight, factor, *others, delta.zero_(), *heights)
 
-    eager = median_us(run(quantize_block, [lower]), max(repeats // 5, 3))
+    eager = median_us(run(quantize_block, lower[None], [num_rows]), max(repeats // 5, 3))
     eager_codes = codes.clone()
     fused = median_us(run(gptq_triton.quantize_block, lower), repeats)
     different = float((codes != eager_codes).float().mean())

@@ -211,11 +211,11 @@ class Algorithm(ABC):
         """At most alive while `prepare` runs on a weight [O, I], and of that what it returns, beside its arguments."""
 
     @abstractmethod
-    def tile_bytes(
-        self, num_rows: int, num_channels: int, args: QuantizationArgs, kinds: Kinds, number: int = 1
+    def tiles_bytes(
+        self, heights: Sequence[int], num_channels: int, args: QuantizationArgs, kinds: Kinds, number: int = 1
     ) -> int:
-        """At most alive inside `solve_parts` for R rows in all, of a `number` of weights, with the result, beside its
-        arguments."""
+        """At most alive inside `solve_parts` for tiles of so many rows, of a `number` of weights, with the result,
+        beside its arguments."""
 
     def workspace_bytes(
         self, num_rows: int, num_channels: int, args: QuantizationArgs, kinds: Kinds, number: int = 1
@@ -226,12 +226,14 @@ class Algorithm(ABC):
         A closed form of those above: while the last is prepared; then beside what is prepared a stack of tiles with the
         results of all others, or all results twice, when they are joined.
         """
-        height = min(number * num_rows, STACK)
+        of_one = [tile.stop - tile.start for tile in row_tiles(num_rows)]
+        all_heights = of_one * min(number, STACK // num_rows + 1)
+        heights = max(runs(all_heights, all_heights, STACK), key=len)
         peak, held = self.prepare_bytes(num_rows, num_channels, args, kinds)
-        tile = self.tile_bytes(height, num_channels, args, kinds, number)
-        others = result_bytes(number * num_rows - height, num_channels, args)
+        tiles = self.tiles_bytes(heights, num_channels, args, kinds, number)
+        others = result_bytes(number * num_rows - sum(heights), num_channels, args)
         joined = 2 * result_bytes(number * num_rows, num_channels, args) if len(row_tiles(num_rows)) > 1 else 0
-        return max((number - 1) * held + peak, number * held + max(tile + others, joined))
+        return max((number - 1) * held + peak, number * held + max(tiles + others, joined))
 
     def solve(
         self,

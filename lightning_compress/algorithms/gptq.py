@@ -158,15 +158,17 @@ class Gptq(Algorithm):
             scales, held = max(scales + corrected + whole, correcting), held + corrected
         return max(matrix_bytes(num_channels), 2 * gram + vectors + max(panels, scales)), held
 
-    def tile_bytes(
-        self, num_rows: int, num_channels: int, args: QuantizationArgs, kinds: Kinds, number: int = 1
+    def tiles_bytes(
+        self, heights: Sequence[int], num_channels: int, args: QuantizationArgs, kinds: Kinds, number: int = 1
     ) -> int:
-        num_rows += -num_rows % ALIGNMENT
+        num_rows = len(heights) * (max(heights) + -max(heights) % ALIGNMENT)
         # [R, I] each: the weight and w - q as float32, codes, codes in their own order, and transposed
         matrices = num_rows * num_channels * (4 + 4 + 1 + 1 + 1)
         if number > 1:  # scales, and zero points, of every place
             matrices += num_rows * num_channels * (4 if args.symmetric else 8)
-        blocks = 3 * 4 * num_rows * min(self.block_size, num_channels)  # targets, rounded values, a product
+        width = min(self.block_size, num_channels)
+        # targets, rounded values, a product; the factors within the block, of which some channels' are in another order
+        blocks = 3 * 4 * num_rows * width + 2 * 4 * width**2 * min(number, len(heights))
         stored = num_rows * (13 * num_groups(num_channels, args) + 32)
         targets = 2 * 4 * num_rows * num_channels if _corrects(kinds) else 0  # what is quantized, and M
         solving = targets + max(

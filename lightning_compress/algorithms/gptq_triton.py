@@ -116,9 +116,9 @@ def quantize_block(
     codes: Tensor,
     delta: Tensor,
 ) -> None:
-    """The contract of `nearest_plane.quantize_block`, for all tiles, of one weight, at once; all float32 and, but for
-    `lower`, contiguous."""
-    num_channels, num_rows = target.shape
+    """The contract of `nearest_plane.quantize_block`, for all tiles, of one weight and with one factor [n, n], at once;
+    all float32 and, but for `lower`, contiguous."""
+    num_channels, num_rows = len(target), target[0].numel()
     _kernel[(triton.cdiv(num_rows, _ROWS_PER_PROGRAM),)](
         target,
         weight,

@@ -17,7 +17,6 @@ from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
 from lightning_compress.algorithms.base import (
-    TILE,
     Algorithm,
     Kinds,
     Part,
@@ -62,15 +61,15 @@ class Rtn(Algorithm):
         scales = scales_bytes(num_rows, num_channels, args, self.scale_search) if args.strategy == "tensor" else 0
         return max(matrix_bytes(num_channels) if has_gram else 0, gram + scales), gram
 
-    def tile_bytes(
-        self, num_rows: int, num_channels: int, args: QuantizationArgs, kinds: Kinds, number: int = 1
+    def tiles_bytes(
+        self, heights: Sequence[int], num_channels: int, args: QuantizationArgs, kinds: Kinds, number: int = 1
     ) -> int:
         # [R, I] each: codes, weight, values and their factor as float32; or codes, a difference, its double, the square
         per_weight = 1 + 4 + 4 + 4 if InputGram in kinds else 1 + 4 + 8 + 8
-        height = min(num_rows, TILE)
+        height = max(heights)
         matrices = height * (num_channels * per_weight + 16) + 13 * height * num_groups(num_channels, args)
         tile = max(matrices, scales_bytes(height, num_channels, args, self.scale_search))
-        return tile + result_bytes(num_rows - height, num_channels, args)
+        return tile + result_bytes(sum(heights) - height, num_channels, args)
 
     @torch.no_grad()
     def prepare(

@@ -43,9 +43,14 @@ def compare(symmetric: bool, device: str, by_columns: bool = False) -> None:
     scale = scales.scale.float().t().contiguous().to(device)
     zero_point = None if scales.zero_point is None else scales.zero_point.float().t().contiguous().to(device)
     results = []
-    for function, factors in ((quantize_block, [lower]), (gptq_triton.quantize_block, lower)):
+    for is_fused in (False, True):
         t, codes, delta = target.clone(), torch.empty_like(weight), torch.zeros_like(weight)
-        function(t, weight, factors, scale, zero_point, groups, grid, codes, delta)
+        if is_fused:
+            gptq_triton.quantize_block(t, weight, lower, scale, zero_point, groups, grid, codes, delta)
+        else:
+            each = (None if matrix is None else matrix[:, None] for matrix in (scale, zero_point))
+            of_tile = (t[:, None], weight[:, None], lower[None], *each, groups, grid, codes[:, None], delta[:, None])
+            quantize_block(*of_tile, [t.shape[1]])
         results.append((codes, delta, t))
     (codes, delta, t), (fused_codes, fused_delta, fused_t) = results
     same = (codes == fused_codes).all(0)

@@ -95,14 +95,15 @@ def test_tiles_can_be_solved_apart(algorithm: Algorithm, strategy: str, num_rows
 
 @pytest.mark.parametrize("algorithm", [Rtn(scale_search=True), Gptq(), Gptq(refit=1), Gptq(activation_order=False)])
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_weights_can_be_solved_together(algorithm: Algorithm, symmetric: bool) -> None:
+@pytest.mark.parametrize("num_rows", [[96] * 5, [96, 100, 37, 512, 250]])
+def test_weights_can_be_solved_together(algorithm: Algorithm, symmetric: bool, num_rows: list[int]) -> None:
     """What is done with experts: tiles of weights with Grams, and orders of channels, of their own go through the
     channels together, and each ends as it does alone, to the last bit. Seen to fail: with the first factor, or its
     groups, for all."""
     args = scheme(symmetric=symmetric)
-    cases = [weight_and_gram(96, 64, seed=seed) for seed in range(5)]
-    prepared = [algorithm.prepare(w, {InputGram: gram}, args, torch.bfloat16, [96]) for w, gram in cases]
-    parts = [Part(w, slice(0, 96), each) for (w, _), each in zip(cases, prepared, strict=True)]
+    cases = [weight_and_gram(rows, 320, seed=seed) for seed, rows in enumerate(num_rows)]
+    prepared = [algorithm.prepare(w, {InputGram: gram}, args, torch.bfloat16, [len(w)]) for w, gram in cases]
+    parts = [Part(w, slice(0, len(w)), each) for (w, _), each in zip(cases, prepared, strict=True)]
     for (weight, gram), together in zip(cases, algorithm.solve_parts(parts), strict=True):
         alone = algorithm.solve(weight, {InputGram: gram}, args, torch.bfloat16)
         for name in ("codes", "scale", "row_error", "row_energy"):
