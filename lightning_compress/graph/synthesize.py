@@ -6,8 +6,8 @@ takes its values from the true batch, in case a module has to be run on it for r
 
 Which dimensions are free is decided here too: rows of every tensor, and the token dimension of those that have one.
 Tokens of which the batches have other lengths (an answer that is chosen and one that is rejected) are free for
-themselves. All other dimensions (image sizes, mel bins, classes) are constants of the graph; another image size needs
-another trace.
+themselves; so are sizes of images and sounds of which the batches have several, and then what is traced are true
+batches: the number of image tokens has to fit. All other dimensions (mel bins, classes) are constants of the graph.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -23,6 +23,7 @@ ROWS = (3, 2)
 SHORTEST = 11
 """Rows of the two synthetic batches, and their shortest length."""
 _ROWS = "rows"
+_OF_IMAGES = "of images"
 _FEW = 64
 """Numbers in a tensor whose values, too, tell batches apart: sizes of images."""
 
@@ -145,7 +146,8 @@ def synthesize(
 
     If every tensor is of tokens, the batch gets 3 (2) rows and a prime length; with pixels or features among them, the
     number of image tokens fits the images, so lengths stay and each row is repeated as often. Where rows are fixed
-    then, the batch is the true one, and the second the one of the others that differs most.
+    then, or the images are of several sizes, the batch is the true one, and the second the one of the others that
+    differs most.
     """
     separate = separate_decoder or any(_last(path).startswith("decoder_") for path in paths)
     groups = [_group(path, separate) for path in paths]
@@ -165,7 +167,8 @@ def synthesize(
         or any((dims[d] is not None or (index, d) in fixed) and d != row_dims[index] for d in range(tensor.ndim))
         for index, (tensor, dims) in enumerate(zip(tensors, places, strict=True))
     )
-    if not only_tokens and any((index, dim) in fixed for index, dim in enumerate(row_dims)):
+    fixes_rows = any((index, dim) in fixed for index, dim in enumerate(row_dims))
+    if (not only_tokens and fixes_rows) or any(_OF_IMAGES in of_tensor for of_tensor in places):
         true = Synthetic(tuple(tensors), places)
         return true, replace(true, tensors=tuple(_most_different(tensors, true.dynamic, others)))
     taken: set[int] = set()
@@ -254,14 +257,18 @@ def _row_dim(tensor: Tensor, rows: int, length: int) -> int:
 def _place(
     tensor: Tensor, dim: int, row_dim: int, lengths: Mapping[str, tuple[int, ...]], group: str, sizes: tuple[int, ...]
 ) -> str | None:
-    """What a dimension counts: rows, or tokens of which group (in masks and ids wherever the sizes are its lengths, in
-    embeddings [B, L, C] in the second dimension); None: nothing that is free."""
+    """What a dimension counts: rows; or tokens of which group (in masks and ids wherever the sizes are its lengths, in
+    embeddings [B, L, C] in the second dimension); or something of images or sounds of which batches have not as much;
+    None: nothing that is free."""
     if dim == row_dim:
         return _ROWS
-    if dim < row_dim or (tensor.is_floating_point() and (dim != 1 or tensor.ndim > 3)):
-        return None
+    differs = len(set(sizes)) > 1
     own = [each for each in (group, *lengths) if lengths[each] == sizes]
-    return own[0] if own and (own[0] == group or len(set(sizes)) > 1) else None
+    if dim < row_dim or (tensor.is_floating_point() and (dim != 1 or tensor.ndim > 3)):
+        own = []
+    if own and (own[0] == group or differs):
+        return own[0]
+    return _OF_IMAGES if differs and dim > row_dim and tensor.is_floating_point() else None
 
 
 def _new_lengths(lengths: Mapping[str, int], taken: set[int]) -> dict[str, int]:
