@@ -53,6 +53,10 @@ def calibration_batches(config: DataConfig, processor: Any) -> Iterable[Any]:
             raise TypeError(f"{type(config).__name__} is no source of data.")
 
 
+def _title(processor: Any) -> str:
+    return "model.tokenizer=null" if processor is None else f"its processor is a {type(processor).__name__}"
+
+
 def tokenizer_of(processor: Any) -> PreTrainedTokenizerBase:
     """A processor's tokenizer; a tokenizer itself.
 
@@ -62,8 +66,8 @@ def tokenizer_of(processor: Any) -> PreTrainedTokenizerBase:
     tokenizer: Any = getattr(processor, "tokenizer", processor)
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise CalibrationDataError(
-            f"this data is text, and the model's {type(processor).__name__} has no tokenizer: use data=custom with "
-            "batches that the model takes."
+            f"this data is text, and the model has no tokenizer ({_title(processor)}): use data=custom with batches "
+            "that the model takes."
         )
     return tokenizer
 

@@ -18,6 +18,9 @@ from lightning_compress.data.sounds import decoded, undecoded
 from lightning_compress.data.sources import check_columns, is_chat, load_rows
 from lightning_compress.errors import CalibrationDataError
 
+_BLANK = 336
+"""Height and width of a blank image; processors make of it what the model takes."""
+
 
 def multimodal_dataloader(config: MultimodalConfig, processor: Any) -> DataLoader[dict[str, Any]]:
     """`num_samples` rows drawn with `seed`, in batches, as the processor returns them.
@@ -55,6 +58,18 @@ def multimodal_dataloader(config: MultimodalConfig, processor: Any) -> DataLoade
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(config.seed))
     drawn = rows.select(order[: config.num_samples].tolist())
     return DataLoader(drawn, batch_size=config.batch_size, collate_fn=_Collate(config, processor))
+
+
+def blank_images(processor: Any, rows: int) -> dict[str, Any] | None:
+    """A batch of a black image and a word in each row; None: the processor takes no such thing."""
+    if getattr(processor, "image_processor", None) is None or getattr(processor, "tokenizer", None) is None:
+        return None
+    config = MultimodalConfig(path=".")
+    row = {"text": "an image", "image": Image.new("RGB", (_BLANK, _BLANK))}
+    try:
+        return _Collate(config, processor)([row] * rows)
+    except CalibrationDataError:
+        return None
 
 
 @final

@@ -34,7 +34,8 @@ def inputs_of(model: PreTrainedModel, rows: int, length: int) -> dict[str, Tenso
         if shape is None or None in shape:
             raise CompressionError(
                 f"{type(model).__name__} takes {name}, and of what size its configuration does not say, so nothing can "
-                f"be foreseen without data. {_WITH_DATA}, and memory.host_budget a compression."
+                f"be foreseen without data. {_WITH_DATA}, and memory.host_budget a compression; `inspect` takes "
+                "data=custom and data=multimodal."
             )
         given = {name: torch.zeros(rows, *shape, dtype=model.dtype)}
     if getattr(config, "is_encoder_decoder", False):

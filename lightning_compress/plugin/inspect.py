@@ -9,10 +9,11 @@ from torch import Tensor, fx, nn
 from lightning_compress.calibration.batches import CalibrationSet, collect
 from lightning_compress.calibration.prepare import calibrating, check_layout, trace_on
 from lightning_compress.calibration.solve import group_key
-from lightning_compress.calibration.target import find_target
+from lightning_compress.calibration.target import Target, find_target
 from lightning_compress.data.batches import calibration_batches
 from lightning_compress.data.config import load_data_config
-from lightning_compress.errors import CompressionError
+from lightning_compress.data.multimodal import blank_images
+from lightning_compress.errors import CompressionError, UntraceableModelError
 from lightning_compress.foresight.inputs import inputs_of
 from lightning_compress.graph.leaf import Leaf
 from lightning_compress.graph.stages import Group, Schedule, Subgraph, subgraphs
@@ -20,7 +21,7 @@ from lightning_compress.graph.targets import as_patterns
 from lightning_compress.graph.trace import Traced
 from lightning_compress.graph.unfold import unfolded
 from lightning_compress.graph.values import concrete
-from lightning_compress.plugin.models import load_config_only, load_model
+from lightning_compress.plugin.models import find_processor, load_config_only, load_model
 from lightning_compress.recipe.load import load_recipe
 from lightning_compress.recipe.resolve import named_by, resolve
 from lightning_compress.report.graph import GraphView, GroupView, SubgraphView
@@ -31,8 +32,9 @@ _NUM_BATCHES = 2
 def run_inspect(config: DictConfig) -> GraphView:
     """Trace the model that `config` names and cut it.
 
-    Without `data` its configuration is enough, and it is traced on tokens, or on what it takes in their place; with
-    `data` it is loaded, and traced on that.
+    Without `data` its configuration is enough, and it is traced on what the processor beside it makes of an image and a
+    word, if there is one; else on tokens, or on what it takes in their place. With `data` it is loaded, and traced on
+    that.
 
     Raises:
         CompressionError: a model that cannot be built or traced, or a recipe that does not fit it.
@@ -47,12 +49,7 @@ def run_inspect(config: DictConfig) -> GraphView:
     schedule = Schedule(config.schedule)
     if schedule is Schedule.DATAFREE:
         raise CompressionError("With schedule=datafree nothing runs, so there is no graph that is cut.")
-    if config.get("data") is None:
-        model: nn.Module = (plain := load_config_only(config.model))
-        data = CalibrationSet((inputs_of(plain, config.rows, config.length),), has_padding=False)
-    else:
-        model, processor = load_model(config.model, from_disk=False)
-        data = collect(calibration_batches(load_data_config(config.data), processor), _NUM_BATCHES)
+    model, inputs = _given(config)
     recipe = load_recipe(cast(Mapping[str, Any], OmegaConf.to_container(config.recipe, resolve=True)))
     target = find_target(model)
     with calibrating(model), unfolded(model, named_by(recipe), config.expert_parts):
@@ -60,7 +57,8 @@ def run_inspect(config: DictConfig) -> GraphView:
         names = tuple(resolved.assignments)
         patterns = as_patterns(config.sequential_targets)
         boundaries = check_layout(target, resolved, schedule, patterns)
-        traced = trace_on(target, names, boundaries, data)
+        traced = _traced(target, names, boundaries, inputs)
+        names = tuple(name for name in names if name not in traced.only_read)
         parts = subgraphs(
             traced,
             frozenset(names),
@@ -72,6 +70,34 @@ def run_inspect(config: DictConfig) -> GraphView:
     solved = {name for part in parts for name in part.solved}
     uncalled = tuple(name for name in names if name not in solved)
     return GraphView(type(model).__name__, schedule.value, sizes, views, uncalled)
+
+
+def _given(config: DictConfig) -> tuple[nn.Module, list[CalibrationSet]]:
+    """The model, and what to trace it on, of which the first that serves is taken."""
+    if config.get("data") is not None:
+        loaded, processor = load_model(config.model, from_disk=False)
+        return loaded, [collect(calibration_batches(load_data_config(config.data), processor), _NUM_BATCHES)]
+    model = load_config_only(config.model)
+    blank = blank_images(find_processor(config.model), config.rows)
+    found = [] if blank is None else [collect([blank])]
+    try:
+        found.append(CalibrationSet((inputs_of(model, config.rows, config.length),), has_padding=False))
+    except CompressionError:
+        if not found:
+            raise
+    return model, found
+
+
+def _traced(
+    target: Target, names: Sequence[str], boundaries: Sequence[str], inputs: Sequence[CalibrationSet]
+) -> Traced:
+    """Where weights are not here, not all can be recorded of models that read images."""
+    for data in inputs[:-1]:
+        try:
+            return trace_on(target, names, boundaries, data)
+        except UntraceableModelError:
+            pass
+    return trace_on(target, names, boundaries, inputs[-1])
 
 
 def _inputs(traced: Traced) -> list[fx.Node]:

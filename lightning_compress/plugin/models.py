@@ -68,9 +68,7 @@ def load_model(config: DictConfig, from_disk: bool) -> tuple[nn.Module, Any]:
             f"model.weights={config.weights} is read a layer at a time, with model.load=auto or disk, and only so."
         )
     try:
-        has_processor = any((Path(config.tokenizer) / name).is_file() for name in _PROCESSORS)
-        auto_processor = transformers.AutoProcessor if has_processor else transformers.AutoTokenizer
-        processor = _processor(auto_processor, config)
+        processor = None if config.tokenizer is None else _processor(config)
         build = partial(_on_meta, auto_class) if from_disk else partial(_in_memory, auto_class)
         model = build(config.path, dtype=config.dtype, trust_remote_code=config.trust_remote_code, **extra)
     except CompressionError:
@@ -80,12 +78,34 @@ def load_model(config: DictConfig, from_disk: bool) -> tuple[nn.Module, Any]:
     return model.eval(), processor
 
 
-def _processor(auto_class: Any, config: DictConfig) -> Any:
-    """The folder's processor or tokenizer, or what it has of one: sounds without a word."""
+def find_processor(config: DictConfig) -> Any:
+    """The folder's processor; None where there is none that can be loaded."""
     try:
-        return auto_class.from_pretrained(config.tokenizer, trust_remote_code=config.trust_remote_code)
-    except TypeError:  # a processor whose tokenizer is not there
-        return transformers.AutoFeatureExtractor.from_pretrained(config.tokenizer)
+        return _processor(config) if _has_processor(config) else None
+    except CompressionError:
+        return None
+
+
+def _has_processor(config: DictConfig) -> bool:
+    return config.tokenizer is not None and any((Path(config.tokenizer) / name).is_file() for name in _PROCESSORS)
+
+
+def _processor(config: DictConfig) -> Any:
+    """The folder's processor or tokenizer, or what it has of one: sounds without a word."""
+    auto_class: Any = transformers.AutoProcessor if _has_processor(config) else transformers.AutoTokenizer
+    try:
+        try:
+            return auto_class.from_pretrained(config.tokenizer, trust_remote_code=config.trust_remote_code)
+        except TypeError:  # a processor whose tokenizer is not there
+            return transformers.AutoFeatureExtractor.from_pretrained(config.tokenizer)
+    except (OSError, ValueError, ImportError, TypeError) as error:
+        has_model = (Path(config.path) / "config.json").is_file()
+        if not has_model:  # which is what is wrong
+            raise
+        raise CompressionError(
+            f"model.tokenizer={config.tokenizer} cannot be loaded: {error} Name the folder that has it; or, for "
+            "data=custom whose loader needs none, give model.tokenizer=null."
+        ) from error
 
 
 def _in_memory(auto_class: Any, path: str, **options: Any) -> PreTrainedModel:

@@ -4,7 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import MllamaConfig, MllamaForConditionalGeneration
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    MllamaConfig,
+    MllamaForConditionalGeneration,
+    MllamaImageProcessorPil,
+    MllamaProcessor,
+    PreTrainedTokenizerFast,
+)
 
 from .conftest import Command, refused
 
@@ -76,6 +83,27 @@ def test_layers_of_text_and_of_cross_attention(command: Command, checkpoint: Pat
         "inspect", f"model.path={tmp_path / 'model'}", "model.auto_class=AutoModelForImageTextToText", CHANNELS
     )
     assert "7 modules that the recipe targets are not reached by this batch" in text
+    mllama_processor().save_pretrained(tmp_path / "model")
+    text = command(
+        "inspect", f"model.path={tmp_path / 'model'}", "model.auto_class=AutoModelForImageTextToText", CHANNELS
+    )
+    assert ", pixel_values [" in text
+    assert [
+        line.split("  ")[0] for line in text.splitlines() if line.startswith("model.language_model.layers.")
+    ] == layers
+    assert "not reached" not in text
+
+
+def mllama_processor() -> MllamaProcessor:
+    """Of images of 16 x 16 in one or two tiles; the vocabulary is 99 words."""
+    vocabulary = Tokenizer(models.WordLevel({f"w{number}": number for number in range(98)} | {"<|image|>": 98}, "w0"))
+    vocabulary.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=vocabulary, bos_token="w1", unk_token="w0", pad_token="w0",
+        additional_special_tokens=["<|image|>"],
+    )  # fmt: skip
+    images = MllamaImageProcessorPil(size={"height": 16, "width": 16}, max_image_tiles=2)
+    return MllamaProcessor(images, tokenizer)
 
 
 @pytest.mark.parametrize(
