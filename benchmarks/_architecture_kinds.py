@@ -10,6 +10,11 @@ from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+LEAST_SHARE = 0.7
+"""Of the weights in matrices that are meant to be quantized: with less, a model does not work."""
+MOST_HIDDEN = 0.75
+"""Of the quantized modules: where a single call holds more, a model is not traced."""
+
 KINDS: Mapping[str, tuple[str, ...]] = {
     "causal LM": ("CAUSAL_LM",),
     "vision-language": ("IMAGE_TEXT_TO_TEXT",),

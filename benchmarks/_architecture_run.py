@@ -1,9 +1,10 @@
 """One family from its configuration to the checkpoint that transformers has read back."""
 
+import math
 import time
 import traceback
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,7 +14,7 @@ import lightning as L
 import torch
 from _architecture_configs import tiny_config
 from _architecture_inputs import Sample, randomize, sample, with_positions
-from _architecture_kinds import Family
+from _architecture_kinds import LEAST_SHARE, MOST_HIDDEN, Family
 from torch import Tensor, fx, nn
 from transformers import PreTrainedModel
 
@@ -24,19 +25,19 @@ from lightning_compress.calibration.target import find_target
 from lightning_compress.errors import UntraceableModelError
 from lightning_compress.graph.compat import without_cache
 from lightning_compress.graph.execute import execute
-from lightning_compress.graph.experts import Experts
 from lightning_compress.graph.leaf import Leaf
 from lightning_compress.graph.synthesize import flatten_batch
 from lightning_compress.graph.targets import sequential_modules
 from lightning_compress.graph.trace import Traced
 from lightning_compress.graph.unfold import unfolded
 from lightning_compress.recipe.load import load_recipe
-from lightning_compress.recipe.resolve import resolve
+from lightning_compress.recipe.resolve import Excluded, resolve
 from lightning_compress.report.report import Report
 
 GROUP = 16
 REPRODUCED = 1e-5
 """Largest difference of outputs that counts as the same."""
+_MEANT = ("ignored by the recipe", "name it in `targets`", "never calls it on")
 
 
 @dataclass
@@ -54,7 +55,7 @@ class Result:
     fed: str = ""
     num_targets: int = 0
     num_quantized: int = 0
-    num_uncalled: int = 0
+    quantized_share: float = 0.0
     num_leaves: int = 0
     num_subgraphs: int = 0
     num_stages: int = 0
@@ -113,10 +114,9 @@ def _build(family: Family) -> PreTrainedModel:
 
 def _compress(model: PreTrainedModel, fed: Sample, result: Result) -> None:
     with unfolded(model):
-        inside = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-        uncalled = _uncalled(model, fed, inside)
-    result.num_targets, result.num_uncalled = len(inside), len(uncalled)
-    recipe = _recipe(inside, uncalled, result)
+        linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    result.num_targets = len(linears)
+    recipe = _recipe(linears, result)
     result.trace_difference = _trace_difference(model, fed, recipe, result)
     result.failed = "compress"
     trainer = L.Trainer(
@@ -143,33 +143,13 @@ def _round_trip(model: PreTrainedModel) -> str:
     return f"it does not find {', '.join(missing[:3])}" if missing else ""
 
 
-def _uncalled(model: nn.Module, fed: Sample, linears: Collection[str]) -> list[str]:
-    """Linears that the model does not run on such batches; an error of the compression asks to leave them out."""
-    called: set[str] = set()
-    hooks = [
-        module.register_forward_pre_hook(lambda *_, name=name: called.add(name))
-        for name, module in model.named_modules()
-    ]
-    step = find_target(model).step
-    with calibrating(model):
-        for batch in fed.batches:
-            step(batch)
-    for hook in hooks:
-        hook.remove()
-    stacks = [name for name, module in model.named_modules() if isinstance(module, Experts) and name in called]
-    return [name for name in linears if name not in called and not name.startswith(tuple(f"{s}." for s in stacks))]
-
-
-def _recipe(linears: Mapping[str, nn.Linear], uncalled: list[str], result: Result) -> dict[str, Any]:
+def _recipe(linears: Collection[nn.Linear], result: Result) -> dict[str, Any]:
     """4 bits with GPTQ, in groups where these divide all widths, else per channel."""
-    grouped = all(module.in_features % GROUP == 0 for module in linears.values())
+    grouped = all(module.in_features % GROUP == 0 for module in linears)
     result.strategy = "group" if grouped else "channel"
     weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": result.strategy}
     weights |= {"group_size": GROUP} if grouped else {}
-    ignore = ["lm_head", *uncalled]
-    return {
-        "modifiers": [{"algorithm": "gptq", "scheme": {"weights": weights}, "targets": ["Linear"], "ignore": ignore}]
-    }
+    return {"modifiers": [{"algorithm": "gptq", "scheme": {"weights": weights}}]}
 
 
 def _trace_difference(model: PreTrainedModel, fed: Sample, recipe: dict[str, Any], result: Result) -> float | None:
@@ -217,6 +197,7 @@ def _read(report: Report, model: nn.Module, result: Result) -> None:
     result.failed = ""
     result.num_quantized = len(report.modules)
     result.num_subgraphs = len(report.subgraphs)
+    result.quantized_share = _share(report)
     modules = dict(model.named_modules())
     result.fallbacks = [(_class_of(modules, each.module), each.reason, len(each.hidden)) for each in report.fallbacks]
     verification = report.verification
@@ -232,8 +213,39 @@ def _read(report: Report, model: nn.Module, result: Result) -> None:
         result.failed, result.reason = "reload", f"outputs differ by {verification.max_abs_difference:.2g}"
     elif result.trace_difference is not None and result.trace_difference > REPRODUCED:
         result.failed, result.reason = "trace", f"the graph's outputs differ by {result.trace_difference:.2g}"
-    elif result.num_leaves < 2:
-        result.failed, result.reason = "trace", "the whole model is one leaf"
+    elif result.num_leaves < 2 or most_hidden(result.fallbacks) > MOST_HIDDEN * result.num_quantized:
+        result.failed, result.reason = "trace", "most of the model is a single call"
+    elif result.quantized_share < LEAST_SHARE:
+        largest = max(_missed(report), key=lambda each: math.prod(each.shape))
+        result.failed = "recipe"
+        result.reason = f"{result.quantized_share:.0%} of its weights are quantized; left are such as {largest.module}"
+
+
+def most_hidden(fallbacks: Sequence[tuple[str, str, int]]) -> int:
+    """How many targets the single call holds that holds most."""
+    return max((hidden for _, _, hidden in fallbacks), default=0)
+
+
+def _missed(report: Report) -> list[Excluded]:
+    """Matrices left alone that a user would expect to be quantized: nobody said so, they are no embedding and no
+    convolution, and not in a tower."""
+    towers = {_part(each.module) for each in report.excluded if "outside the language model" in each.reason}
+    return [
+        each
+        for each in report.excluded
+        if not any(word in each.reason for word in _MEANT)
+        and not any(word in f"{each.module} {each.class_name}".lower() for word in ("embed", "conv", "position"))
+        and _part(each.module) not in towers
+    ]
+
+
+def _part(name: str) -> str:
+    return ".".join(name.split(".")[:2])
+
+
+def _share(report: Report) -> float:
+    quantized = sum(math.prod(module.shape) for module in report.modules)
+    return quantized / (quantized + sum(math.prod(each.shape) for each in _missed(report)))
 
 
 def _class_of(modules: Mapping[str, nn.Module], name: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import transformers
-from _architecture_kinds import KINDS
+from _architecture_kinds import KINDS, LEAST_SHARE, MOST_HIDDEN
 
 Row = Mapping[str, Any]
 
@@ -30,7 +30,9 @@ def markdown(rows: Sequence[Row], total: int) -> str:
     refused = [row for row in works if not _is_read_by_transformers(row)]
     parts = [
         "# Architectures\n",
-        _INTRO.format(torch=torch.__version__, transformers=transformers.__version__),
+        _INTRO.format(
+            torch=torch.__version__, transformers=transformers.__version__, least=LEAST_SHARE, most=MOST_HIDDEN
+        ),
         _MODULES,
         f"**{len(works)} of {total} work ({len(works) / total:.1%}).** Of these, transformers cannot read "
         f"the checkpoints of {len(refused)}, which `lightning_compress.load_compressed` reads; with only those that it "
@@ -48,15 +50,18 @@ of transformers' auto-mappings for causal language models, vision-language model
 encoders of text and images. A type that is in several kinds has a row in each. Its default configuration is shrunk, the
 model gets random weights, and `Compressor(trainer).compress(model, recipe, ...)` quantizes it to 4 bits with GPTQ and
 reads the checkpoint back with `from_pretrained` or, where that refuses it, `load_compressed`; quantized
-weights have to be the same bit for bit. A model that is a single call of the graph does not count as traced.
+weights have to be the same bit for bit. A model does not work if one call of the graph holds more than {most:.0%} of
+what is quantized, or if less than {least:.0%} is of the weights that are meant to be.
 
 - **traced**: *whole*, or the classes of modules that became single calls: their Linears have no node of their own.
   *(methods)*: of code between the layers, methods that read values are nodes. The graph's outputs are compared with
-  the model's.
-- **quantized**: Linears that were, of all that are (each expert counts). Output embeddings and routers are left alone,
-  and what these inputs do not reach.
-- **reload error**: the largest difference of the outputs of the quantized model in memory and of what is read back.
-  *ours*: not by transformers (see below).
+  the model's. *batches of one size*: the graph serves batches whose images have the sizes of the first (a run refuses
+  others).
+- **quantized**: Linears that were, of all that are (each expert counts); and, if that is not all, their share of the
+  weights in matrices that are meant to be. Output embeddings, routers, towers beside a language model and what these
+  inputs do not reach are left alone; stacks that nothing describes are too, and do count.
+- **reload error**: the largest difference of the outputs of the quantized model in memory and of what is read back,
+  absolute; it passes up to rounding. *ours*: not by transformers (see below).
 - **fed**: what the model was run on. *position ids* were given where it could not be recorded without.
 """
 
@@ -95,7 +100,8 @@ def _table(kind: str, rows: Sequence[Row]) -> str:
             lines.append(f"| {row['model_type']} | *fails: {row['failed']}* | | | | {row['fed']} |")
             continue
         fed = "text only" if row["fed"] == "text" and kind in ("vision-language", "speech") else row["fed"]
-        numbers = f"{row['num_quantized']} / {row['num_targets']} | {row['num_subgraphs']}"
+        share = f", {row['quantized_share']:.0%}" if row["quantized_share"] < 0.995 else ""
+        numbers = f"{row['num_quantized']} / {row['num_targets']}{share} | {row['num_subgraphs']}"
         lines.append(f"| {row['model_type']} | {_traced(row)} | {numbers} | {_error(row)} | {fed} |")
     return "\n".join(lines) + "\n"
 

@@ -33,6 +33,10 @@ class OutputDirectoryError(CompressionError):
     """The output folder cannot be written to."""
 
 
+class UnreachedModulesWarning(UserWarning):
+    """The calibration data does not reach some of the modules that the recipe targets."""
+
+
 class CommunicationError(RuntimeError):
     """The ranks of a run have lost one another."""
 

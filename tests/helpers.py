@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -74,6 +74,65 @@ def tiny_mixtral(num_layers: int, num_experts: int) -> MixtralForCausalLM:
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": num_layers}
     experts = {"num_local_experts": num_experts, "num_experts_per_tok": 2}
     return MixtralForCausalLM(MixtralConfig(vocab_size=64, **sizes, **heads, **experts)).eval()
+
+
+class _Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 24, bias=False), nn.Linear(24, 16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        down: Tensor = self.down(torch.relu(self.up(x)))
+        return down
+
+
+class _Mixture(nn.Module):
+    """As checkpoints with code of their own write it: a list of experts, of which those that are hit are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(16, 6)
+        self.experts = nn.ModuleList([_Expert() for _ in range(6)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        weights, chosen = self.gate(tokens).softmax(-1).topk(2, dim=-1)
+        result = torch.zeros_like(tokens)
+        for number, expert in enumerate(self.experts):
+            token, place = torch.where(chosen == number)
+            if len(token):
+                result.index_add_(0, token, expert(tokens[token]) * weights[token, place, None])
+        return result.view_as(x)
+
+
+class _Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp, self.out = _Mixture(), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.mlp(x)
+        return x + cast(Tensor, self.out(x))
+
+
+class ListMixture(nn.Module):
+    """Two layers with experts that are modules of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([_Layer() for _ in range(2)])
+        self.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def shun(self, layer: int, expert: int) -> None:
+        """No token shall be routed there."""
+        with torch.no_grad():
+            cast(Any, self.layers[layer]).mlp.gate.bias[expert] = -1e4
 
 
 def tiny_qwen2_vl(width: int, depth: int) -> Qwen2VLForConditionalGeneration:

@@ -191,7 +191,7 @@ class Gptq(Algorithm):
         check_weight(weight, args)
         grid = make_grid(args, weight.shape, scale_dtype, self.signed_scales)
         statistic = input_gram(statistics)
-        if statistic is None or statistic.num_tokens + statistic.num_lent == 0:
+        if statistic is None or not statistic.num_tokens + (statistic.num_lent or 0):
             raise SolveError(
                 f"GPTQ of the weight {tuple(weight.shape)} needs inputs, but calibration brought it no token: give "
                 "more or other samples, or quantize this module with the algorithm `rtn`."

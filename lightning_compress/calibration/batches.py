@@ -82,11 +82,22 @@ def _as_plain(batch: Any) -> Any:
     return dict(batch) if isinstance(batch, Mapping) else batch
 
 
+def _of_images(fields: Iterable[str]) -> str:
+    """What to do about fields that some batches lack, where those are images or sounds."""
+    if not any(word in field for field in fields for word in ("pixel", "image", "video", "audio", "input_features")):
+        return ""
+    return (
+        " With images (or sounds) and without, a model takes two ways, and a run knows one: let every batch have some, "
+        "or none."
+    )
+
+
 def _check_like_first(first: Any, batch: Any, number: int) -> None:
     if isinstance(first, dict) and isinstance(batch, dict) and first.keys() != batch.keys():
         raise CalibrationDataError(
             f"Batch {number} of the calibration data has the keys {sorted(batch)}, but batch 0 has {sorted(first)}. "
             "Make the collate function return the same fields for every batch."
+            + _of_images(first.keys() ^ batch.keys())
         )
     leaves, spec = pytree.tree_flatten(batch)
     first_leaves, first_spec = pytree.tree_flatten(first)
@@ -99,6 +110,7 @@ def _check_like_first(first: Any, batch: Any, number: int) -> None:
         if isinstance(mine, Tensor) != isinstance(other, Tensor):
             raise CalibrationDataError(
                 f"The field {path} of batch {number} is a tensor where batch 0 has none, or the other way round."
+                + _of_images([path])
             )
         if isinstance(mine, Tensor) and (mine.dtype, mine.ndim) != (other.dtype, other.ndim):
             raise CalibrationDataError(

@@ -35,11 +35,10 @@ from lightning_compress.calibration.observe import (
     reduce_statistics,
     settle_statistics,
 )
-from lightning_compress.calibration.records import ModuleRecord, SubgraphRecord
+from lightning_compress.calibration.records import UNREACHED, ModuleRecord, SubgraphRecord
 from lightning_compress.calibration.reference import differences
 from lightning_compress.calibration.solve import QuantizedModule, Restored, apply, describe_scheme, put, solve_groups
 from lightning_compress.distributed.collective import Collective
-from lightning_compress.errors import SolveError
 from lightning_compress.graph.stages import Group, Source, Step, Subgraph
 from lightning_compress.graph.trace import Leaf
 from lightning_compress.memory.buffers import trim_heap
@@ -248,24 +247,24 @@ def _run_step(progress: _Progress, step: Step, number: int) -> None:
     batches = run_step(flow, step, number, watch)
     next(batches, None)
     if step.observe:
-        settle_statistics(step.observe, statistics, run.collective, run.first_rank)
+        settle_statistics(step.observe, run.sizes, statistics, run.collective, run.first_rank)
     deque(batches, maxlen=0)  # keeps no batch's values while the next one runs
-    reduce_statistics(step.observe, statistics, run.collective)
+    reduce_statistics(step.observe, run.sizes, statistics, run.collective)
 
 
 def _merged(run: Calibration, group: Group, statistics: Statistics) -> dict[type[Statistic], Statistic]:
     """The statistics of a group: those of its one source, or of all calls of a module taken together.
 
-    Raises:
-        SolveError: a module inside an opaque leaf was not called on any batch.
+    Of a module inside an opaque leaf that no batch called: a Gram of ones on the diagonal, which rounds to nearest.
     """
     gathered = [statistics[source] for source in group.sources if source in statistics]
-    if not gathered and any(run.needs[source] for source in group.sources):
-        raise SolveError(
-            f"{', '.join(group.members)}: not called on any batch of the calibration data, so there are no "
-            "statistics to solve with. "
-            "Give other or more samples, add it to `ignore`, or quantize it with the algorithm `rtn`."
-        )
+    if not gathered and group.sources:
+        first = group.sources[0]
+        unreached: Statistics = {}
+        begin_statistics([first], run.needs, run.sizes, run.flow.device, unreached)
+        for kind, statistic in unreached[first].items():
+            kind.complete([statistic], same_channels=False)
+        return unreached[first]
     if len(gathered) < 2:
         return dict(gathered[0]) if gathered else {}
     total = deepcopy(gathered[0])
@@ -283,8 +282,9 @@ def _num_tokens(group: Group, statistics: Statistics) -> int:
 
 def _num_lent(group: Group, statistics: Statistics) -> int | None:
     """Tokens that an expert was lent; None: the group is no expert's."""
-    gathered = [statistics.get(source, {}) for source in group.sources if source.rows is not None]
-    return sum(max((each.num_lent for each in kinds.values()), default=0) for kinds in gathered) if gathered else None
+    gathered = [statistics.get(source, {}).values() for source in group.sources]
+    lent = [[each.num_lent for each in kinds if each.num_lent is not None] for kinds in gathered]
+    return sum(map(max, filter(None, lent))) if any(lent) else None
 
 
 def _record(
@@ -297,6 +297,8 @@ def _record(
 ) -> ModuleRecord:
     weight: Tensor = run.flow.root.get_submodule(quantized.module).get_parameter("weight")
     nodes = run.flow.traced.graph.nodes if run.flow.traced is not None else ()
+    num_tokens = _num_tokens(group, statistics)
+    is_unreached = not num_tokens and any(run.needs[source] for source in group.sources)
     calls = sum(1 for node in nodes if isinstance(node.target, Leaf) and node.target.weights_of == quantized.module)
     return ModuleRecord(
         module=quantized.module,
@@ -305,13 +307,13 @@ def _record(
         scheme=describe_scheme(quantized.scheme),
         shape=tuple(weight.shape),
         error=quantized.solved.error,
-        num_tokens=_num_tokens(group, statistics),
+        num_tokens=num_tokens,
         num_calls=calls,
         solved_with=tuple(name for name in group.members if name != quantized.module),
         damping=quantized.solved.damping,
         bytes_before=weight.nbytes,
         bytes_after=packed,
-        notes=quantized.solved.notes,
+        notes=(*quantized.solved.notes, UNREACHED) if is_unreached else quantized.solved.notes,
         correction=quantized.solved.chosen,
         num_lent=_num_lent(group, statistics),
     )

@@ -10,12 +10,16 @@ from torch import Tensor, fx, nn
 
 from lightning_compress.distributed.collective import Collective
 from lightning_compress.graph.experts import sizes_of
+from lightning_compress.graph.leaf import leaf_input
+from lightning_compress.graph.reads import like
 from lightning_compress.graph.shadow import Key
 from lightning_compress.graph.stages import Source, Step, quantizable_calls
 from lightning_compress.recipe.forms import reader
 from lightning_compress.statistics import Beside, Statistic
 
 Statistics = dict[Source, dict[type[Statistic], Statistic]]
+Sizes = Mapping[Source, tuple[int, int]]
+"""Of sources: the channels, and the rows of all modules that read it."""
 
 
 @contextmanager
@@ -95,7 +99,7 @@ def _reader(values: Mapping[Key, object], masks: Mapping[Source, fx.Node]) -> Ca
 def begin_statistics(
     sources: Sequence[Source],
     needs: Mapping[Source, tuple[type[Statistic], ...]],
-    sizes: Mapping[Source, tuple[int, int]],
+    sizes: Sizes,
     device: torch.device,
     statistics: Statistics,
 ) -> None:
@@ -119,46 +123,65 @@ def routed(x: Tensor, token: Tensor, mine: slice, mask: Tensor | None, *, gather
 
 
 def settle_statistics(
-    sources: Sequence[Source], statistics: Statistics, collective: Collective, first_rank: int
+    sources: Sequence[Source], sizes: Sizes, statistics: Statistics, collective: Collective, first_rank: int
 ) -> None:
     """When every rank has run its first batch: let all sums be made as the first batch of all, on rank `first_rank`,
     asks for; those of experts as the one asks for that it brought most, for it may have brought none to some."""
-    for together in _siblings(sources):
+    for together in _siblings(sources, sizes):
         agree = partial(collective.broadcast, what=f"the first batch at {_title(together[0])}", source=first_rank)
         for kind in statistics[together[0]]:
             found = [statistics[source][kind] for source in together]
             settled = agree
-            if together[0].rows is not None:
+            if len(together) > 1 or together[0].rows is not None:
                 settled = partial(_agreed, agree(max(statistic.largest() for statistic in found)))
             for statistic in found:
                 statistic.settle(settled)
 
 
-def reduce_statistics(sources: Sequence[Source], statistics: Statistics, collective: Collective) -> None:
+def reduce_statistics(sources: Sequence[Source], sizes: Sizes, statistics: Statistics, collective: Collective) -> None:
     """Let the statistics of `sources` be those of all ranks; one that saw no token takes part.
 
-    Sources that no rank has met are left out, but for experts: those that saw few tokens lean on what all of them saw.
+    Experts that saw few tokens lean on what all of them saw. Other sources that no rank has met are left out. Modules
+    inside one opaque leaf whose names differ in numbers alone are experts if not all of them saw as many tokens.
     """
     for source in sources:
         for statistic in statistics[source].values():
             for tensor, reduction in statistic.reductions().values():
                 collective.reduce(tensor, reduction, f"the statistics of {_title(source)}")
-    for together in _siblings(sources):
-        if together[0].rows is not None:
+    for together in _siblings(sources, sizes):
+        counts = [max((each.num_tokens for each in statistics[source].values()), default=0) for source in together]
+        if together[0].rows is not None or len(set(counts)) > 1:
             for kind in statistics[together[0]]:
-                kind.complete([statistics[source][kind] for source in together], together[0].rows.reads_hidden)
+                found = [statistics[source][kind] for source in together]
+                for statistic in found:
+                    statistic.num_lent = 0
+                kind.complete(found, _reads_hidden(together[0], sizes[together[0]]))
             continue
-        for source in together:
-            if not any(statistic.num_tokens for statistic in statistics[source].values()):
+        for source, count in zip(together, counts, strict=True):
+            if not count:
                 del statistics[source]
 
 
-def _siblings(sources: Sequence[Source]) -> list[list[Source]]:
-    """The sources, those together that are rows of one value."""
+def _siblings(sources: Sequence[Source], sizes: Sizes) -> list[list[Source]]:
+    """The sources, those together that experts of one layer may read: rows of one value, or the inputs of modules of
+    equal sizes inside one opaque leaf, whose names differ in numbers alone."""
     found: dict[object, list[Source]] = {}
     for source in sources:
-        found.setdefault(source if source.rows is None else (source.node, source.rows.counts), []).append(source)
+        key: object = source
+        if source.rows is not None:
+            key = source.node, source.rows.counts
+        elif source.inner is not None:
+            key = source.node, like(source.inner), sizes[source]
+        found.setdefault(key, []).append(source)
     return list(found.values())
+
+
+def _reads_hidden(source: Source, size: tuple[int, int]) -> bool:
+    """Whether channels mean the same to all experts: those of what the leaf reads do that they are in."""
+    if source.rows is not None:
+        return source.rows.reads_hidden
+    read = leaf_input(source.node).meta.get("val")
+    return isinstance(read, Tensor) and bool(read.shape[-1] == size[0])
 
 
 def _agreed(largest: float, own: float) -> float:

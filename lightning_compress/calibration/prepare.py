@@ -1,5 +1,6 @@
 """Everything before the first subgraph: the model's state, the graph, the stages, the caches."""
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -17,11 +18,11 @@ from lightning_compress.calibration.solve import group_key, needed_statistics
 from lightning_compress.calibration.target import Target
 from lightning_compress.distributed.collective import Collective, SingleProcess
 from lightning_compress.distributed.share import assign
-from lightning_compress.errors import CalibrationDataError, UnsupportedModelError
+from lightning_compress.errors import CalibrationDataError, UnreachedModulesWarning, UnsupportedModelError
 from lightning_compress.graph.compat import pytree
 from lightning_compress.graph.masks import row_mask_for, token_mask_for
 from lightning_compress.graph.shadow import Key, Shadow
-from lightning_compress.graph.stages import Schedule, Source, Subgraph, datafree_subgraphs, subgraphs
+from lightning_compress.graph.stages import Schedule, Source, Subgraph, datafree_subgraphs, quantizable_calls, subgraphs
 from lightning_compress.graph.targets import sequential_modules
 from lightning_compress.graph.trace import (
     Traced,
@@ -37,7 +38,7 @@ from lightning_compress.memory.source import WeightSource
 from lightning_compress.memory.store import WeightStore
 from lightning_compress.memory.transfer import Lane
 from lightning_compress.recipe.config import Recipe
-from lightning_compress.recipe.resolve import Assignment, ResolvedRecipe
+from lightning_compress.recipe.resolve import Assignment, ResolvedRecipe, without
 from lightning_compress.statistics import Drift, Statistic
 
 
@@ -91,7 +92,8 @@ def prepare(
         traced: the graph, if the same model was recorded for the same targets before; None: record it.
 
     Raises:
-        UnsupportedModelError: `datafree` with an algorithm that needs data, or a module that the forward never calls.
+        UnsupportedModelError: `datafree` with an algorithm that needs data; the forward calls no module that the recipe
+            targets, or not one that it names.
         UntraceableModelError: the forward cannot be recorded.
         CalibrationDataError: batches that would take different paths through the model.
     """
@@ -105,18 +107,15 @@ def prepare(
         cache = ActivationCache([], device=device)
         flow = Flow(target.root, parts, None, cache, store, placement, {}, {})
         return Calibration(flow, resolved, {}, {}, ((),) * collective.size, collective)
-    if data is None:
-        raise CalibrationDataError(
-            "This recipe needs calibration data: give `dataloaders`, a datamodule, or `calibration`."
-        )
+    data = _given(data)
     traced = traced or trace_on(target, names, boundaries, data, placement.source)
+    resolved = _reached(resolved, traced, target)
     parts = subgraphs(
         traced,
-        frozenset(names),
+        frozenset(resolved.assignments),
         lambda name: group_key(resolved.assignments[name], target.root.get_submodule(name)),
         schedule,
     )
-    _check_all_called(parts, names, target)
     shares = assign([_num_elements(batch) for batch in data.batches], collective.size)
     needs, sizes = _needs(parts, resolved), _sizes(parts, target.root)
     reference, needs = _reference(traced, parts, needs, resolved, sizes, len(data.batches))
@@ -127,6 +126,14 @@ def prepare(
     last = last_uses(parts, tuple(masks.values()), reference)
     flow = Flow(target.root, parts, traced, cache, store, placement, last, masks, reference)
     return Calibration(flow, resolved, needs, sizes, shares, collective)
+
+
+def _given(data: CalibrationSet | None) -> CalibrationSet:
+    if data is None:
+        raise CalibrationDataError(
+            "This recipe needs calibration data: give `dataloaders`, a datamodule, or `calibration`."
+        )
+    return data
 
 
 def _reference(
@@ -294,17 +301,23 @@ def _masks(traced: Traced, needs: Mapping[Source, Any]) -> dict[Source, fx.Node]
     return {source: mask for source, mask in found.items() if mask is not None}
 
 
-def _check_all_called(parts: Sequence[Subgraph], names: Sequence[str], target: Target) -> None:
-    missing = sorted(set(names) - {name for part in parts for name in part.solved})
-    if missing:
-        shapes = ", ".join(
-            f"{name} {list(target.root.get_submodule(name).get_parameter('weight').shape)}" for name in missing[:5]
+def _reached(resolved: ResolvedRecipe, traced: Traced, target: Target) -> ResolvedRecipe:
+    """The recipe without what the model never calls; see `without` for errors."""
+    names = frozenset(resolved.assignments)
+    called = {name for node in traced.graph.nodes for name, _ in quantizable_calls(node, names)}
+    never = [name for name in resolved.assignments if name not in called and name not in traced.only_read]
+    reasons = dict.fromkeys(traced.only_read, "its weight is read by other code, which never calls it")
+    reasons |= dict.fromkeys(never, f"{target.step_name} never calls it on the calibration data")
+    left = without(resolved, target.root, reasons)
+    if never:
+        more = f" and {len(never) - 3} more" if len(never) > 3 else ""
+        warnings.warn(
+            f"{', '.join(never[:3])}{more} will not be quantized: {target.step_name} never calls them on the "
+            "calibration data. Give data that does (with images, say), or add them to `ignore`.",
+            UnreachedModulesWarning,
+            stacklevel=2,
         )
-        raise UnsupportedModelError(
-            f"{len(missing)} modules that the recipe targets are never called by {target.step_name}: {shapes}. Add "
-            "them to `ignore`, or "
-            "give the LightningModule a `calibration_step(self, batch)` that runs them."
-        )
+    return left
 
 
 def _by_boundary(names: Sequence[str], boundaries: Sequence[str]) -> list[tuple[str, list[str]]]:

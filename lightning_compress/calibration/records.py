@@ -3,6 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+UNREACHED = "No calibration token reached it."
+"""A note of modules that were solved without inputs of their own."""
+
 
 @dataclass(frozen=True)
 class ModuleRecord:

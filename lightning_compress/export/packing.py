@@ -145,13 +145,13 @@ def quantization_config(resolved: ResolvedRecipe, root: nn.Module, rename: Mappi
     scheme = schemes[0][0]
     is_alone = len(schemes) == 1 and scheme.input_activations is None
     if _has_other_forms(root, resolved) or (
-        is_alone and (_packs_zero_points(scheme) or _is_tied(root, resolved) or _initializes_packed(root, resolved))
+        is_alone and (packs_zero_points(scheme) or _is_tied(root, resolved) or _initializes_packed(root, resolved))
     ):
         dumped["dequantize"] = True
     return dumped
 
 
-def _packs_zero_points(scheme: QuantizationScheme) -> bool:
+def packs_zero_points(scheme: QuantizationScheme) -> bool:
     """transformers lays modules out on the meta device, where compressed-tensors (0.20) forgets that zero points are
     packed.
 

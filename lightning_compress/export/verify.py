@@ -30,11 +30,14 @@ from lightning_compress.calibration.resume import file_digest, sync, written_sha
 from lightning_compress.calibration.target import Target, in_its_place
 from lightning_compress.errors import CompressionError, OutputDirectoryError
 from lightning_compress.export.packed import load_compressed
+from lightning_compress.export.packing import packs_zero_points
 from lightning_compress.graph.compat import pytree
+from lightning_compress.graph.experts import Experts
 from lightning_compress.graph.restore import MODULE_DICTS
 from lightning_compress.graph.unfold import unfolded
 from lightning_compress.memory.files import INDEX
 from lightning_compress.recipe.forms import Conv1D, Conv2d
+from lightning_compress.recipe.resolve import ResolvedRecipe
 
 FEW = 128
 """Tokens on which outputs are compared."""
@@ -205,6 +208,27 @@ def _reload(directory: Path, root: nn.Module, quantized: Sequence[str]) -> tuple
     for parameter in empty.parameters():
         parameter.zero_()
     return load_compressed(empty, directory).eval(), reader
+
+
+def why_unreadable(root: nn.Module, resolved: ResolvedRecipe) -> str | None:
+    """Why transformers will not read the experts of a checkpoint, as far as that is known before there is one; it would
+    give them new values, and list them as missing."""
+    for name, module in root.named_modules():
+        if not isinstance(module, Experts):
+            continue
+        inside = [f"{name}.{path}" for path, part in module.named_modules() if isinstance(part, nn.Linear)]
+        chosen = [resolved.assignments[path] for path in inside if path in resolved.assignments]
+        if not chosen:
+            continue
+        if not module.is_assembled:
+            return f"it makes no stacks of single experts for {type(module.folded).__name__} ({name})"
+        if len(chosen) < len(inside):
+            return f"of the experts of {name} some modules are quantized and others not"
+        if any(assignment.scheme.input_activations is not None for assignment in chosen):
+            return f"the experts of {name} have quantized inputs"
+        if any(packs_zero_points(assignment.scheme) for assignment in chosen):
+            return f"the experts of {name} have packed zero points"
+    return None
 
 
 def _copy_of(root: nn.Module) -> nn.Module:

@@ -23,7 +23,7 @@ that the expert never sees), and keeping stacks in the recipe, which every later
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate, pairwise
 from typing import Any, cast, final
@@ -162,14 +162,18 @@ class Experts(nn.Module):
         stack: how they are kept.
         names: of the projections in checkpoints: of gate (if there is one), up and down.
         num_parts: in how many parts they are run; no more than there are experts.
+        is_assembled: transformers makes the stacks of single experts when it reads a checkpoint.
     """
 
     folded: Any  # what the decorator gives a class has no type
     signature: inspect.Signature
 
-    def __init__(self, folded: nn.Module, stack: Stack, names: tuple[str, ...], num_parts: int = 1) -> None:
+    def __init__(
+        self, folded: nn.Module, stack: Stack, names: tuple[str, ...], num_parts: int = 1, is_assembled: bool = True
+    ) -> None:
         super().__init__()
         self.__dict__.update(folded=folded, signature=inspect.signature(folded.forward))
+        self.is_assembled = is_assembled
         self.stack = stack
         self.names = names
         for number in range(stack.num_experts):
@@ -331,11 +335,20 @@ def projection_names(conversions: Iterable[object], path: str, has_gate: bool) -
 
     Those of families whose checkpoints hold stacks have the names that most others use.
     """
+    first, last = ("gate_up_proj" if has_gate else "up_proj"), "down_proj"
     usual = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
+    usual |= assembled(conversions, path, (first, last))
+    return (*usual[first], *usual[last])
+
+
+def assembled(conversions: Iterable[object], path: str, stacks: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Of the stacks at `path` in a model those that are made of single experts when a checkpoint is read, each with
+    what checkpoints call the projections in it."""
+    found: dict[str, tuple[str, ...]] = {}
     for conversion in (each for each in conversions if isinstance(each, WeightConverter)):
-        for stack in usual:
+        for stack in stacks:
             ends = [re.sub(r"\\(.)", r"\1", target).lstrip("^") for target in conversion.target_patterns]
             if len(ends) == 1 and f".{path}.{stack}".endswith(ends[0]) and "*" in conversion.source_patterns[0]:
                 sources = [pattern.removesuffix(".weight") for pattern in conversion.source_patterns]
-                usual[stack] = tuple(source.rpartition(".")[2] for source in sources)
-    return (*usual["gate_up_proj" if has_gate else "up_proj"], *usual["down_proj"])
+                found[stack] = tuple(source.rpartition(".")[2] for source in sources)
+    return found

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import sympy
@@ -38,6 +39,7 @@ from lightning_compress.graph.fallback import (
 )
 from lightning_compress.graph.leaf import Leaf, leaf_input
 from lightning_compress.graph.methods import methods_replaced
+from lightning_compress.graph.reads import Reads, watching
 from lightning_compress.graph.record import Attempt, Cut
 from lightning_compress.graph.restore import attributes_restored
 from lightning_compress.graph.synthesize import Structure, Synthetic, flatten_batch, synthesize
@@ -83,6 +85,7 @@ class Traced:
         outputs: key path of each tensor the step returned, in the order of the output node's arguments.
         guards: what has to hold of the sizes for this graph to be the path the model takes.
         decisions: likewise of the values.
+        only_read: leaves whose weight is read by other code and which are never called.
     """
 
     graph: fx.Graph
@@ -93,6 +96,7 @@ class Traced:
     outputs: tuple[str, ...] = ()
     guards: tuple[sympy.Basic, ...] = ()
     decisions: tuple[Decision, ...] = ()
+    only_read: tuple[str, ...] = ()
 
 
 def trace(
@@ -128,7 +132,7 @@ def trace(
     lengths, rows = made()[0].lengths, made()[0].rows
     fixed: Fixed = frozenset()
     fallbacks: dict[str, Fallback] = {}
-    with attributes_restored(root), compat.without_cache(root):
+    with attributes_restored(root), compat.without_cache(root), watching(root, leaf_names) as reads:
         while True:
             batches = made(fixed=fixed)
             runs = [partial(_run, root, step, structure, each, onloading) for each in batches]
@@ -143,7 +147,7 @@ def trace(
                 if isinstance(outcome, Traced):
                     left = in_the_end(cut, fallbacks, leaf_names)
                     warn(root, left)
-                    return replace(outcome, fallbacks=left)
+                    return replace(outcome, fallbacks=left, only_read=_only_read(outcome.graph, leaf_names, reads))
                 known = fixed
                 cut, fixed, told = fall_back(root, cut, fixed, outcome, frozenset(leaf_names))
             except UntraceableModelError as error:
@@ -155,6 +159,14 @@ def trace(
             fallbacks = {**{fallback.module: fallback for fallback in told}, **fallbacks}
             if fixed != known:  # other batches, of which nothing has been seen
                 cut = replace(cut, observed={})
+
+
+def _only_read(graph: fx.Graph, names: Collection[str], reads: Reads) -> tuple[str, ...]:
+    """Of leaves those that neither the graph calls nor, as far as was seen, code inside single calls of it."""
+    calls = [node.target for node in graph.nodes if isinstance(node.target, Leaf)]
+    experts = (members for call in calls if call.grouped is not None for members in call.grouped.members)
+    called = {*(call.weights_of for call in calls), *chain.from_iterable(experts)}
+    return reads.without_call([name for name in names if name not in called])
 
 
 def _rows_to_fix(error: UntraceableModelError, tried: Synthetic, rows: Fixed, fixed: Fixed) -> Fixed:

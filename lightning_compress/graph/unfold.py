@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel, pytorch_utils
 from transformers.conversion_mapping import get_model_conversion_mapping
 
-from lightning_compress.graph.experts import Experts, Stack, projection_names, stack_of
+from lightning_compress.graph.experts import Experts, Stack, assembled, projection_names, stack_of
 from lightning_compress.graph.record import module_signature
 from lightning_compress.recipe.forms import Conv1D, Conv2d, Storable, as_matrix, why_not
 
@@ -137,8 +137,9 @@ def _experts(
     if stack.num_every and isinstance(model, PreTrainedModel):
         chosen = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
         stack = replace(stack, num_every=min(chosen or stack.num_experts, stack.num_experts))
-    names = projection_names(conversions[model_path], own, stack.has_gate)
-    return Experts(module, stack, names)
+    names, weights = projection_names(conversions[model_path], own, stack.has_gate), stack.names[:2]
+    is_assembled = len(assembled(conversions[model_path], own, weights)) == len(weights) or bool(stack.num_every)
+    return Experts(module, stack, names, is_assembled=is_assembled or not isinstance(model, PreTrainedModel))
 
 
 def _model_around(root: nn.Module, path: str) -> tuple[str, nn.Module]:

@@ -16,13 +16,13 @@ from lightning_compress.calibration.batches import CalibrationSet
 from lightning_compress.calibration.boundary import FOLDER
 from lightning_compress.calibration.loop import Calibration, calibrate
 from lightning_compress.calibration.prepare import calibrating, check_layout
-from lightning_compress.calibration.records import SubgraphRecord
+from lightning_compress.calibration.records import UNREACHED, ModuleRecord, SubgraphRecord
 from lightning_compress.calibration.resume import data_fingerprint, fingerprints
 from lightning_compress.calibration.target import Target, find_target
 from lightning_compress.distributed.collective import Collective, SingleProcess
-from lightning_compress.errors import CompressionError, UnsupportedModelError
+from lightning_compress.errors import CompressionError, UnreachedModulesWarning, UnsupportedModelError
 from lightning_compress.export.checkpoint import check_output_dir
-from lightning_compress.export.verify import Verification, verify, verify_files
+from lightning_compress.export.verify import ReadBackWarning, Verification, verify, verify_files, why_unreadable
 from lightning_compress.export.writer import CheckpointWriter, Unwritten
 from lightning_compress.graph.stages import Schedule
 from lightning_compress.graph.unfold import Unfolded, unfolded
@@ -72,6 +72,15 @@ def plan_recipe(module: nn.Module, settings: Settings) -> tuple[Target, Resolved
     with unfolded(target.root, named_by(settings.recipe)):
         resolved = resolve(settings.recipe, target.root)
         check_layout(target, resolved, settings.schedule, settings.sequential_targets)
+        reason = why_unreadable(target.root, resolved) if settings.output_dir is not None else None
+    if reason is not None:
+        warnings.warn(
+            "transformers' from_pretrained will not find the experts in the checkpoint, and draw them at random: "
+            f"{reason}. Read it with lightning_compress.load_compressed(model, folder), which is what "
+            "`lightning-compress evaluate model.load=disk` does.",
+            ReadBackWarning,
+            stacklevel=2,
+        )
     return target, resolved
 
 
@@ -101,6 +110,7 @@ def prepare_job(
     place = next((name for name, part in module.named_modules() if part is target.root), "")
     laid_out = in_parts(target, resolved, data, settings, device, place, collective or SingleProcess())
     run, schedule, source = laid_out.run, laid_out.schedule, laid_out.source
+    resolved = run.resolved  # without what the model never calls
     given: Mapping[str, str] = {}
     with calibrating(target.root), laid_out.modules.in_place():
         if settings.output_dir is not None or run.collective.size > 1:
@@ -241,9 +251,23 @@ def _run(
     report = _report(job, records, bytes_before, total_s, writer, num_resumed, verification)
     if (factor := more_samples(report.coverage)) is not None:
         warnings.warn(advice(factor), ExpertCoverageWarning, stacklevel=2)
+    _warn_of_unreached(report.modules)
     if output_dir is not None and not partial and job.run.collective.rank == 0:
         _save(report, output_dir)
     return job.run.collective.broadcast(report, "verifying the checkpoint")
+
+
+def _warn_of_unreached(modules: Sequence[ModuleRecord]) -> None:
+    """Of modules inside opaque leaves, of which it shows at the end only; experts lean on what the others saw."""
+    found = [each.module for each in modules if UNREACHED in each.notes and each.num_lent is None]
+    if found:
+        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        warnings.warn(
+            f"{', '.join(found[:3])}{more}: no calibration token reached them, so they were rounded to nearest. Give "
+            "data that reaches them, or add them to `ignore`.",
+            UnreachedModulesWarning,
+            stacklevel=3,
+        )
 
 
 def _save(report: Report, output_dir: Path) -> None:

@@ -126,6 +126,35 @@ def resolve(recipe: Recipe, root: nn.Module) -> ResolvedRecipe:
     return ResolvedRecipe(recipe, assignments, tuple(excluded + _bare_matrices(root)))
 
 
+def without(resolved: ResolvedRecipe, root: nn.Module, reasons: Mapping[str, str]) -> ResolvedRecipe:
+    """The same, but that some modules are left alone, each for a reason.
+
+    Raises:
+        UnsupportedModelError: a target means one of them, not its class; or nothing is left.
+    """
+    if not reasons:
+        return resolved
+    excluded = []
+    for name, reason in reasons.items():
+        module = root.get_submodule(name)
+        shape = tuple(module.get_parameter("weight").shape)
+        if any(_is_named(modifier, [name], module) for modifier in resolved.recipe.modifiers):
+            raise UnsupportedModelError(
+                f"{name} ({type(module).__name__}, weight of shape {list(shape)}) is named in `targets`, but {reason}. "
+                "Remove it there, add it to `ignore`, or give the LightningModule a `calibration_step(self, batch)` "
+                "that calls it."
+            )
+        excluded.append(Excluded(name, type(module).__name__, shape, reason))
+    left = {name: assignment for name, assignment in resolved.assignments.items() if name not in reasons}
+    if not left:
+        named = ", ".join(f"{each.module} {list(each.shape)}" for each in excluded[:5])
+        raise UnsupportedModelError(
+            f"All {len(excluded)} modules that the recipe targets are left alone, as {excluded[0].reason}: {named}. "
+            "Give the LightningModule a `calibration_step(self, batch)` that runs them, or other targets."
+        )
+    return replace(resolved, assignments=left, excluded=(*resolved.excluded, *excluded))
+
+
 def _is_named(modifier: Modifier, names: Sequence[str], module: nn.Module) -> bool:
     """Whether a target means this very module, not its class."""
     return any(matches(pattern, names, module) for pattern in modifier.targets if pattern not in classes(module))

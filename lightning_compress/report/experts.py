@@ -9,7 +9,7 @@ from typing import Any
 
 WORRYING = 0.1
 """Fraction of experts with too few tokens from which on more samples are asked for."""
-_NUMBER = re.compile(r"\.\d+\.([^.]+)$")
+_PROJECTION = re.compile(r"(.*)\.([^.]*\d[^.]*)\.(.+)")  # of an expert: the layer's experts, which one, the rest
 
 
 class ExpertCoverageWarning(UserWarning):
@@ -23,7 +23,7 @@ class Coverage:
     Attributes:
         layer: the module that owns the experts.
         num_tokens: for each expert the calibration tokens that were routed to it.
-        num_channels: of what it reads; as many tokens show every direction once.
+        num_channels: the most that one of its projections reads; as many tokens show every direction once.
     """
 
     layer: str
@@ -43,15 +43,30 @@ class Coverage:
 
 def coverage(modules: Sequence[Mapping[str, Any]]) -> list[Coverage]:
     """Of every layer with experts; modules as in `Report.to_dict()`."""
-    layers: dict[str, dict[str, Mapping[str, Any]]] = {}
+    layers: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
     for module in modules:
         if module["num_lent"] is not None:
-            expert = module["module"].rpartition(".")[0]
-            layers.setdefault(expert.rpartition(".")[0], {}).setdefault(expert, module)
+            layer, expert, _ = _split(module["module"])
+            layers.setdefault(layer, {}).setdefault(expert, []).append(module)
     return [
-        Coverage(layer, tuple(each["num_tokens"] for each in found.values()), next(iter(found.values()))["shape"][1])
+        Coverage(
+            layer,
+            tuple(each[0]["num_tokens"] for each in found.values()),
+            max(module["shape"][1] for each in found.values() for module in each),
+        )
         for layer, found in layers.items()
     ]
+
+
+def _split(name: str) -> tuple[str, str, str]:
+    """
+    >>> _split("layers.0.experts.3.w1"), _split("block.1.mlp.experts.expert_5.net.wi")
+    (('layers.0.experts', '3', 'w1'), ('block.1.mlp.experts', 'expert_5', 'net.wi'))
+    """
+    found = _PROJECTION.fullmatch(name)
+    assert found is not None
+    layer, expert, projection = found.groups()
+    return layer, expert, projection
 
 
 def coverage_lines(found: Sequence[Coverage]) -> list[str]:
@@ -96,7 +111,10 @@ def collapsed(modules: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     rows: dict[str, list[Mapping[str, Any]]] = {}
     for module in modules:
         name = module["module"]
-        rows.setdefault(_NUMBER.sub(r".*.\1", name) if module["num_lent"] is not None else name, []).append(module)
+        if module["num_lent"] is not None:
+            layer, _, projection = _split(name)
+            name = f"{layer}.*.{projection}"
+        rows.setdefault(name, []).append(module)
     return [dict(found[0]) if len(found) == 1 else _joined(name, found) for name, found in rows.items()]
 
 

@@ -41,10 +41,10 @@ class Statistic(ABC):
     """An accumulator over the input tokens of one group of linear layers.
 
     Attributes:
-        num_lent: tokens that an expert which saw too few was lent (see `complete`).
+        num_lent: tokens that an expert which saw too few was lent (see `complete`); None: nobody asked.
     """
 
-    num_lent: int = 0
+    num_lent: int | None = None
 
     @abstractmethod
     def __init__(self, num_channels: int, device: torch.device | str, num_outputs: int = 0) -> None:
@@ -79,7 +79,8 @@ class Statistic(ABC):
 
     @classmethod  # noqa: B027 (few need it)
     def complete(cls, siblings: Sequence["Statistic"], same_channels: bool) -> None:
-        """Called with those of all experts of a layer, reduced: what some saw too little of, they take from all.
+        """Called with those of all experts of a layer, or of one module that saw nothing, reduced: what some saw too
+        little of, they take from all.
 
         Args:
             siblings: of this class, for as many channels each.

@@ -95,7 +95,8 @@ class InputGram(Statistic):
         """The mean Gram, float32 [I, I], exactly symmetric; all zeros when no token was seen and none lent."""
         gram = self._grams[0].mean(self.num_tokens)
         if self._prior is not None:
-            share = self.num_lent / (self.num_tokens + self.num_lent)
+            num_lent = self.num_lent or 0
+            share = num_lent / (self.num_tokens + num_lent)
             gram.mul_(1 - share).add_(self._prior, alpha=share)
         return gram
 

@@ -15,12 +15,14 @@ from helpers import (
     recipe,
     tiny_llama,
     token_batches,
+    weights,
 )
 from torch import Tensor, nn
 
 from lightning_compress.calibration.loop import calibrate
 from lightning_compress.calibration.prepare import calibrating
-from lightning_compress.errors import NonFiniteError, SolveError, UnsupportedModelError
+from lightning_compress.calibration.records import UNREACHED
+from lightning_compress.errors import NonFiniteError, SolveError, UnreachedModulesWarning, UnsupportedModelError
 from lightning_compress.export.checkpoint import INCOMPLETE
 from lightning_compress.export.writer import Unwritten
 from lightning_compress.memory.tracker import LiveMemory
@@ -193,21 +195,39 @@ class Holder(nn.Module):
         return self.layers[0](self.first(x))
 
 
-@pytest.mark.filterwarnings("ignore:.*recorded as a single call")
+@pytest.mark.filterwarnings("ignore:.*recorded as a single call", "ignore::UserWarning")
 def test_modules_that_are_never_called() -> None:
-    """Known from the graph before the work; inside a layer that runs as a whole, only when it has run."""
+    """Those that the graph does not call are left alone; what is inside a layer that runs as a whole is rounded, for
+    there it shows only when all has run. Both are said; what is named in `targets` is refused."""
     batches = [torch.randn(2, 3, 8)]
-    with pytest.raises(
-        UnsupportedModelError,
-        match=r"1 modules .* never called by Holder.forward\(batch\): spare \[8, 8\]. Add them to "
-        r"`ignore`.*calibration_step",
-    ):
-        compress_in_memory(Holder(), batches, recipe(4, strategy="channel"))
-    with pytest.raises(SolveError, match=r"layers.0.never: not called on any batch .*ignore"):
-        compress_in_memory(Holder(), batches, recipe(4, strategy="channel", ignore=["spare"]))
-    report = compress_in_memory(Holder(), batches, recipe(4, strategy="channel", ignore=["spare", "layers.0.never"]))
-    assert [record.module for record in report.modules] == ["first", "layers.0.often"]
-    assert [fallback.hidden for fallback in report.fallbacks if fallback.hidden] == [("layers.0.often",)]
+    torch.manual_seed(0)
+    before = Holder()
+    model = copy.deepcopy(before)
+    with pytest.warns(UnreachedModulesWarning) as warned:
+        report = compress_in_memory(model, batches, recipe(4, strategy="channel"))
+    told = [str(each.message) for each in warned if each.category is UnreachedModulesWarning]
+    assert "spare will not be quantized: Holder.forward(batch) never calls them" in told[0]
+    assert "layers.0.never: no calibration token reached them, so they were rounded to nearest" in told[1]
+    assert {record.module: record.notes for record in report.modules} == {
+        "first": (),
+        "layers.0.often": (),
+        "layers.0.never": (UNREACHED,),
+    }
+    assert [each.module for each in report.excluded] == ["spare"]
+    assert "never calls it" in report.excluded[0].reason
+    assert torch.equal(model.spare.weight, before.spare.weight)
+    compress_in_memory(before, None, recipe(4, "rtn", strategy="channel", scale_search=True))
+    torch.testing.assert_close(model.layers[0].never.weight, before.layers[0].never.weight, rtol=1e-6, atol=0)
+    assert [fallback.hidden for fallback in report.fallbacks if fallback.hidden] == [
+        ("layers.0.never", "layers.0.often")
+    ]
+    named = r"spare \(Linear, weight of shape \[8, 8\]\) is named in `targets`.*never calls it"
+    with pytest.raises(UnsupportedModelError, match=named):
+        compress_in_memory(Holder(), batches, recipe(4, strategy="channel", targets=["Linear", "spare"]))
+    inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "tensor", "dynamic": False}
+    static = {"weights": weights(8, strategy="channel"), "input_activations": inputs}
+    with pytest.raises(SolveError, match=r"No token reached layers.0.never"):
+        compress_in_memory(Holder(), batches, recipe(scheme=static))
 
 
 def test_several_schemes_on_one_input() -> None:

@@ -24,7 +24,7 @@ from lightning_compress.plugin.settings import Settings
 from lightning_compress.recipe.load import load_recipe
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from helpers import CPU, padded, ragged_batches, recipe, saved, tiny_llama, tiny_mixtral, token_batches
+from helpers import CPU, ListMixture, padded, ragged_batches, recipe, saved, tiny_llama, tiny_mixtral, token_batches
 
 layout._LEAST_SPLIT_BYTES = 1 << 11  # a subgraph takes several shards, which ranks share out
 STATIC = {
@@ -40,6 +40,7 @@ CASES: dict[str, Any] = {
     "static": lambda: (tiny_llama(2), token_batches(5), recipe(algorithm="gptq", scheme=STATIC), {}),
     "experts": lambda: (tiny_mixtral(2, 8), token_batches(5, rows=1, length=2), recipe(4), {"verify": False}),
     "parts": lambda: (tiny_mixtral(2, 8), token_batches(5, rows=1, length=2), recipe(4), {"expert_parts": 3}),
+    "listed experts": lambda: (_shunning(), _vectors(7), recipe(4, strategy="channel"), {}),
     "row tiles": lambda: (
         tiny_llama(1, hidden_size=64, intermediate_size=4352),
         token_batches(6, rows=4),
@@ -55,6 +56,18 @@ CASES: dict[str, Any] = {
     "failing 2": lambda: (tiny_llama(2), token_batches(4), recipe(4), {}),
     "stuck": lambda: (tiny_llama(2), token_batches(4), recipe(4), {}),
 }
+
+
+def _shunning() -> ListMixture:
+    model = ListMixture()
+    model.shun(0, 3)
+    return model
+
+
+def _vectors(number: int) -> list[torch.Tensor]:
+    """Batches of so few tokens that none reaches all experts."""
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randn(1, 2, 16, generator=generator) for _ in range(number)]
 
 
 def run(name: str, stop_after: int, folder: Path) -> dict[str, Any]:

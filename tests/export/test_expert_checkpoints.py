@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lightning_compress import CompressionError, load_compressed
 from lightning_compress.export.packed import quantization_config as quantization_config_of
 from lightning_compress.export.packing import quantization_config
-from lightning_compress.export.verify import ReadBackWarning
+from lightning_compress.export.verify import ReadBackWarning, why_unreadable
 from lightning_compress.graph.unfold import unfolded
 from lightning_compress.plugin.job import run_job
 from lightning_compress.recipe.load import load_recipe
@@ -121,7 +121,10 @@ def test_targets_of_some_experts_name_them(tmp_path: Path) -> None:
 def test_families_whose_checkpoints_hold_stacks(family: str, tmp_path: Path) -> None:
     """transformers has no name for their single experts; it is said so, and `load_compressed` reads them."""
     model = model_of(family)
-    with pytest.warns(ReadBackWarning, match="it does not find model.layers.0"):
+    with (
+        pytest.warns(ReadBackWarning, match="it does not find model.layers.0"),
+        pytest.warns(ReadBackWarning, match="will not find the experts.*makes no stacks of single experts"),
+    ):
         report = compress(model, token_batches(), recipe(4), tmp_path)
     assert report.verification is not None
     assert report.verification.passed
@@ -132,6 +135,36 @@ def test_families_whose_checkpoints_hold_stacks(family: str, tmp_path: Path) -> 
     assert all(torch.equal(value, state[name]) for name, value in loaded.state_dict().items())
 
 
+QUANTIZED_INPUTS = {
+    "weights": {"num_bits": 8, "strategy": "channel"},
+    "input_activations": {"num_bits": 8, "strategy": "token", "dynamic": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (recipe(4, ignore=["lm_head", "re:.*experts.1.*"]), "some modules are quantized and others not"),
+        (recipe(scheme=QUANTIZED_INPUTS), "have quantized inputs"),
+        (recipe(4, symmetric=False), "have packed zero points"),
+        (recipe(4, ignore=["lm_head", "re:.*experts.*"]), None),
+        (recipe(4), None),
+    ],
+)
+def test_what_transformers_cannot_read_is_known_before(given: dict[str, Any], reason: str | None) -> None:
+    """Of weights on disk nothing is read back by transformers, so only this tells."""
+    with unfolded(model := model_of("qwen3_moe")):
+        found = why_unreadable(model, resolve(load_recipe(given), model))
+    assert found is None if reason is None else reason in str(found)
+
+
+def test_it_is_said_of_weights_on_disk(tmp_path: Path) -> None:
+    empty = saved(model_of("gpt_oss"), tmp_path / "weights")
+    with pytest.warns(ReadBackWarning, match="will not find the experts in the checkpoint"):
+        compress(empty, token_batches(), recipe(4), tmp_path / "out", weights=tmp_path / "weights")
+
+
+@pytest.mark.filterwarnings("ignore::lightning_compress.export.verify.ReadBackWarning")
 @pytest.mark.parametrize("family", [*sorted(READ_BY_TRANSFORMERS), *sorted(STACKED_ON_DISK)])
 def test_from_disk_as_from_memory(family: str, tmp_path: Path) -> None:
     """Read expert by expert, or a stack once for all of its experts: the same bytes."""
@@ -144,6 +177,7 @@ def test_from_disk_as_from_memory(family: str, tmp_path: Path) -> None:
     assert any(key.endswith(f"experts.1.{key.split('.')[-2]}.weight") for key in keys_in(tmp_path / "disk"))
 
 
+@pytest.mark.filterwarnings("ignore::lightning_compress.export.verify.ReadBackWarning")
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 def test_a_tensor_too_many_is_refused(family: str, tmp_path: Path) -> None:
     """Of a model with more layers, say: nothing that is stored is left out in silence."""
@@ -167,13 +201,9 @@ def test_an_interrupted_run_is_continued(tmp_path: Path) -> None:
 
 def test_quantized_inputs(tmp_path: Path) -> None:
     """transformers cannot compute them for experts; in memory, and as we read them, they are quantized."""
-    scheme = {
-        "weights": {"num_bits": 8, "strategy": "channel"},
-        "input_activations": {"num_bits": 8, "strategy": "token", "dynamic": True},
-    }
     model = model_of("mixtral")
     with pytest.warns(ReadBackWarning):
-        report = compress(model, token_batches(), recipe(scheme=scheme), tmp_path)
+        report = compress(model, token_batches(), recipe(scheme=QUANTIZED_INPUTS), tmp_path)
     assert report.verification is not None
     assert report.verification.passed
     loaded = load_compressed(model_of("mixtral"), tmp_path)

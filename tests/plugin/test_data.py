@@ -230,3 +230,7 @@ def test_batches_with_different_keys_are_refused(read: Any) -> None:
     one, other = list(loader(8))
     with pytest.raises(CalibrationDataError, match=r"Batch 1 .*\['input_ids', 'labels'\].*\['input_ids'\]"):
         read(calibration=[one, {**other, "labels": other["input_ids"]}])
+    image = {**one, "pixel_values": torch.randn(2, 3, 8, 8)}
+    for batches in ([image, other], [image, {**other, "pixel_values": None}]):
+        with pytest.raises(CalibrationDataError, match="let every batch have some, or none"):
+            read(calibration=batches)
