@@ -168,9 +168,9 @@ def read_back(path: Path, written: Mapping[str, Tensor]) -> str:
     return digest
 
 
-def verify_files(directory: Path, names: Iterable[str]) -> Verification:
+def verify_files(directory: Path, names: Iterable[str], unreadable: str | None = None) -> Verification:
     """What `read_back` has shown of every shard, for models that do not fit into memory; looked at now are only their
-    sizes and that the index is right about them."""
+    sizes and that the index is right about them. `unreadable`: see `why_unreadable`."""
     shards = written_shards(directory)
     index = json.loads((directory / INDEX).read_text())["weight_map"]
     damaged = set(index.values()) - {shard.name for shard in shards}
@@ -179,7 +179,8 @@ def verify_files(directory: Path, names: Iterable[str]) -> Verification:
         is_whole = file.is_file() and file.stat().st_size == shard.nbytes
         if not is_whole or any(index.get(key) != shard.name for key in shard.keys):
             damaged.add(shard.name)
-    return Verification(READ_BACK, len(list(names)), tuple(sorted(damaged)), (), None, None, "none")
+    reader = READ_BACK if unreadable is None else f"{READ_BACK} (transformers will not find the experts: {unreadable})"
+    return Verification(reader, len(list(names)), tuple(sorted(damaged)), (), None, None, "none")
 
 
 def _reload(directory: Path, root: nn.Module, quantized: Sequence[str]) -> tuple[nn.Module, str]:

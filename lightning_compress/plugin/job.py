@@ -372,7 +372,7 @@ def _verified(job: Job, folder: Path) -> Verification | None:
     if not job.settings.verify:
         return None
     if job.source is not None:
-        return verify_files(folder, job.resolved.assignments)
+        return verify_files(folder, job.resolved.assignments, why_unreadable(job.target.root, job.resolved))
     batch = job.data.batches[0] if job.data is not None else None
     return verify(folder, job.target, job.resolved.assignments, batch, "the first calibration batch")
 

@@ -161,7 +161,8 @@ def test_what_transformers_cannot_read_is_known_before(given: dict[str, Any], re
 def test_it_is_said_of_weights_on_disk(tmp_path: Path) -> None:
     empty = saved(model_of("gpt_oss"), tmp_path / "weights")
     with pytest.warns(ReadBackWarning, match="will not find the experts in the checkpoint"):
-        compress(empty, token_batches(), recipe(4), tmp_path / "out", weights=tmp_path / "weights")
+        report = compress(empty, token_batches(), recipe(4), tmp_path / "out", weights=tmp_path / "weights")
+    assert "(transformers will not find the experts: it makes no stacks of single experts for" in report.summary()
 
 
 @pytest.mark.filterwarnings("ignore::lightning_compress.export.verify.ReadBackWarning")
