@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 
 from lightning_compress.distributed.collective import Collective
 from lightning_compress.graph.experts import sizes_of
-from lightning_compress.graph.leaf import leaf_input
+from lightning_compress.graph.leaf import leaf_input, takes_a_value
 from lightning_compress.graph.reads import like
 from lightning_compress.graph.shadow import Key
 from lightning_compress.graph.stages import Source, Step, quantizable_calls
@@ -127,15 +127,12 @@ def settle_statistics(
 ) -> None:
     """When every rank has run its first batch: let all sums be made as the first batch of all, on rank `first_rank`,
     asks for; those of experts as the one asks for that it brought most, for it may have brought none to some."""
-    for together in _siblings(sources, sizes):
-        agree = partial(collective.broadcast, what=f"the first batch at {_title(together[0])}", source=first_rank)
-        for kind in statistics[together[0]]:
-            found = [statistics[source][kind] for source in together]
-            settled = agree
-            if len(together) > 1 or together[0].rows is not None:
-                settled = partial(_agreed, agree(max(statistic.largest() for statistic in found)))
-            for statistic in found:
-                statistic.settle(settled)
+    for source, found in _siblings(sources, sizes, statistics):
+        agree = partial(collective.broadcast, what=f"the first batch at {_title(source)}", source=first_rank)
+        if len(found) > 1 or source.rows is not None:
+            agree = partial(_agreed, agree(max(statistic.largest() for statistic in found)))
+        for statistic in found:
+            statistic.settle(agree)
 
 
 def reduce_statistics(sources: Sequence[Source], sizes: Sizes, statistics: Statistics, collective: Collective) -> None:
@@ -148,31 +145,29 @@ def reduce_statistics(sources: Sequence[Source], sizes: Sizes, statistics: Stati
         for statistic in statistics[source].values():
             for tensor, reduction in statistic.reductions().values():
                 collective.reduce(tensor, reduction, f"the statistics of {_title(source)}")
-    for together in _siblings(sources, sizes):
-        counts = [max((each.num_tokens for each in statistics[source].values()), default=0) for source in together]
-        if together[0].rows is not None or len(set(counts)) > 1:
-            for kind in statistics[together[0]]:
-                found = [statistics[source][kind] for source in together]
-                for statistic in found:
-                    statistic.num_lent = 0
-                kind.complete(found, _reads_hidden(together[0], sizes[together[0]]))
-            continue
-        for source, count in zip(together, counts, strict=True):
-            if not count:
-                del statistics[source]
-
-
-def _siblings(sources: Sequence[Source], sizes: Sizes) -> list[list[Source]]:
-    """The sources, those together that experts of one layer may read: rows of one value, or the inputs of modules of
-    equal sizes inside one opaque leaf, whose names differ in numbers alone."""
-    found: dict[object, list[Source]] = {}
+    for source, found in _siblings(sources, sizes, statistics):
+        if source.rows is not None or len({statistic.num_tokens for statistic in found}) > 1:
+            for statistic in found:
+                statistic.num_lent = 0
+            type(found[0]).complete(found, _reads_hidden(source, sizes[source]))
     for source in sources:
-        key: object = source
+        own = statistics[source].values()
+        if source.rows is None and not any(each.num_tokens or each.num_lent is not None for each in own):
+            del statistics[source]
+
+
+def _siblings(sources: Sequence[Source], sizes: Sizes, statistics: Statistics) -> list[tuple[Source, list[Statistic]]]:
+    """The statistics by kind, those together that experts of one layer may read, with the first of their sources: rows
+    of one value, or inputs of modules of equal sizes inside one opaque leaf, whose names differ in numbers alone."""
+    found: dict[tuple[object, ...], tuple[Source, list[Statistic]]] = {}
+    for source in sources:
+        key: tuple[object, ...] = (source,)
         if source.rows is not None:
             key = source.node, source.rows.counts
         elif source.inner is not None:
             key = source.node, like(source.inner), sizes[source]
-        found.setdefault(key, []).append(source)
+        for kind, statistic in statistics[source].items():
+            found.setdefault((kind, *key), (source, []))[1].append(statistic)
     return list(found.values())
 
 
@@ -180,7 +175,7 @@ def _reads_hidden(source: Source, size: tuple[int, int]) -> bool:
     """Whether channels mean the same to all experts: those of what the leaf reads do that they are in."""
     if source.rows is not None:
         return source.rows.reads_hidden
-    read = leaf_input(source.node).meta.get("val")
+    read = leaf_input(source.node).meta.get("val") if takes_a_value(source.node) else None
     return isinstance(read, Tensor) and bool(read.shape[-1] == size[0])
 
 

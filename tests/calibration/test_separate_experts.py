@@ -4,7 +4,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from helpers import ListMixture, compress_in_memory, linears, recipe, seen_statistics, weights
+from helpers import ListMixture, compress_in_memory, linears, modifier, recipe, seen_statistics, weights
 from torch import Tensor, nn
 from transformers import SwitchTransformersConfig, SwitchTransformersForConditionalGeneration
 
@@ -103,6 +103,30 @@ def test_layers_inside_one_call_are_no_experts(monkeypatch: pytest.MonkeyPatch) 
     assert [record.num_lent for record in report.modules] == [None] * 4
     assert not report.coverage
     assert all(cast(InputGram, each[InputGram]).num_lent is None for each in seen.values())
+
+
+def test_experts_of_several_schemes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of one kind of statistic lean on one another; layers inside one call of which some need none are no
+    experts for that."""
+    given = {
+        "modifiers": [
+            modifier(4, strategy="channel"),
+            modifier(8, "rtn", strategy="channel", targets=["re:.*experts.0.*"]),
+            modifier(3, strategy="channel", targets=["re:.*experts.1.*"]),
+        ]
+    }
+    model = ListMixture()
+    model.shun(0, 1)
+    expected = own_grams(model, batches())
+    seen = seen_statistics(monkeypatch)
+    report = compress_in_memory(model, batches(), given, schedule="basic")
+    num_lent = {record.module: record.num_lent for record in report.modules}
+    assert num_lent[EXPERTS.format(0, 0, "up")] is None
+    assert num_lent[EXPERTS.format(0, 1, "up")] == 16
+    grams = [expected[EXPERTS.format(0, number, "up")] for number in range(1, 6)]
+    mean = torch.stack([gram for gram, _ in grams]).sum(0) / sum(count for _, count in grams)
+    found = cast(InputGram, seen[EXPERTS.format(0, 1, "up")][InputGram]).matrix().double()
+    torch.testing.assert_close(found, mean, rtol=1e-5, atol=1e-6)
 
 
 def test_ranges_of_an_unrouted_expert_are_those_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
