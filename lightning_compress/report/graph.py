@@ -92,8 +92,8 @@ def graph_lines(view: GraphView) -> list[str]:
         names = ", ".join(view.uncalled[:3])
         lines += [
             "",
-            f"{len(view.uncalled)} modules that the recipe targets are not reached by this batch ({names}, ...): give "
-            "one that does (data=multimodal, data=custom), or ignore them.",
+            f"{len(view.uncalled)} modules that the recipe targets are not reached by this batch ({names}, ...), and "
+            "would stay as they are: give one that does reach them (data=multimodal, data=custom).",
         ]
     return lines
 
