@@ -13,13 +13,14 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from lightning_compress.graph.restore import assigned
+from lightning_compress.recipe.forms import reader
 
 _NUMBER = re.compile(r"\d+")
 
 
 @dataclass
 class Reads:
-    """Names of modules whose weight was read: by their own `forward`, or by other code."""
+    """Names of modules whose weight was read: by their own `forward` (or their `reader`'s), or by other code."""
 
     called: set[str] = field(default_factory=set)
     read: set[str] = field(default_factory=set)
@@ -48,8 +49,11 @@ def watching(root: nn.Module, names: Collection[str]) -> Iterator[Reads]:
 
     def read(module: nn.Module, key: str) -> object:
         if key == "weight" and id(module) in watched:
-            reader = sys._getframe(1)
-            is_own = reader.f_code.co_name == "forward" and reader.f_locals.get("self") is module
+            caller = sys._getframe(1)
+            while caller.f_code.co_name == "__getattr__" and caller.f_back is not None:  # of a subclass
+                caller = caller.f_back
+            own = caller.f_locals.get("self") if caller.f_code.co_name == "forward" else None
+            is_own = own is not None and own in (module, reader(module))
             (reads.called if is_own else reads.read).add(watched[id(module)])
         return usual(module, key)
 

@@ -234,6 +234,6 @@ def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
     Wav2Vec2Config().save_pretrained(tmp_path)
     Wav2Vec2FeatureExtractor().save_pretrained(tmp_path)
     config = OmegaConf.create({"tokenizer": str(tmp_path), "trust_remote_code": False})
-    assert isinstance(_processor(AutoProcessor, config), Wav2Vec2FeatureExtractor)
+    assert isinstance(_processor(config), Wav2Vec2FeatureExtractor)
     with pytest.raises(TypeError):
         AutoProcessor.from_pretrained(tmp_path)
