@@ -18,7 +18,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 
 from lightning_compress.algorithms import gptq_triton
-from lightning_compress.algorithms.base import STACK, row_tiles, runs
+from lightning_compress.algorithms.base import row_tiles, runs, stack_rows
 from lightning_compress.algorithms.factor import factorize
 from lightning_compress.algorithms.nearest_plane import nearest_plane, quantize_block
 from lightning_compress.algorithms.scales import make_grid, minmax_scales
@@ -70,7 +70,7 @@ def whole(name: str, num_rows: int, num_channels: int) -> None:
 
     def run() -> list[torch.Tensor]:
         tiles, codes = row_tiles(num_rows), []
-        for stack in runs(tiles, [tile.stop - tile.start for tile in tiles], STACK):
+        for stack in runs(tiles, [tile.stop - tile.start for tile in tiles], stack_rows(num_channels)):
             scales_of = [scales.rows(rows) for rows in stack]
             found = nearest_plane([weight[rows] for rows in stack], [factor] * len(stack), scales_of, grid)
             codes += [each for each, _ in found]

@@ -29,8 +29,7 @@ from lightning_compress.statistics import Drift, InputGram, Statistic
 Item = TypeVar("Item")
 Kinds = Collection[type[Statistic]]
 """Statistics that there are, whether an algorithm asks for them or not."""
-STACK = 2048
-"""At most so many rows are solved at a time: enough to amortize the cost of a call per column."""
+_STACK, _STACK_WEIGHTS = 2048, 3 << 20
 TILE = 512  # rows at most
 _SMALL_TILE = 384
 _UNIT = 32  # heights are multiples of it, but for the last
@@ -227,8 +226,9 @@ class Algorithm(ABC):
         results of all others, or all results twice, when they are joined.
         """
         of_one = [tile.stop - tile.start for tile in row_tiles(num_rows)]
-        all_heights = of_one * min(number, STACK // num_rows + 1)
-        heights = max(runs(all_heights, all_heights, STACK), key=len)
+        most = stack_rows(num_channels)
+        all_heights = of_one * min(number, most // num_rows + 1)
+        heights = max(runs(all_heights, all_heights, most), key=len)
         peak, held = self.prepare_bytes(num_rows, num_channels, args, kinds)
         tiles = self.tiles_bytes(heights, num_channels, args, kinds, number)
         others = result_bytes(number * num_rows - sum(heights), num_channels, args)
@@ -280,9 +280,19 @@ def row_tiles(num_rows: int) -> list[slice]:
     return [slice(start, stop) for start, stop in pairwise(bounds)]
 
 
+def stack_rows(num_channels: int) -> int:
+    """At most so many rows are solved at a time: enough to amortize the cost of a call per channel, and where channels
+    are few, as many as take no more memory.
+
+    >>> stack_rows(14336), stack_rows(512)
+    (2048, 6144)
+    """
+    return max(_STACK, _STACK_WEIGHTS // num_channels)
+
+
 def stacks(parts: Sequence[Part]) -> list[list[Part]]:
-    """Parts in runs of at most `STACK` rows (or one tile)."""
-    return runs(parts, [part.height for part in parts], STACK)
+    """Parts of one width in runs of at most `stack_rows` (or one tile)."""
+    return runs(parts, [part.height for part in parts], stack_rows(parts[0].weight.shape[1])) if parts else []
 
 
 def runs(items: Sequence[Item], sizes: Sequence[int], limit: int) -> list[list[Item]]:

@@ -18,7 +18,7 @@ from compressed_tensors.quantization.lifecycle.forward import dequantize, fake_q
 from compressed_tensors.quantization.utils import calculate_qparams, compute_dynamic_scales_and_zp
 from torch import Tensor, nn
 
-from lightning_compress.algorithms.base import STACK, Part, Solved, join, row_tiles, runs, split
+from lightning_compress.algorithms.base import Part, Solved, join, row_tiles, runs, split, stack_rows
 from lightning_compress.distributed.collective import Collective
 from lightning_compress.distributed.share import keeps_whole, shared
 from lightning_compress.errors import NonFiniteError, SolveError
@@ -199,7 +199,11 @@ def _costs(group: Group, root: nn.Module, resolved: ResolvedRecipe) -> tuple[flo
 def stacked_groups(groups: Sequence[Group], root: nn.Module, resolved: ResolvedRecipe) -> list[list[Group]]:
     """Consecutive groups that are solved together: with as many rows, of one scheme and width, as are one stack."""
     alike = [list(found) for _, found in groupby(groups, lambda group: _kind(group, root, resolved))]
-    return [batch for found in alike for batch in runs(found, [_num_rows(group, root) for group in found], STACK)]
+    batches: list[list[Group]] = []
+    for found in alike:
+        weight = root.get_submodule(found[0].members[0]).get_parameter("weight")
+        batches += runs(found, [_num_rows(group, root) for group in found], stack_rows(weight.shape[1]))
+    return batches
 
 
 def _kind(group: Group, root: nn.Module, resolved: ResolvedRecipe) -> tuple[object, ...]:
