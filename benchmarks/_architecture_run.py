@@ -1,6 +1,7 @@
 """One family from its configuration to the checkpoint that transformers has read back."""
 
 import math
+import re
 import time
 import traceback
 import warnings
@@ -56,6 +57,7 @@ class Result:
     num_targets: int = 0
     num_quantized: int = 0
     quantized_share: float = 0.0
+    modules: list[str] = field(default_factory=list)
     num_leaves: int = 0
     num_subgraphs: int = 0
     num_stages: int = 0
@@ -198,6 +200,7 @@ def _read(report: Report, model: nn.Module, result: Result) -> None:
     result.num_quantized = len(report.modules)
     result.num_subgraphs = len(report.subgraphs)
     result.quantized_share = _share(report)
+    result.modules = list(dict.fromkeys(_kind_of(module.module) for module in report.modules))
     modules = dict(model.named_modules())
     result.fallbacks = [(_class_of(modules, each.module), each.reason, len(each.hidden)) for each in report.fallbacks]
     verification = report.verification
@@ -237,6 +240,12 @@ def _missed(report: Report) -> list[Excluded]:
         and not any(word in f"{each.module} {each.class_name}".lower() for word in ("embed", "conv", "position"))
         and _part(each.module) not in towers
     ]
+
+
+def _kind_of(name: str) -> str:
+    """The last part of a module's name that is no number (`attention.self.0` of a Sequential is `self.*`)."""
+    *others, last = re.sub(r"\d+", "*", name).split(".")
+    return last if last != "*" or not others else f"{others[-1]}.*"
 
 
 def _part(name: str) -> str:

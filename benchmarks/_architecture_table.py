@@ -60,6 +60,7 @@ what is quantized, or if less than {least:.0%} is of the weights that are meant 
 - **quantized**: Linears that were, of all that are (each expert counts); and, if that is not all, their share of the
   weights in matrices that are meant to be. Output embeddings, routers, towers beside a language model and what these
   inputs do not reach are left alone; stacks that nothing describes are too, and do count.
+- **modules**: names of those that were quantized, without the path.
 - **reload error**: the largest difference of the outputs of the quantized model in memory and of what is read back,
   absolute; it passes up to rounding. *ours*: not by transformers (see below).
 - **fed**: what the model was run on. *position ids* were given where it could not be recorded without.
@@ -93,16 +94,21 @@ def _counts(rows: Sequence[Row]) -> str:
 
 
 def _table(kind: str, rows: Sequence[Row]) -> str:
-    lines = [f"## {kind[0].upper()}{kind[1:]}\n", "| family | traced | quantized | subgraphs | reload error | fed |"]
-    lines.append("|---|---|---|---|---|---|")
+    lines = [
+        f"## {kind[0].upper()}{kind[1:]}\n",
+        "| family | traced | quantized | modules | subgraphs | reload error | fed |",
+    ]
+    lines.append("|---|---|---|---|---|---|---|")
     for row in rows:
         if row["failed"]:
-            lines.append(f"| {row['model_type']} | *fails: {row['failed']}* | | | | {row['fed']} |")
+            lines.append(f"| {row['model_type']} | *fails: {row['failed']}* | | | | | {row['fed']} |")
             continue
         fed = "text only" if row["fed"] == "text" and kind in ("vision-language", "speech") else row["fed"]
         share = f", {row['quantized_share']:.0%}" if row["quantized_share"] < 0.995 else ""
-        numbers = f"{row['num_quantized']} / {row['num_targets']}{share} | {row['num_subgraphs']}"
-        lines.append(f"| {row['model_type']} | {_traced(row)} | {numbers} | {_error(row)} | {fed} |")
+        numbers = f"{row['num_quantized']} / {row['num_targets']}{share} | {', '.join(row['modules'])}"
+        lines.append(
+            f"| {row['model_type']} | {_traced(row)} | {numbers} | {row['num_subgraphs']} | {_error(row)} | {fed} |"
+        )
     return "\n".join(lines) + "\n"
 
 
