@@ -168,7 +168,7 @@ class Gptq(Algorithm):
             matrices += num_rows * num_channels * (4 if args.symmetric else 8)
         width = min(self.block_size, num_channels)
         # targets, rounded values, a product; the factors within the block, of which some channels' are in another order
-        blocks = 3 * 4 * num_rows * width + 2 * 4 * width**2 * min(number, len(heights))
+        blocks = 3 * 4 * num_rows * width + 2 * 4 * width**2 * (len(heights) if number > 1 else 1)
         stored = num_rows * (13 * num_groups(num_channels, args) + 32)
         targets = 2 * 4 * num_rows * num_channels if _corrects(kinds) else 0  # what is quantized, and M
         solving = targets + max(

@@ -58,14 +58,14 @@ def _walk(
     codes = torch.empty(places.shape, dtype=torch.int8, device=places.device)
     target, rounded = places.new_empty(2, min(block_size, num_channels), len(tiles), num_rows)
     row_error = torch.zeros(len(tiles), num_rows, dtype=torch.float64, device=places.device)
-    distinct = list({id(factor): factor for factor in factors}.values())
+    of_tiles = factors[:1] if all(factor is factors[0] for factor in factors) else factors
     for end in range(num_channels, 0, -block_size):
         start = max(end - block_size, 0)
         t, q, w, d = target[: end - start], rounded[: end - start], places[start:end], delta[start:end]
         for place, (height, factor) in enumerate(zip(heights, factors, strict=True)):
             lower, earlier = factor.lower[end:, start:end], delta[end:, place, :height]
             torch.addmm(w[:, place, :height], lower.t(), earlier, out=t[:, place, :height])
-        within = torch.stack([factor.lower[start:end, start:end] for factor in distinct])
+        within = torch.stack([factor.lower[start:end, start:end] for factor in of_tiles])
         block = (scale, zero_point, groups[start:end], grid, q, d)
         if gptq_triton.usable(places):
             gptq_triton.quantize_block(t, w, within[0], *block)

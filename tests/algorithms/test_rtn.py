@@ -4,7 +4,7 @@ import pytest
 import torch
 from reference import relative_error, scheme, values, weight_and_gram
 
-from lightning_compress.algorithms.base import Algorithm, Part, row_tiles, split
+from lightning_compress.algorithms.base import Algorithm, Part, join, row_tiles, split
 from lightning_compress.algorithms.catalog import ALGORITHMS
 from lightning_compress.algorithms.gptq import Gptq
 from lightning_compress.algorithms.rtn import Rtn
@@ -95,16 +95,18 @@ def test_tiles_can_be_solved_apart(algorithm: Algorithm, strategy: str, num_rows
 
 @pytest.mark.parametrize("algorithm", [Rtn(scale_search=True), Gptq(), Gptq(refit=1), Gptq(activation_order=False)])
 @pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("num_rows", [[96] * 5, [96, 100, 37, 512, 250]])
+@pytest.mark.parametrize("num_rows", [[96] * 5, [96, 100, 37, 512, 250], [1100, 60, 1100]])
 def test_weights_can_be_solved_together(algorithm: Algorithm, symmetric: bool, num_rows: list[int]) -> None:
     """What is done with experts: tiles of weights with Grams, and orders of channels, of their own go through the
     channels together, and each ends as it does alone, to the last bit. Seen to fail: with the first factor, or its
-    groups, for all."""
+    groups, for all; with a factor for each weight where weights have several tiles of rows."""
     args = scheme(symmetric=symmetric)
     cases = [weight_and_gram(rows, 320, seed=seed) for seed, rows in enumerate(num_rows)]
     prepared = [algorithm.prepare(w, {InputGram: gram}, args, torch.bfloat16, [len(w)]) for w, gram in cases]
-    parts = [Part(w, slice(0, len(w)), each) for (w, _), each in zip(cases, prepared, strict=True)]
-    for (weight, gram), together in zip(cases, algorithm.solve_parts(parts), strict=True):
+    tiled = [[Part(w, rows, each) for rows in row_tiles(len(w))] for (w, _), each in zip(cases, prepared, strict=True)]
+    found = iter(algorithm.solve_parts([part for parts in tiled for part in parts]))
+    for (weight, gram), parts in zip(cases, tiled, strict=True):
+        together = join([next(found) for _ in parts])
         alone = algorithm.solve(weight, {InputGram: gram}, args, torch.bfloat16)
         for name in ("codes", "scale", "row_error", "row_energy"):
             assert torch.equal(getattr(together, name), getattr(alone, name)), name
