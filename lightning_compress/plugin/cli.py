@@ -103,13 +103,14 @@ def _as_overrides(arguments: list[str]) -> list[str]:
 
 
 def compress(config: DictConfig) -> None:
-    """Run one compression from a composed configuration; prints the table, the summary and where the files are."""
+    """Run one compression from a composed configuration; prints the table and where the files are, behind the
+    summary that the callback has printed."""
     report = _reporting_errors(lambda: run_compress(config, _output_dir(config)))
     if not _is_first_rank():
         return
     console = Console()
     console.print(report.table())
-    for line in (report.summary(), f"report: {report.output_dir}/report.html, {report.output_dir}/report.json"):
+    for line in (*report.added_lines(), f"report: {report.output_dir}/report.html, {report.output_dir}/report.json"):
         console.print(line, highlight=False, soft_wrap=True)
 
 

@@ -146,9 +146,7 @@ class Report:
                     "does not store them), which "
                     f"changes outputs by up to {self.verification.max_abs_difference_as_loaded or 0.0:.2g}"
                 )
-        if self.extra:
-            lines.append(", ".join(f"{name.replace('_', ' ')} {value:.5g}" for name, value in self.extra.items()))
-        lines += [f"plan, {line}" for line in comparison_lines(self.comparison)]
+        lines += self.added_lines()
         if self.memory is not None:
             lines.append(self.memory.summary())
         if self.num_resumed:
@@ -159,6 +157,11 @@ class Report:
         elif self.output_dir is not None:
             lines.append(f"checkpoint: {self.output_dir}")
         return "\n".join(lines)
+
+    def added_lines(self) -> list[str]:
+        """Of the summary, what was found out when the run had ended: other numbers, and how good the plan was."""
+        extra = ", ".join(f"{name.replace('_', ' ')} {value:.5g}" for name, value in self.extra.items())
+        return [*([extra] if extra else []), *(f"plan, {line}" for line in comparison_lines(self.comparison))]
 
     def save(self, directory: str | Path) -> tuple[Path, Path]:
         """Write report.json and report.html into `directory`; returns their paths."""
