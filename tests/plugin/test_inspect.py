@@ -1,9 +1,14 @@
 """`lightning-compress inspect`: how a model is cut, without a calibration."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from helpers import compress_in_memory
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     MllamaConfig,
@@ -12,6 +17,9 @@ from transformers import (
     MllamaProcessor,
     PreTrainedTokenizerFast,
 )
+
+from lightning_compress.memory.store import WeightStore
+from lightning_compress.memory.transfer import Lane, Sent
 
 from .conftest import Command, refused
 
@@ -92,6 +100,33 @@ def test_layers_of_text_and_of_cross_attention(command: Command, checkpoint: Pat
         line.split("  ")[0] for line in text.splitlines() if line.startswith("model.language_model.layers.")
     ] == layers
     assert "not reached" not in text
+
+
+def test_a_run_onloads_layers_of_text_and_of_cross_attention_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Onloading copies, as to a device: what is not where it was is there. Seen to fail: with weights that stay, and
+    with sequential targets that hold all layers."""
+    torch.manual_seed(0)
+    model = MllamaForConditionalGeneration(MllamaConfig(vision_config=VISION, text_config=TEXT, image_token_index=98))
+    layers = model.model.language_model.layers
+    homes = {name: (parameter, parameter.data_ptr()) for name, parameter in layers.named_parameters()}
+    onload, onloaded = WeightStore.onload, []
+
+    @contextmanager
+    def watched(store: WeightStore, *given: Any, **options: Any) -> Iterator[None]:
+        with onload(store, *given, **options):
+            onloaded.append(sorted({name[0] for name, (tensor, at) in homes.items() if tensor.data_ptr() != at}))
+            yield
+
+    monkeypatch.setattr(WeightStore, "onload", watched)
+    monkeypatch.setattr(Lane, "is_away", lambda *_: True)
+    monkeypatch.setattr(Lane, "send", lambda _, tensor: Sent(tensor.clone()))
+    scheme = {"num_bits": 4, "strategy": "channel"}
+    report = compress_in_memory(
+        model, mllama_batches(), {"modifiers": [{"algorithm": "gptq", "scheme": {"weights": scheme}}]}
+    )
+    assert [there for there, _ in groupby(onloaded) if there] == [["0"], ["1"], ["2"]]
+    of_cross_attention = [each.module for each in report.modules if ".cross_attn." in each.module]
+    assert [name.rpartition(".")[2] for name in of_cross_attention] == ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
 def mllama_processor() -> MllamaProcessor:
