@@ -53,7 +53,7 @@ def mistral3() -> tuple[nn.Module, list[Batch]]:
     """Images of patches of 8 x 8, of which four give a token."""
     config = Mistral3Config(
         text_config={"model_type": "mistral", **TEXT},
-        vision_config={"model_type": "pixtral", "head_dim": 16, **VISION},
+        vision_config={"model_type": "pixtral", "head_dim": 16, **VISION, "image_size": 96},
         image_token_index=IMAGE,
         spatial_merge_size=2,
     )

@@ -50,7 +50,7 @@ def test_the_same_weights_in_parts(tmp_path: Path) -> None:
     """But for the last bits: sums are kept on the grid of a part's largest, and added up part by part. Every expert saw
     more tokens than it has channels. Seen to fail: with the experts' outputs of the last part only."""
     alone, parted = model_of(hidden_size=64), model_of(hidden_size=64)
-    compress(alone, batches(), HOW, tmp_path / "one", verify=False)
+    whole = compress(alone, batches(), HOW, tmp_path / "one", verify=False)
     report = compress(parted, batches(), HOW, tmp_path / "three", expert_parts=3)
     assert [part.name for part in report.subgraphs][1:5] == [
         "model.layers.0",
@@ -61,11 +61,11 @@ def test_the_same_weights_in_parts(tmp_path: Path) -> None:
     assert report.verification.passed
     first = "model.layers.0.mlp.experts"
     for name, value in parted.state_dict().items():
-        expected = alone.state_dict()[name]
-        if name.startswith(first):  # later layers read other last bits, and codes on a border follow them
-            torch.testing.assert_close(value, expected, rtol=1e-2, atol=1e-5)
-        different = (value - expected).abs() > 1e-4
-        assert different.float().mean() < 0.01, name
+        if name.startswith(first):
+            torch.testing.assert_close(value, alone.state_dict()[name], rtol=1e-2, atol=1e-5)
+    errors = {record.module: record.error for record in whole.modules}
+    for record in report.modules:  # later layers read other last bits, and what is on a border goes to the other side
+        assert record.error == pytest.approx(errors[record.module], rel=0.05), record.module
 
 
 def test_a_budget_asks_for_parts(tmp_path: Path) -> None:
