@@ -8,7 +8,7 @@ schemes   weights of 4, 3 and 2 bits in groups of 128, 128 and 64; 4 bits with a
           in groups of 128 with inputs of 8 bits, quantized for every token. Symmetric; the head is left out.
 seeds     of the calibration sample, 128 windows of 128 tokens; all tools read the same file of tokens.
 columns   rtn: rounding to nearest, scales from the range. plain: the algorithm gptq with its defaults. corrected: and
-          `correct: residual`. refit: and `refit: 2`.
+          `correct: residual`. refit: and `refit: null`, chosen, as in the recipe `w2a16_best`.
           qronos: plain with `correct: qronos`. peer, peer_mse: LLM Compressor's GPTQ with its default scales and
           with searched ones. autoround: AutoRound, 200 steps. LLM Compressor's AWQ is left out: without an accelerator
           it stops where it pins memory.
@@ -69,7 +69,7 @@ COLUMNS = {
     "rtn": Column("ours", {"algorithm": "rtn"}, seeded=False),
     "plain": Column("ours", {"scales": "weighted"}),
     "corrected": Column("ours", {"scales": "weighted", "correct": "residual"}),
-    "refit": Column("ours", {"scales": "weighted", "correct": "residual", "refit": 2}),
+    "refit": Column("ours", {"scales": "weighted", "correct": "residual", "refit": "null"}),
     "qronos": Column("ours", {"scales": "weighted", "correct": "qronos"}),
     "peer": Column("peer", {}),
     "peer_mse": Column("peer", {"scales": "mse"}),

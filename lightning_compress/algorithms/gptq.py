@@ -46,6 +46,7 @@ from lightning_compress.algorithms.base import (
 )
 from lightning_compress.algorithms.correction import (
     JUDGED,
+    WITHOUT_CHOICE,
     correct,
     correction_bytes,
 )
@@ -66,9 +67,14 @@ from lightning_compress.statistics import Drift, InputDrift, InputGram, Statisti
 
 CORRECTS = ("none", "inputs", "residual", "qronos")
 _NOT_CORRECTED = (
-    "Not corrected: it is an expert, or called several times, or inside a module that cannot be traced, or shares its "
-    "input with modules of another scheme."
+    "Not corrected: it is an expert, or called several times, or inside a module that cannot be traced, or reads what "
+    "such a module does."
 )
+
+_NOT_CHOSEN = (
+    "There is one batch only, so none was held out to choose by: what was to be chosen is strength {}, ridge {}, no "
+    "refitting."
+).format(*WITHOUT_CHOICE)
 
 
 @final
@@ -152,7 +158,7 @@ class Gptq(Algorithm):
         panels = 3 * 4 * PANEL * num_channels  # of the reordered Gram, and of the factor that takes its place
         scales = scales_bytes(num_rows, num_channels, args, self.scale_search) if args.strategy == "tensor" else 0
         held = 2 * gram + vectors
-        if _corrects(kinds):
+        if self._corrects(kinds):
             correcting, corrected = correction_bytes(num_rows, num_channels, InputDrift in kinds, self.refit is None)
             whole = 8 * num_rows * num_channels if args.strategy == "tensor" else 0  # what is quantized, of all rows
             scales, held = max(scales + corrected + whole, correcting), held + corrected
@@ -170,12 +176,12 @@ class Gptq(Algorithm):
         # targets, rounded values, a product; the factors within the block, of which some channels' are in another order
         blocks = 3 * 4 * num_rows * width + 2 * 4 * width**2 * (len(heights) if number > 1 else 1)
         stored = num_rows * (13 * num_groups(num_channels, args) + 32)
-        targets = 2 * 4 * num_rows * num_channels if _corrects(kinds) else 0  # what is quantized, and M
+        targets = 2 * 4 * num_rows * num_channels if self._corrects(kinds) else 0  # what is quantized, and M
         solving = targets + max(
             matrices + blocks + stored, scales_bytes(num_rows, num_channels, args, self.scale_search)
         )
         codes = num_rows * num_channels * (2 + self._most_rounds)  # of every round, and of the result
-        measuring = targets + 5 * 4 * num_rows * num_channels if _corrects(kinds) else 0
+        measuring = targets + 5 * 4 * num_rows * num_channels if self._corrects(kinds) else 0
         refitting = 0 if not self._most_rounds else refit_bytes(num_rows, num_channels, num_groups(num_channels, args))
         return max(solving, codes + stored * (1 + self._most_rounds) + max(measuring, refitting))
 
@@ -201,9 +207,11 @@ class Gptq(Algorithm):
             raise SolveError(f"The weight {tuple(weight.shape)} does not fit a Gram of {gram.shape[0]} channels.")
         factor = factorize(gram, self.damping, self.activation_order)
         notes = list(factor.notes)
-        drift, correction = drift_of(statistics), None
+        drift, correction = None if self.correct == "none" else drift_of(statistics), None
         if drift is not None:
             correction = correct(weight, gram, drift, *self._correction, self.refit is None)
+            if not drift.inputs.num_held_out and None in (*self._correction, self.refit):
+                notes.append(_NOT_CHOSEN)
             if grid.per_tensor:
                 tiles = [(weight[rows], rows) for rows in row_tiles(len(weight))]
                 weight = torch.cat([correction.target(w, correction.lack.missing(w, rows)) for w, rows in tiles])
@@ -280,6 +288,9 @@ class Gptq(Algorithm):
                 tried[place].append((codes, scales[place], error))
         return [each[: 1 + most] for each, most in zip(tried, rounds, strict=True)]
 
+    def _corrects(self, kinds: Kinds) -> bool:
+        return self.correct != "none" and any(issubclass(kind, Drift) for kind in kinds)
+
     def _rounds(self, prepared: Prepared) -> int:
         if prepared.grid.per_tensor:
             return 0
@@ -305,10 +316,6 @@ def _missing(part: Part) -> Tensor | None:
     """What the outputs of a tile lack; None: it is not corrected."""
     correction = part.prepared.correction
     return None if correction is None else correction.lack.missing(part.values, part.rows)
-
-
-def _corrects(kinds: Kinds) -> bool:
-    return any(issubclass(kind, Drift) for kind in kinds)
 
 
 def _solved(codes: Tensor, scales: Scales, row_error: Tensor, row_energy: Tensor, prepared: Prepared) -> Solved:

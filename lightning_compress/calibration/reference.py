@@ -18,9 +18,10 @@ from lightning_compress.graph.execute import execute
 from lightning_compress.graph.leaf import Leaf
 from lightning_compress.graph.residual import Residual, residuals
 from lightning_compress.graph.shadow import Key, SecondRun, diverging_nodes
-from lightning_compress.graph.stages import Source, Subgraph, quantizable_calls
+from lightning_compress.graph.stages import Group, Source, Subgraph, quantizable_calls
 from lightning_compress.graph.trace import Traced
 from lightning_compress.statistics import Drift, InputDrift, InputGram, Statistic, drift_form
+from lightning_compress.statistics.sums import full_float32
 
 Kinds = tuple[type[Statistic], ...]
 _EVERY = 8
@@ -34,7 +35,7 @@ class Reference:
 
     Attributes:
         diverging: values that both have of their own.
-        members: the modules that are corrected, by the one value that they read; their rows one after the other.
+        members: of values that modules of one group read, and only they, those modules; their rows one after the other.
         forms: in which form what they lack is summed.
         residuals: what the outputs of some of them are added to.
         held_out: numbers of the batches of the calibration set that are kept apart, to judge by.
@@ -100,11 +101,12 @@ def reference_for(
         for node in step.nodes
         for name, _ in quantizable_calls(node, solved)
     }
-    groups = [group for part in parts for step in part.steps for group in step.solve]
-    members = {group.sources[0]: group.members for group in groups if group.sources[0] in corrected}
+    groups = _readers(parts)
+    members = {source: groups[source][0].members for source in corrected if len(groups[source]) == 1}
     every = min(_EVERY, num_batches)
-    added_to = residuals(traced.graph, [group for group in groups if with_residual(group.members[0])])
-    forms = {
+    own = [groups[source][0] for source in members]
+    added_to = residuals(traced.graph, [group for group in own if with_residual(group.members[0])])
+    forms = dict.fromkeys(corrected, InputDrift) | {
         source: drift_form(*sizes[source], is_alone=not any(name in added_to for name in names))
         for source, names in members.items()
     }
@@ -119,19 +121,25 @@ def reference_for(
 
 
 def correctable(parts: Sequence[Subgraph]) -> frozenset[Source]:
-    """The sources whose modules can be corrected: those that alone, and for one group alone, are its input.
+    """The sources whose modules can be corrected: those that are the only input of all that read them. Of several
+    groups (the keys and values of all cross-attentions) what is lacked follows from their inputs.
 
     What runs inside an opaque module is not among them, nor are experts: there the two runs may take other paths.
     """
-    groups = [group for part in parts for step in part.steps for group in step.solve]
-    readers: dict[Source, int] = {}
-    for group in groups:
-        for source in group.sources:
-            readers[source] = readers.get(source, 0) + 1
-    single = (group.sources[0] for group in groups if len(group.sources) == 1)
     return frozenset(
-        source for source in single if source.inner is None and source.rows is None and readers[source] == 1
+        source
+        for source, groups in _readers(parts).items()
+        if source.inner is None and source.rows is None and all(len(group.sources) == 1 for group in groups)
     )
+
+
+def _readers(parts: Sequence[Subgraph]) -> dict[Source, list[Group]]:
+    """The groups that read each source."""
+    found: dict[Source, list[Group]] = {}
+    for group in (group for part in parts for step in part.steps for group in step.solve):
+        for source in group.sources:
+            found.setdefault(source, []).append(group)
+    return found
 
 
 def run_original(
@@ -178,7 +186,7 @@ def differences(
 
     With it the root mean square of r for every token, [..., 1]; None where there is none.
     """
-    if reference is None or source not in reference.members:
+    if reference is None or source not in reference.forms:
         return None
     original = SecondRun(values)
     drift = _difference(source.node, values, original)
@@ -186,7 +194,9 @@ def differences(
         return drift, None
     parts, squares = [], []
     for name in reference.members[source]:
-        part = drift @ root.get_submodule(name).get_parameter("weight").float().t()
+        weight = root.get_submodule(name).get_parameter("weight")
+        with full_float32(drift.device):
+            part = drift @ weight.float().t()
         residual = reference.residuals.get(name)
         terms = () if residual is None else residual.terms
         for node, factor in terms:

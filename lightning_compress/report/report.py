@@ -125,10 +125,13 @@ class Report:
             )
         made = [record.correction for record in self.modules if record.correction]
         if made:
-            left = [each["held_out"] for each in made if "held_out" in each]
+            used = [each for each in made if each["strength"]]
+            left = [each["held_out"] for each in used if "held_out" in each]
             judged = f", which leave {sum(left) / len(left):.3f} of the error of held-out batches" if left else ""
-            strength = sum(each["strength"] for each in made) / len(made)
-            lines.append(f"corrected: {len(made)} modules, with strength {strength:.2f}{judged} (means)")
+            strength = sum(each["strength"] for each in used) / max(len(used), 1)
+            number = f"{len(used)} modules" if len(used) == len(made) else f"{len(used)} of {len(made)} modules"
+            how = f", with strength {strength:.2f}{judged} (means, before rounding)" if used else ""
+            lines.append(f"corrected: {number}{how}")
         lines += coverage_lines(self.coverage)
         if self.excluded:
             lines.append(

@@ -10,7 +10,7 @@ would take D, and the residual's part beside it. In both, the difference is made
 digits. `drift_form` says which is less work.
 
 Where outputs are added to a residual, norms follow, which divide by how large the stream is: a token's x and e count by
-1 / (|r| + 0.01 mean |r|), the mean that of the batch, in all these sums. Without that, tokens with a large stream
+1 / max(|r|, 0.1 mean |r|), the mean that of the batch, in all these sums. Without that, tokens with a large stream
 decide on the correction: on a GPT-NeoX it then did harm (see docs/error_correction.md).
 
 Batches that are held out are in all sums, and once more in sums of their own.
@@ -28,8 +28,8 @@ from lightning_compress.statistics.base import Beside, Reduction, Statistic
 from lightning_compress.statistics.inputs import InputGram
 from lightning_compress.statistics.sums import ExactSum, full_float32, row_products
 
-_LEAST = 0.01
-"""Of the mean magnitude, added to each token's."""
+_LEAST = 0.1
+"""Of the mean magnitude: no token counts as if its own were smaller, or one with next to none would count alone."""
 
 
 class Lack(ABC):
@@ -194,8 +194,8 @@ def _weighted(x: Tensor, beside: Beside) -> Tensor:
     """Tokens [T, n], each by what it counts."""
     if beside.magnitude is None:
         return x
-    floor = _LEAST * beside.magnitude.mean()
-    return x.float() / (beside.magnitude + floor).clamp(min=torch.finfo(torch.float32).tiny)
+    least = (_LEAST * beside.magnitude.mean()).clamp(min=torch.finfo(torch.float32).tiny)
+    return x.float() / beside.magnitude.clamp(min=least)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

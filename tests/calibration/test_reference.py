@@ -18,10 +18,11 @@ from helpers import (
     token_batches,
 )
 from torch import Tensor, nn
+from transformers import T5Config, T5ForConditionalGeneration
 
 from lightning_compress.algorithms.target import row_errors
 from lightning_compress.memory.placement import MemoryConfig
-from lightning_compress.statistics import Drift, InputDrift, OutputDrift, Statistic
+from lightning_compress.statistics import Beside, Drift, InputDrift, OutputDrift, Statistic
 
 Inputs = dict[str, list[Tensor]]
 SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64}
@@ -39,7 +40,10 @@ def inputs_of(model: nn.Module, batches: list[Any], names: list[str]) -> Inputs:
 
         return observe
 
-    handles = [model.get_submodule(name).register_forward_pre_hook(hook(name), with_kwargs=True) for name in names]
+    handles = [
+        model.get_submodule(name).register_forward_pre_hook(hook(name), with_kwargs=True, prepend=True)
+        for name in names
+    ]
     for batch in batches:
         mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
         keep.append(mask.reshape(-1).bool())
@@ -53,7 +57,7 @@ def inputs_of(model: nn.Module, batches: list[Any], names: list[str]) -> Inputs:
 def weighting(stream: Tensor) -> Tensor:
     """What each token counts for linears whose outputs are added to `stream` [T, H], float64 [T, 1]."""
     magnitude = stream.double().square().mean(-1, keepdim=True).sqrt()
-    return 1 / (magnitude + 0.01 * magnitude.mean())
+    return 1 / magnitude.clamp(min=0.1 * magnitude.mean())
 
 
 def drift_in(statistics: Mapping[type[Statistic], Statistic]) -> Drift:
@@ -207,7 +211,7 @@ def test_corrected_weights_are_nearer_to_the_original_model() -> None:
         job = prepare(model, batches, recipe(2, group_size=8, **options))
         report = run(job)
         assert all(bool(record.correction) == bool(options) for record in report.modules)
-        assert ("corrected: 21 modules, with strength" in report.summary()) == bool(options)
+        assert ("corrected: 18 of 21 modules, with strength" in report.summary()) == bool(options)
         with torch.no_grad():
             pairs = [(model(**batch).logits, original(**batch).logits) for batch in others]
         errors.append(sum(float((ours - theirs).square().sum()) for ours, theirs in pairs))
@@ -231,18 +235,129 @@ def test_activations_of_both_runs_go_to_the_file() -> None:
     assert all(torch.equal(one, found[1][name]) for name, one in found[0].items())
 
 
-def test_what_cannot_be_corrected_says_so() -> None:
-    """Modules that read one value under two schemes."""
+def missing_by_inputs(name: str, ours: Inputs, theirs: Inputs, weight: Tensor) -> Tensor:
+    """M of a weight whose outputs are added to nothing, float64 [O, I]."""
+    count = sum(len(x) for x in ours[name])
+    return sum((((y - x) @ weight.double().t()).t() @ x for x, y in zip(ours[name], theirs[name], strict=True))) / count
+
+
+@pytest.mark.parametrize("beside", [{"num_bits": 8}, {"num_bits": 8, "correct": "none"}, {"algorithm": "rtn"}])
+def test_modules_of_several_schemes_that_read_one_value(
+    monkeypatch: pytest.MonkeyPatch, beside: dict[str, Any]
+) -> None:
+    """Each is corrected if its own modifier says so. Seen to fail: with a correction of what asks for none."""
+    other = {"num_bits": 4, "group_size": 8, "correct": "residual", **beside}
+    if other.get("algorithm") == "rtn":
+        del other["correct"]
     given = {
         "modifiers": [
             *recipe(4, group_size=8, correct="residual")["modifiers"],
-            *recipe(8, group_size=8, correct="residual", targets=["re:.*v_proj"])["modifiers"],
+            *recipe(**other, targets=["re:.*v_proj"])["modifiers"],
         ]
     }
-    report = compress_in_memory(tiny_llama(2, **SIZES), token_batches(3), given)
-    notes = {record.module: record.notes for record in report.modules}
-    assert "Not corrected" in notes["model.layers.0.self_attn.v_proj"][0]
-    assert "Not corrected" in notes["model.layers.0.self_attn.q_proj"][0]
+    seen = seen_statistics(monkeypatch)
+    model, batches = tiny_llama(2, **SIZES), token_batches(9, rows=3)
+    original = deepcopy(model)
+    report = compress_in_memory(model, batches, given)
     corrections = {record.module: record.correction for record in report.modules}
-    assert not corrections["model.layers.0.self_attn.q_proj"]
+    name = "model.layers.1.self_attn"
+    assert corrections[f"{name}.q_proj"].keys() == {"strength", "ridge", "held_out"}
+    assert bool(corrections[f"{name}.v_proj"]) == (other.get("correct") == "residual")
     assert corrections["model.layers.1.mlp.down_proj"].keys() == {"strength", "ridge", "held_out"}
+    assert not any(record.notes for record in report.modules)
+    projections = [f"{name}.q_proj", f"{name}.v_proj"]
+    ours, theirs = (inputs_of(each, batches, projections) for each in (model, original))
+    for each in projections:
+        weight = original.get_submodule(each).get_parameter("weight").detach()
+        missing = drift_in(seen[each]).lack().missing(weight, slice(0, len(weight))).double()
+        torch.testing.assert_close(missing, missing_by_inputs(each, ours, theirs, weight), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_weights_and_inputs_of_8_bits(monkeypatch: pytest.MonkeyPatch, dynamic: bool) -> None:
+    """The quantized stream has gone through quantized inputs, which the original one has not. Seen to fail: with the
+    hooks that quantize inputs left in the second run."""
+    strategy = "token" if dynamic else "tensor"
+    inputs = {"num_bits": 8, "strategy": strategy, "dynamic": dynamic}
+    how = recipe(
+        scheme={"weights": {"num_bits": 8, "strategy": "channel"}, "input_activations": inputs}, correct="inputs"
+    )
+    seen = seen_statistics(monkeypatch)
+    model, batches = tiny_llama(2, **SIZES), token_batches(9, rows=3)
+    original = deepcopy(model)
+    compress_in_memory(model, batches, how)
+    name = "model.layers.1.mlp.up_proj"
+    ours, theirs = (inputs_of(each, batches, [name]) for each in (model, original))
+    weight = original.get_submodule(name).get_parameter("weight").detach()
+    drift = next(each for each in seen[name].values() if isinstance(each, Drift))
+    missing = drift.lack().missing(torch.cat([weight, weight]), slice(0, 128))[: len(weight)].double()
+    expected = missing_by_inputs(name, ours, theirs, weight)
+    torch.testing.assert_close(missing, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
+
+
+def test_keys_and_values_of_all_cross_attentions_are_corrected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They read one value, in layers solved one after the other. Seen to fail: with the first layer's alone."""
+    sizes = {"vocab_size": 128, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    torch.manual_seed(0)
+    model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).eval()
+    original, seen = deepcopy(model), seen_statistics(monkeypatch)
+    batches = [{**ids, "decoder_input_ids": torch.randint(0, 40, (3, 7))} for ids in token_batches(9, rows=3)]
+    report = compress_in_memory(model, batches, recipe(2, group_size=8, correct="residual"))
+    corrections = {record.module: record.correction for record in report.modules}
+    names = [f"decoder.block.{block}.layer.1.EncDecAttention.{local}" for block in range(2) for local in "kv"]
+    ours, theirs = (inputs_of(each, batches, names) for each in (model, original))
+    for name in names:
+        assert corrections[name]["strength"] > 0
+        weight = original.get_submodule(name).get_parameter("weight").detach()
+        missing = drift_in(seen[name]).lack().missing(weight, slice(0, len(weight))).double()
+        torch.testing.assert_close(missing, missing_by_inputs(name, ours, theirs, weight), rtol=1e-3, atol=1e-5)
+    assert not any(record.notes for record in report.modules)
+
+
+class Twice(nn.Module):
+    """Calls its first linear twice, once on what the second reads too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.first(self.first(x).tanh()) + self.second(x)
+        return y
+
+
+def test_what_cannot_be_corrected_says_so() -> None:
+    """A module that is called several times before it is solved, and what reads what it does."""
+    report = compress_in_memory(
+        nn.Sequential(nn.Linear(16, 16), Twice()).eval(),
+        [torch.randn(20, 16) for _ in range(9)],
+        recipe(4, group_size=8, correct="inputs"),
+        schedule="block",
+        sequential_targets=("0", "1"),
+    )
+    alone, *others = report.modules
+    assert alone.correction["strength"] == 0
+    assert not alone.notes
+    for record in others:
+        assert not record.correction
+        assert record.notes[0].startswith("Not corrected: it is an expert, or called several times")
+    assert "corrected: 0 of 1 modules" in report.summary()
+
+
+def test_of_a_single_batch_nothing_is_held_out() -> None:
+    """What is not chosen then is said."""
+    found = {}
+    for name, given in (("chosen", {}), ("given", {"strength": 1.0, "ridge": 0.3})):
+        how = recipe(4, group_size=8, correct="inputs", **given)
+        found[name] = compress_in_memory(tiny_llama(1, **SIZES), token_batches(1, rows=8), how).modules[-1]
+    assert found["chosen"].correction == {"strength": 0.5, "ridge": 0.1}
+    assert "none was held out to choose by" in found["chosen"].notes[0]
+    assert not found["given"].notes
+
+
+def test_a_token_without_a_stream_does_not_decide_alone() -> None:
+    """Seen to fail: with weights that have no limit."""
+    magnitude = torch.tensor([[0.0], [1.0], [3.0], [4.0]])
+    drift = OutputDrift(4, "cpu", 2)
+    drift.update(torch.eye(4), Beside(torch.ones(4, 2), False, magnitude))
+    assert drift.inputs.diagonal().sqrt().tolist() == pytest.approx([5 / 2, 1 / 2, 1 / 6, 1 / 8])

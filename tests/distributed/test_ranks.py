@@ -71,14 +71,15 @@ def test_the_same_at_every_world_size(tmp_path: Path) -> None:
 def test_continued_on_another_number_of_ranks(tmp_path: Path) -> None:
     """From 3 to 1 and to 2. Seen to fail: with a manifest that only rank 0 knows; with kept activations that a rank
     takes for those of other batches."""
-    run_ranks(1, tmp_path / "whole", "staged")
-    for case in ("staged", "kept"):
-        for size, upto in ((3, ":2"), (1, ":3"), (2, "")):
-            run_ranks(size, tmp_path / "parts", f"{case}{upto}")
+    run_ranks(1, tmp_path / "whole", "staged", "corrected")
+    cases = (("staged", "staged", 2, 0), ("kept", "staged", 2, 7), ("kept corrected", "corrected", 1, 9))
+    for case, whole, first, num_batches in cases:
+        for size, upto in ((3, first), (1, first + 1), (2, 0)):
+            run_ranks(size, tmp_path / "parts", f"{case}:{upto}" if upto else case)
             kept = {path.name: len(list(path.iterdir())) for path in (tmp_path / "parts" / case).glob("activations/*")}
-            assert kept == ({f"{int(upto[1:]) - 1:05d}": 7} if case == "kept" and upto else {})
-        assert contents(tmp_path / "parts" / case) == contents(tmp_path / "whole" / "staged")
-        assert [rank["report"].num_resumed for rank in found(tmp_path / "parts", case, 2)] == [3, 3]
+            assert kept == ({f"{upto - 1:05d}": num_batches} if num_batches and upto else {})
+        assert contents(tmp_path / "parts" / case) == contents(tmp_path / "whole" / whole)
+        assert [rank["report"].num_resumed for rank in found(tmp_path / "parts", case, 2)] == [first + 1] * 2
 
 
 def test_other_data_on_another_rank_is_refused(tmp_path: Path) -> None:
