@@ -27,6 +27,7 @@ MANIFEST = "manifest.jsonl"
 _SCHEMA = 3
 _SOFTWARE = ("lightning-compress", "torch", "transformers", "compressed-tensors")
 _SAMPLES = 256
+_OVER = "resume='never' (on the command line calibration.resume=never)"
 
 
 @dataclass(frozen=True)
@@ -156,28 +157,52 @@ def append_finished(folder: Path, finished: Finished) -> None:
         os.fsync(file.fileno())
 
 
+def differences(folder: Path, given: Mapping[str, str]) -> list[str]:
+    """In what the run that a folder's manifest is of differs from the one with the `given` fingerprints.
+
+    Raises:
+        OutputDirectoryError: the manifest cannot be read.
+    """
+    path = folder / MANIFEST
+    try:
+        header = json.loads(path.read_bytes().partition(b"\n")[0])
+        known, schema = header["fingerprints"], header["schema"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise OutputDirectoryError(
+            f"{path} cannot be read ({type(error).__name__}: {error}), so what was begun there cannot be continued. "
+            f"Give another output_dir, or {_OVER} to start over there."
+        ) from error
+    differing = [name for name, digest in given.items() if known.get(name) != digest]
+    return differing + ([] if schema == _SCHEMA else ["the manifest's schema"])
+
+
 def read_manifest(folder: Path, given: Mapping[str, str]) -> list[Finished]:
     """The lines of an interrupted run, if it was the same run as the one with the `given` fingerprints.
 
-    A line that was cut off is dropped from the file; so is everything from the first shard that is not there. Other
-    shards are read and compared with their checksums.
+    A last line that was cut off or damaged is dropped from the file; so is everything from the first shard that is not
+    there. Other shards are read and compared with their checksums.
 
     Raises:
-        OutputDirectoryError: the manifest is of another run, or a shard is not what the manifest says.
+        OutputDirectoryError: the manifest is of another run, or cannot be read, or a shard is not what it says.
     """
     path = folder / MANIFEST
-    lines = [line for line in path.read_bytes().split(b"\n")[:-1] if line]
-    header = json.loads(lines[0]) if lines else {}
-    differing = [name for name, digest in given.items() if header.get("fingerprints", {}).get(name) != digest]
-    differing += [] if header.get("schema") == _SCHEMA else ["the manifest's schema"]
-    if differing:
+    if differing := differences(folder, given):
         raise OutputDirectoryError(
             f"{folder} holds an unfinished run that differs in {' and '.join(differing)}, so it cannot be continued. "
-            "Give another output_dir, or resume='never' to start over there."
+            f"Give another output_dir, or {_OVER} to start over there."
         )
+    lines = [line for line in path.read_bytes().split(b"\n")[:-1] if line]
     finished: list[Finished] = []
-    for line in lines[1:]:
-        entry = _parsed(json.loads(line))
+    for number, line in enumerate(lines[1:], 2):
+        try:
+            entry = _parsed(json.loads(line))
+        except (ValueError, TypeError, KeyError) as error:
+            if number == len(lines):
+                break
+            raise OutputDirectoryError(
+                f"Line {number} of {path} is damaged ({type(error).__name__}: {error}). Delete it and all behind it, "
+                f"and what they say is computed anew; or give {_OVER} to start over."
+            ) from error
         if not all((folder / shard.name).is_file() for shard in entry.shards):
             break
         for shard in entry.shards:

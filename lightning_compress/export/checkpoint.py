@@ -4,7 +4,7 @@ import tempfile
 from pathlib import Path
 from typing import Protocol
 
-from lightning_compress.errors import OutputDirectoryError
+from lightning_compress.errors import CompressionError, OutputDirectoryError
 from lightning_compress.memory.files import nearest_existing
 
 MARKER = "lightning_compress.json"
@@ -20,6 +20,15 @@ class SavesPretrained(Protocol):
 def is_unfinished(folder: Path | None) -> bool:
     """Whether it holds a compression that did not get to its end."""
     return folder is not None and (folder / INCOMPLETE).is_file()
+
+
+def check_finished(folder: Path) -> None:
+    """
+    Raises:
+        CompressionError: it holds a compression that did not get to its end, and is to be read.
+    """
+    if is_unfinished(folder):
+        raise CompressionError(f"{folder} holds an unfinished compression and is no checkpoint yet: finish that first.")
 
 
 def check_output_dir(output_dir: Path) -> None:

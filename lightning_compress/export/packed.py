@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_compress.calibration.solve import InputQuantizer, quantize_inputs
 from lightning_compress.errors import CompressionError
-from lightning_compress.export.checkpoint import INCOMPLETE
+from lightning_compress.export.checkpoint import check_finished
 from lightning_compress.export.packing import PACKED_NAMES, checkpoint_names, unpack
 from lightning_compress.graph.unfold import unfolded
 from lightning_compress.memory.files import StoredTensor, stored_tensors
@@ -104,8 +104,7 @@ def checkpoint_source(root: nn.Module, folder: Path) -> WeightSource:
     Raises:
         CompressionError: see `memory.source.weight_source`.
     """
-    if (folder / INCOMPLETE).is_file():
-        raise CompressionError(f"{folder} holds an unfinished compression and is no checkpoint yet: finish that first.")
+    check_finished(folder)
     config = quantization_config(folder)
     if config is None:
         return weight_source(root, folder)

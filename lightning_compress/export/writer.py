@@ -11,7 +11,6 @@ in memory.
 
 import json
 import shutil
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,12 +27,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from lightning_compress.calibration.boundary import FOLDER as ACTIVATIONS
 from lightning_compress.calibration.records import SubgraphRecord
 from lightning_compress.calibration.resume import (
     MANIFEST,
     Finished,
     Shard,
     append_finished,
+    differences,
     read_manifest,
     replace_file,
     replacing,
@@ -43,6 +44,7 @@ from lightning_compress.calibration.resume import (
 from lightning_compress.calibration.solve import QuantizedModule, Restored
 from lightning_compress.distributed.collective import Collective, SingleProcess
 from lightning_compress.errors import CompressionError, OutputDirectoryError
+from lightning_compress.export.beside import FILES, config_files, copied, written_before
 from lightning_compress.export.checkpoint import INCOMPLETE, MARKER, SavesPretrained, check_output_dir
 from lightning_compress.export.layout import packed_bytes, shard_keys
 from lightning_compress.export.packing import (
@@ -88,14 +90,15 @@ class CheckpointWriter:
     """Writes what `calibrate` quantizes; knows what an interrupted run has written already.
 
     Args:
-        folder: the checkpoint; created if needed. A finished checkpoint of ours in it is replaced when the first
-            subgraph is.
+        folder: the checkpoint; created if needed. A finished one of ours in it is replaced when the first subgraph is,
+            unless it is of this very run.
         root: the model.
         resolved: its recipe.
         subgraphs: of the run.
         store: brings what no subgraph has brought.
         fingerprints: see `calibration.resume.fingerprints`.
-        resume: continue an unfinished run that is the same; otherwise start over.
+        resume: continue a run that is the same, also one that was finished but for what comes behind it (reading it
+            back, the report); otherwise start over.
         collective: the ranks. All do the same calls, and have to see the folder; the manifest and what comes at the end
             are rank 0's.
         expert_parts: in how many parts the run has experts; one that continues it begins with as many.
@@ -133,16 +136,27 @@ class CheckpointWriter:
         self._owners = {key: self._owner(part, piece) for part, piece in names for key in self._parts[part][piece]}
         self._packed: dict[str, PackedModule] = {}
         self._fingerprints, self._expert_parts = fingerprints, expert_parts
-        is_begun, lines = resume and (folder / INCOMPLETE).is_file() and (folder / MANIFEST).is_file(), list[Finished]()
-        if is_begun and self._is_writing:
-            lines = read_manifest(folder, fingerprints)
-            for leftover in (*folder.glob(".*.partial"), *folder.glob(".tmp*")):  # the latter are of safetensors
-                leftover.unlink()
+        lines = self._begun() if resume and self._is_writing else None
         # as rank 0 sees it, for what others see of a file system may be older
-        self._is_begun, self._lines = self._collective.broadcast((is_begun, lines), f"reading {folder / MANIFEST}")
+        lines = self._collective.broadcast(lines, f"reading {folder / MANIFEST}")
+        self._is_begun, self._lines = lines is not None, lines or []
         if self._is_writing:
             self._check_room()
         self._collective.broadcast(None, f"looking for room in {folder}")
+
+    def _begun(self) -> list[Finished] | None:
+        """What is there of this run; None: it has not begun."""
+        if not (self.folder / MANIFEST).is_file():
+            return None
+        if not (self.folder / INCOMPLETE).is_file():  # finished
+            if differences(self.folder, self._fingerprints):
+                return None
+            lines = read_manifest(self.folder, self._fingerprints)
+            return lines if len(lines) == len(self._parts) else None
+        lines = read_manifest(self.folder, self._fingerprints)
+        for leftover in (*self.folder.glob(".*.partial"), *self.folder.glob(".tmp*")):  # the latter are of safetensors
+            leftover.unlink()
+        return lines
 
     @property
     def finished(self) -> tuple[SubgraphRecord, ...]:
@@ -213,14 +227,14 @@ class CheckpointWriter:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         with self._writing("index and configuration"):
             _write_json(self.folder / INDEX, index)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(str(self.folder))
-            _write_json(self.folder / MARKER, {"recipe": self._resolved.recipe.to_dict()})
-            config = _config_files(self._root, self.folder)
+            others = [] if tokenizer is None else copied(tokenizer.save_pretrained, self.folder)
+            config, beside = config_files(self._root, self.folder)
+            marker = {"recipe": self._resolved.recipe.to_dict(), FILES: sorted({*others, *beside})}
+            _write_json(self.folder / MARKER, marker)
             names = checkpoint_names(self._root)
             config["quantization_config"] = quantization_config(self._resolved, self._root, names)
             _write_json(self.folder / "config.json", config)
-            (self.folder / INCOMPLETE).unlink()
+            (self.folder / INCOMPLETE).unlink(missing_ok=True)
             sync(self.folder)
 
     def _check_room(self) -> None:
@@ -238,14 +252,14 @@ class CheckpointWriter:
             )
 
     def _begin(self) -> None:
-        """Make the folder an empty, unfinished one."""
+        """Make the folder an unfinished one, without anything of an earlier run."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        before = written_before(self.folder)
+        (self.folder / MANIFEST).unlink(missing_ok=True)  # first: a finished run's is not that of an unfinished one
         replace_file(self.folder / INCOMPLETE, _NOTICE.encode())
-        for entry in sorted(self.folder.iterdir(), key=lambda path: path.name != "config.json"):
-            if entry.is_dir():
-                shutil.rmtree(entry)
-            elif entry.name != INCOMPLETE:
-                entry.unlink()
+        for path in (self.folder / "config.json", *before):
+            path.unlink(missing_ok=True)
+        shutil.rmtree(self.folder / ACTIVATIONS, ignore_errors=True)
         start_manifest(self.folder, self._fingerprints, self._expert_parts)
 
     def _owner(self, part: int, piece: int) -> int:
@@ -334,21 +348,6 @@ def _stored_key(root: nn.Module, key: str) -> str:
     if not isinstance(root, PreTrainedModel):
         return key
     return str(next(iter(revert_weight_conversion(root, {key: torch.empty(0)}))))
-
-
-def _config_files(root: nn.Module, folder: Path) -> dict[str, object]:
-    """Let transformers write what it writes beside the weights, and return the content of config.json, which waits."""
-    if not isinstance(root, PreTrainedModel):
-        return {}
-    dtype = root.config.dtype
-    with tempfile.TemporaryDirectory() as temporary:
-        root.save_pretrained(temporary, state_dict={})
-        root.config.dtype = dtype
-        config: dict[str, object] = json.loads((Path(temporary) / "config.json").read_text())
-        for file in Path(temporary).iterdir():
-            if file.name != "config.json" and file.suffix != ".safetensors":
-                replace_file(folder / file.name, file.read_bytes())
-    return config
 
 
 def _write_json(path: Path, content: Mapping[str, object]) -> None:

@@ -39,11 +39,21 @@ class ScratchFile:
 
     Args:
         folder: where there is room; None takes the system's temporary folder.
+
+    Raises:
+        CompressionError: no file can be made there.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
-        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (lives as long as this object)
+        try:
+            self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (lives as long as this object)
+        except OSError as error:
+            where = "the system's temporary folder" if folder is None else f"scratch_dir={folder}"
+            raise CompressionError(
+                f"{where} cannot hold the activations: {error}. Name a folder that is there and can be written to as "
+                "memory.scratch_dir, or leave activation_budget out."
+            ) from error
         weakref.finalize(self, self._file.close)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="scratch")
         self._free: dict[int, list[int]] = {}

@@ -63,10 +63,14 @@ def forget_averages(callbacks: list[Callback]) -> None:
             callback._average_model = None
 
 
+def is_running(module: pl.LightningModule) -> bool:
+    """Whether a Trainer's function is running with this module."""
+    return module._trainer is not None and module.trainer.state.status == TrainerStatus.RUNNING
+
+
 def is_fitting(module: pl.LightningModule) -> bool:
-    """Whether a Trainer's `fit` is running with this module."""
-    state = None if module._trainer is None else module.trainer.state
-    return state is not None and state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
+    """Whether that is `fit`."""
+    return is_running(module) and module.trainer.state.fn == TrainerFn.FITTING
 
 
 def call_callbacks(trainer: pl.Trainer, hook: str, *args: Any) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lightning_compress.errors import CompressionError
+from lightning_compress.export.checkpoint import check_finished
 from lightning_compress.memory.placement import MemoryConfig, memory_config
 from lightning_compress.memory.source import parameters_on_meta
 from lightning_compress.memory.tracker import available_bytes
@@ -168,6 +169,7 @@ def _class_and_options(config: DictConfig) -> tuple[Any, dict[str, str]]:
         )
     if not Path(config.path).exists() and (Path(config.path).is_absolute() or config.path.startswith(".")):
         raise CompressionError(f"model.path={config.path}: there is no such folder.")
+    check_finished(Path(config.path))
     if config.dtype != "auto" and not isinstance(getattr(torch, str(config.dtype), None), torch.dtype):
         raise CompressionError(
             f"model.dtype={config.dtype} is none of torch's; use auto, bfloat16, float16 or float32."

@@ -35,7 +35,7 @@ class SequentialOnloadStrategy(DDPStrategy):
 
     `validate`, `test` and `predict` bring a layer's weights to the device when it is called. Those of parameters on the
     meta device are read from `weights`; by default from what the Trainer's CompressionCallback has written, else from
-    its `weights`.
+    its `weights`. What `configure_model` builds is on the meta device where something says what to read.
 
     Launchers, rank arithmetic and checkpoint IO are DDP's. One process needs no process group, so none is made unless
     the environment started processes itself.
@@ -104,10 +104,12 @@ class SequentialOnloadStrategy(DDPStrategy):
             yield
 
     def _reads_weights(self) -> bool:
-        """Whether a callback of this run reads weights from disk; those made in `configure_model` would be lost."""
+        """Whether the user has said what weights to read from disk; those made in `configure_model` would be lost."""
         module = self.lightning_module
-        if module is None or not compat.is_fitting(module):
+        if module is None or not compat.is_running(module):
             return False
+        if self._weights is not None and not compat.is_fitting(module):
+            return True
         callbacks = compat.callbacks(module.trainer)
         return any(_replaces_training(one) and one.settings.weights is not None for one in callbacks)
 
@@ -148,6 +150,13 @@ class SequentialOnloadStrategy(DDPStrategy):
         # called by setup for `validate`, `test` and `predict`; DDP would move the whole model
         module = self.lightning_module
         assert module is not None
+        if self._weights is not None and not is_on_meta(module):
+            raise UnsupportedModelError(
+                f"SequentialOnloadStrategy(weights={str(self._weights)!r}) was given, but all parameters of "
+                f"{type(compressed_module(module)).__name__} are in memory, and those would be evaluated. Leave "
+                "`weights` out; or build the model without values, within `parameters_on_meta()` or in "
+                "`configure_model`."
+            )
         if self._needs_onloading(module):
             weights = self._evaluated_weights(module) if is_on_meta(module) else None
             evaluation = offloaded(module, self.root_device, weights, self._device_budget)

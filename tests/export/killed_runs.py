@@ -82,7 +82,7 @@ def identities(folder: Path, done: list[list[str]]) -> list[tuple[int, int]]:
 
 def finish(job: Job, folder: Path, expected: dict[str, bytes]) -> None:
     """Continue, and compare: the files, and that nothing was written twice."""
-    done = lines(folder) if (folder / writer.INCOMPLETE).exists() else []
+    done = lines(folder)
     before = identities(folder, done)
     assert ended(start(job, folder)) == 0, folder.with_suffix(".log").read_text()
     assert contents(folder) == expected, (folder.name, sorted(contents(folder)))

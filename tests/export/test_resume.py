@@ -25,6 +25,7 @@ from lightning_compress.export import writer
 from lightning_compress.export.checkpoint import INCOMPLETE
 from lightning_compress.export.packed import load_compressed
 from lightning_compress.memory.files import INDEX
+from lightning_compress.plugin import job as job_module
 from lightning_compress.plugin.job import Job, run_job
 
 STATIC = {"num_bits": 8, "strategy": "tensor", "dynamic": False}
@@ -135,7 +136,7 @@ def test_a_run_of_something_else_is_not_continued(tmp_path: Path) -> None:
         "data": (tiny_llama(2), token_batches(seed=1), recipe(4), {}),
     }
     for name, (model, batches, given, settings) in others.items():
-        with pytest.raises(OutputDirectoryError, match=rf"differs in {name}, so .* resume='never' to start over"):
+        with pytest.raises(OutputDirectoryError, match=rf"differs in {name}, so .* resume='never' .* to start over"):
             compress(model, batches, given, out, **settings)
         assert contents(out) == before
     report = compress(tiny_llama(2), token_batches(), recipe(3), out, resume=False)
@@ -151,6 +152,78 @@ def test_a_line_that_was_cut_off_does_not_count(tmp_path: Path) -> None:
     report = run(prepare(tiny_llama(2), token_batches(), recipe(4), tmp_path / "out"))
     assert report.num_resumed == 1
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_a_line_that_was_damaged(tmp_path: Path) -> None:
+    """The last one as if it were cut off, which a power failure may do; others are named."""
+    run(prepare(tiny_llama(2), token_batches(), recipe(4), tmp_path / "whole"))
+    out = tmp_path / "out"
+    stopped(prepare(tiny_llama(2), token_batches(), recipe(4), out), 2)
+    manifest = out / MANIFEST
+    whole = manifest.read_bytes()
+    header, first, second = whole.splitlines(keepends=True)
+    for damaged, message in (
+        (header + b"\0\0\0\n" + second, rf"Line 2 of {manifest} is damaged \(JSONDecodeError: .*resume='never'"),
+        (b"", rf"{manifest} cannot be read \(JSONDecodeError: .*resume='never'"),
+        (b"[]\n" + first, rf"{manifest} cannot be read \(TypeError"),
+    ):
+        manifest.write_bytes(damaged)
+        with pytest.raises(OutputDirectoryError, match=message):
+            run(prepare(tiny_llama(2), token_batches(), recipe(4), out))
+    manifest.write_bytes(header + first + b"\0" * len(second) + b"\n")
+    assert run(prepare(tiny_llama(2), token_batches(), recipe(4), out)).num_resumed == 1
+    assert contents(out) == contents(tmp_path / "whole")
+
+
+def test_a_finished_run_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have been killed behind its last file, or a queue starts it twice. Seen to fail: computed anew."""
+    out = tmp_path / "out"
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(job_module, "_verified", killed)
+        with pytest.raises(KeyboardInterrupt):
+            compress(tiny_llama(2), token_batches(), recipe(4), out)
+    assert not (out / INCOMPLETE).exists()
+    assert not (out / "report.json").exists()
+    before = {file: (file.stat().st_ino, file.stat().st_mtime_ns) for file in out.glob("*.safetensors")}
+    content = contents(out)
+    report = compress(tiny_llama(2), token_batches(), recipe(4), out)
+    assert report.num_resumed == len(report.subgraphs)
+    assert report.verification is not None
+    assert report.verification.passed
+    assert (out / "report.json").is_file()
+    assert {file: (file.stat().st_ino, file.stat().st_mtime_ns) for file in out.glob("*.safetensors")} == before
+    assert contents(out) == content
+    next(out.glob("*.safetensors")).unlink()  # then it is no longer what the manifest says
+    assert compress(tiny_llama(2), token_batches(), recipe(4), out).num_resumed == 0
+    assert contents(out) == content
+    assert compress(tiny_llama(2), token_batches(), recipe(4), out, resume=False).num_resumed == 0
+
+
+def test_what_is_not_ours_stays_in_the_folder(tmp_path: Path) -> None:
+    """When a finished checkpoint is replaced. What the earlier run alone had written is removed."""
+    out = tmp_path / "out"
+    save = tiny_llama(1).config.to_json_file
+
+    class Tokenizer:
+        def save_pretrained(self, folder: str) -> None:
+            (Path(folder) / "extra").mkdir()
+            save(Path(folder) / "extra" / "tokenizer.json")
+
+    compress(tiny_llama(3), token_batches(), recipe(4), out, tokenizer=Tokenizer())
+    assert (out / "extra" / "tokenizer.json").is_file()
+    (out / "notes").mkdir()
+    for mine in ("mine.txt", "notes/mine.txt"):
+        (out / mine).write_text("mine")
+    compress(tiny_llama(2), token_batches(), recipe(3), out)
+    assert not (out / "extra" / "tokenizer.json").exists()
+    assert (out / "mine.txt").read_text() == (out / "notes" / "mine.txt").read_text() == "mine"
+    index = json.loads((out / INDEX).read_text())["weight_map"]
+    assert {file.name for file in out.glob("*.safetensors")} == set(index.values())
+    assert AutoModelForCausalLM.from_pretrained(out) is not None
 
 
 def test_a_shard_that_changed_or_is_gone(tmp_path: Path) -> None:

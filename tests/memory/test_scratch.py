@@ -178,3 +178,8 @@ def test_what_could_not_be_written_is_not_read(monkeypatch: pytest.MonkeyPatch) 
     assert stored.offset == old.offset
     with pytest.raises(CompressionError, match=r"could not be kept in .*Input/output error"):
         file.read(stored).result()
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(CompressionError, match=r"scratch_dir=\S+nowhere cannot hold the activations: .*No such file"):
+        ScratchFile(tmp_path / "nowhere")

@@ -21,6 +21,8 @@ from lightning_compress.plugin import cli
 from lightning_compress.plugin.cli import run_compress, run_evaluate
 from lightning_compress.recipe.load import config_dir, load_recipe
 
+from .conftest import Command, refused
+
 SMALL = ["data.num_samples=4", "data.max_length=32", "data.batch_size=2", "trainer=cpu"]
 
 
@@ -209,6 +211,24 @@ def test_wrong_input_is_one_line_and_exit_status_1(
     assert done.returncode == 1
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_an_unfinished_compression_is_not_read(command: Command, checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / "INCOMPLETE").touch()
+    begun = f"model.path={tmp_path / 'begun'}"
+    for given in (
+        ["evaluate", begun],
+        ["estimate", begun],
+        ["compress", begun, f"output_dir={tmp_path / 'out'}"],
+        [
+            "compress",
+            f"model.path={checkpoint}",
+            f"model.weights={tmp_path / 'begun'}",
+            f"output_dir={tmp_path / 'out'}",
+        ],
+    ):
+        assert "begun holds an unfinished compression and is no checkpoint yet" in refused(command, *given)
 
 
 def test_a_terminated_run_is_no_success() -> None:

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from lightning_compress import CompressionError, Compressor, parameters_on_meta
 from lightning_compress.errors import UnsupportedModelError
 from lightning_compress.memory.source import is_on_meta
+from lightning_compress.plugin.strategy import SequentialOnloadStrategy
 
 from .conftest import GPTQ, RTN, TinyModule, compression, exported, loader, same, tiny_model, trainer_state, weights_of
 
@@ -147,16 +148,36 @@ def test_configure_model_keeps_its_values_where_nothing_is_read(
     assert files_of(tmp_path / "streamed") == files_of(output_dir)
 
 
-def test_evaluation_builds_in_memory(make_trainer: Any, tmp_path: Path, output_dir: Path) -> None:
-    """Fails when `weights=` alone decides: `test` has nothing to read them."""
-    tiny_model().save_pretrained(tmp_path / "folder")
+def test_evaluation_reads_the_weights_that_were_named(make_trainer: Any, tmp_path: Path, output_dir: Path) -> None:
+    """Into what `configure_model` builds: those of the strategy or, of the callback, what it has written, else what it
+    reads. Seen to fail: built in memory, with values of its own."""
+
+    class Random(Configured):
+        def build(self) -> nn.Module:
+            return tiny_model(seed=int(torch.randint(1000, ())))
+
+    def loss(trainer: pl.Trainer, module: TinyModule) -> float:
+        trainer.test(module, loader(4), verbose=False)
+        return float(module.test_losses[-1])
+
+    tiny_model(seed=3).save_pretrained(tmp_path / "folder")
     callback = compression(RTN, output_dir, when="only", weights=tmp_path / "folder")
     trainer = make_trainer(callback, strategy="sequential_onload")
-    trainer.fit(Configured(), loader())
-    module = Configured()
-    trainer.test(module, loader(4), verbose=False)
-    assert not is_on_meta(module)
-    assert module.test_losses
+    plain = make_trainer(strategy=SequentialOnloadStrategy(weights=tmp_path / "folder"))
+    reference = TinyModule()
+    reference.model = tiny_model(seed=3)
+    original = loss(make_trainer(), reference)
+    module = Random()
+    assert loss(trainer, module) == pytest.approx(original)
+    assert is_on_meta(module)
+    assert loss(plain, Random()) == pytest.approx(original)
+    trainer.fit(Random(), loader())
+    reference.model = AutoModelForCausalLM.from_pretrained(output_dir)
+    quantized = loss(make_trainer(), reference)
+    assert quantized != pytest.approx(original)
+    assert loss(trainer, Random()) == pytest.approx(quantized)
+    with pytest.raises(UnsupportedModelError, match=r"but all parameters of TinyModule are in memory, and those would"):
+        loss(plain, reference)
     with trainer.init_module():
         assert not is_on_meta(TinyModule())
 

@@ -1,0 +1,63 @@
+"""The files of a checkpoint folder beside weights and index: configurations, tokenizers, and which of all are ours."""
+
+import json
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from lightning_compress.calibration.resume import MANIFEST, replace_file
+from lightning_compress.export.checkpoint import MARKER
+from lightning_compress.memory.files import INDEX
+
+FILES = "files"
+"""Where the marker has the names of files that others wrote for us."""
+
+
+def config_files(root: nn.Module, folder: Path) -> tuple[dict[str, object], list[str]]:
+    """Let transformers write what it writes beside the weights.
+
+    Returns:
+        The content of config.json, which waits, and the names of the others.
+    """
+    if not isinstance(root, PreTrainedModel):
+        return {}, []
+    config: dict[str, object] = {}
+
+    def save(temporary: str) -> None:
+        root.save_pretrained(temporary, state_dict={})
+        config.update(json.loads((Path(temporary) / "config.json").read_text()))
+        for file in (Path(temporary) / "config.json", *Path(temporary).glob("*.safetensors")):
+            file.unlink()
+
+    dtype = root.config.dtype
+    try:
+        return config, copied(save, folder)
+    finally:
+        root.config.dtype = dtype
+
+
+def copied(save: Callable[[str], object], folder: Path) -> list[str]:
+    """Put what `save` writes into the folder that it is given into `folder`, each file whole or not at all, and return
+    their names there."""
+    with tempfile.TemporaryDirectory() as temporary:
+        save(temporary)
+        files = [path for path in sorted(Path(temporary).rglob("*")) if path.is_file()]
+        names = [str(path.relative_to(temporary)) for path in files]
+        for name, path in zip(names, files, strict=True):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            replace_file(folder / name, path.read_bytes())
+    return names
+
+
+def written_before(folder: Path) -> list[Path]:
+    """The files that an earlier run left in its folder; others are the user's."""
+    names = [MARKER, INDEX, MANIFEST, "report.json", "report.html"]
+    with suppress(OSError, ValueError):
+        given = map(Path, json.loads((folder / MARKER).read_text()).get(FILES, ()))
+        names += [str(path) for path in given if not path.is_absolute() and ".." not in path.parts]
+    shards = folder.glob("model-[0-9]*-of-[0-9]*.safetensors")
+    return [*(folder / name for name in names), *shards, *folder.glob(".*.partial"), *folder.glob(".tmp*")]
