@@ -1,5 +1,6 @@
 """Tiny models, batches and recipes for every folder's tests, and the engine without Lightning around it."""
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -197,6 +198,20 @@ def saved(model: nn.Module, folder: Path, **options: Any) -> nn.Module:
         empty = type(model)._from_config(model.config, dtype=model.dtype)  # type: ignore[attr-defined]
     assert is_on_meta(empty)
     return empty.eval()
+
+
+def manifest(folder: Path) -> list[Any]:
+    """The manifest apart from what a run took: seconds, and the bytes that it held and moved."""
+
+    def told(value: Any) -> Any:
+        if isinstance(value, list):
+            return [told(each) for each in value]
+        if not isinstance(value, dict):
+            return value
+        took = {"activation_bytes", "peak_bytes", "moved_bytes"}
+        return {key: told(each) for key, each in value.items() if not key.endswith("_s") and key not in took}
+
+    return [told(json.loads(line)) for line in (folder / MANIFEST).read_text().splitlines()]
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -350,10 +350,15 @@ def _refusal(name: str, given: int | None, peak: Peak, budgets: Budgets) -> str:
         lower = [_REMEDIES["verification"]]
     elif budgets.has_weights and name == "host_budget":
         lower.append("weights that stay on disk (`weights=`, model.load=disk)")
+    remedy = f"Lower it by {'; or '.join(dict.fromkeys(lower))}." if lower else "No setting lowers it: give so much."
+    if name == "host_budget":
+        remedy += (
+            f" What the process holds before it begins ({gib(budgets.held)} of it) differs by some MiB from start to "
+            "start, so give a little more."
+        )
     return (
         f"memory.{name}={gib(given)} cannot hold this run, the smallest that can is {needed} bytes ({gib(needed)}). "
-        f"It takes that while {where} {verb[peak.moment.what]}: {listed}. "
-        f"Lower it by {'; or '.join(dict.fromkeys(lower)) or 'using a smaller model'}."
+        f"It takes that while {where} {verb[peak.moment.what]}: {listed}. {remedy}"
     )
 
 

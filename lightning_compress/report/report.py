@@ -152,7 +152,9 @@ class Report:
         lines += self.added_lines()
         if self.memory is not None:
             lines.append(self.memory.summary())
-        if self.num_resumed:
+        if self.num_resumed and self.num_resumed == len(self.subgraphs):
+            lines.append("all subgraphs had been finished by an earlier run of the same; resume='never' starts over")
+        elif self.num_resumed:
             lines.append(f"continued an interrupted run, which had finished {self.num_resumed} subgraphs")
         if self.is_partial:
             where = "nothing was written" if self.output_dir is None else f"the same run continues in {self.output_dir}"

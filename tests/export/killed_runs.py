@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from helpers import contents, prepare, recipe, run, saved, tiny_llama, token_batches
+from helpers import contents, manifest, prepare, recipe, run, saved, tiny_llama, token_batches
 from tqdm import tqdm
 
 from lightning_compress.calibration.resume import MANIFEST, Finished
@@ -86,6 +86,7 @@ def finish(job: Job, folder: Path, expected: dict[str, bytes]) -> None:
     before = identities(folder, done)
     assert ended(start(job, folder)) == 0, folder.with_suffix(".log").read_text()
     assert contents(folder) == expected, (folder.name, sorted(contents(folder)))
+    assert manifest(folder) == manifest(folder.with_name("whole")), folder.name
     assert identities(folder, done) == before, f"{folder.name}: {done} were written again"
     report = json.loads((folder / "report.json").read_text())
     assert report["num_resumed"] == min(len(done), len(job.run.flow.subgraphs))

@@ -65,7 +65,7 @@ def test_the_reserve_is_given_up_before_a_run_is_refused_and_the_smallest_budget
 
 def test_remedies_are_those_that_would_help() -> None:
     of_batch = (Needs("layer", 0, (Moment("batch", "", batch=500),)),)
-    with pytest.raises(BudgetError, match=r"Lower it by a smaller batch size or shorter samples\.$"):
+    with pytest.raises(BudgetError, match=r"Lower it by a smaller batch size or shorter samples\. What the"):
         fit(of_batch, CPU, replace(NO_LIMIT, host=1100))
     with pytest.raises(BudgetError, match=r"; or weights that stay on disk"):
         fit(of_batch, CPU, replace(NO_LIMIT, host=1100, has_weights=True))
