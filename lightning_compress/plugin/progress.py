@@ -87,5 +87,5 @@ def check_continues(
         raise OutputDirectoryError(
             f"The checkpoint in `ckpt_path` was saved when {saved.next_subgraph} subgraphs were in {saved.output_dir}, "
             f"and {output_dir} holds {num_finished} of an unfinished run. Give the output_dir of that run, if it was "
-            "moved; if it has been finished or removed since, leave `ckpt_path` out."
+            "moved; if it has been removed since, leave `ckpt_path` out."
         )
