@@ -1,6 +1,6 @@
 """Where the bytes of a run live, in one place."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from enum import StrEnum
@@ -9,13 +9,16 @@ from typing import Any
 
 import torch
 
+from lightning_compress.errors import CompressionError
+from lightning_compress.memory.host import memory_of, total_bytes
 from lightning_compress.memory.source import WeightSource
 from lightning_compress.memory.tracker import parse_bytes
 
 
 @dataclass(frozen=True)
 class MemoryConfig:
-    """What a user says about memory. Sizes are bytes, or text like "4GiB".
+    """What a user says about memory. Sizes are bytes, or text like "4GiB", or "80%" of what the device or the host has
+    (within the limits of a container or a batch job), which counts for each rank.
 
     Attributes:
         device_budget: how much of the device's memory the run may take (on a CPU: how much it may add to what the
@@ -32,7 +35,8 @@ class MemoryConfig:
         scratch_dir: a folder with room for that file; None: the system's temporary folder.
 
     Raises:
-        ValueError: a size that is none, or a negative depth.
+        CompressionError: a size that is none.
+        ValueError: a negative depth.
     """
 
     device_budget: int | str | None = None
@@ -44,14 +48,24 @@ class MemoryConfig:
 
     def __post_init__(self) -> None:
         for name in ("device_budget", "host_budget", "device_activation_budget", "activation_budget"):
-            self.num_bytes(name)
+            self._num_bytes(name, of=lambda: 0)
         if self.prefetch_depth < 0:
             raise ValueError(f"prefetch_depth={self.prefetch_depth} is negative; 0 reads nothing ahead.")
 
-    def num_bytes(self, name: str) -> int | None:
-        """A budget in bytes."""
+    def num_bytes(self, name: str, device: torch.device) -> int | None:
+        """A budget in bytes, of a run on `device`.
+
+        Raises:
+            CompressionError: a part of a device that is not here.
+        """
+        return self._num_bytes(name, lambda: memory_of(device) if name.startswith("device_") else total_bytes())
+
+    def _num_bytes(self, name: str, of: Callable[[], int]) -> int | None:
         size = getattr(self, name)
-        return None if size is None else parse_bytes(size)
+        try:
+            return None if size is None else parse_bytes(size, of)
+        except ValueError as error:
+            raise CompressionError(f"{name}: {error}") from error
 
 
 def memory_config(value: "MemoryConfig | Mapping[str, Any] | None") -> MemoryConfig:
@@ -112,10 +126,10 @@ def placement(memory: MemoryConfig, device: torch.device, source: WeightSource |
     Under a budget all activations wait outside of its memory, until a run has fitted what may stay (see
     `memory.budget`).
     """
-    on_device = memory.num_bytes("device_activation_budget")
+    on_device = memory.num_bytes("device_activation_budget", device)
     if on_device is None and memory.device_budget is not None:
         on_device = 0
-    activations = memory.num_bytes("activation_budget")
+    activations = memory.num_bytes("activation_budget", device)
     if activations is None and memory.host_budget is not None:
         activations = 0
     return Placement(

@@ -5,11 +5,11 @@ outputs, counts a storage when it is first seen and discounts it when it is coll
 it is the same on every machine.
 """
 
-import os
 import re
 import resource
 import sys
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, final
 
@@ -104,28 +104,28 @@ def reset_peak(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def available_bytes() -> int:
-    """Host memory that can be had without swapping; where Linux does not tell, all there is."""
-    meminfo = Path("/proc/meminfo")
-    if meminfo.is_file():
-        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def parse_bytes(size: int | str, of: Callable[[], int] | None = None) -> int:
+    """Bytes of a size like "4GiB", "500 MB" or "1e9", or of a part like "80%".
 
+    >>> parse_bytes("1.5GiB"), parse_bytes("2MB"), parse_bytes(7), parse_bytes("80%", of=lambda: 1000)
+    (1610612736, 2000000, 7, 800)
 
-def parse_bytes(size: int | str) -> int:
-    """Bytes of a size like "4GiB", "500 MB" or "1e9".
-
-    >>> parse_bytes("1.5GiB"), parse_bytes("2MB"), parse_bytes(7)
-    (1610612736, 2000000, 7)
+    Args:
+        of: gives the bytes that a percentage is of; None: there is nothing for it to be of.
 
     Raises:
         ValueError: it is not like these, or negative.
     """
     number = r"((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[0-9]+)?)"
+    part = re.fullmatch(rf"\s*{number}\s*%\s*", str(size))
+    if part is not None and of is not None and float(part[1]) <= 100:
+        return int(of() * float(part[1]) / 100)
     found = re.fullmatch(rf"\s*{number}\s*(?:([KMGT])(i?)B?|B)?\s*", str(size), re.IGNORECASE)
     if found is None:
-        raise ValueError(f"{size!r} is no size; write bytes, or a number with KB, MB, GB, TB, KiB, MiB, GiB or TiB.")
+        percent = "" if of is None else ", or up to 100%"
+        raise ValueError(
+            f"{size!r} is no size; write bytes, or a number with KB, MB, GB, TB, KiB, MiB, GiB or TiB{percent}."
+        )
     number, unit, binary = found.groups()
     base = 1024 if binary else 1000
     return int(float(number) * base ** (" KMGT".index(unit.upper()) if unit else 0))

@@ -52,12 +52,12 @@ def within_budgets(
         table += tuple(at_the_end(run, data, verifies))
     trim_heap()
     budgets = Budgets(
-        host=config.num_bytes("host_budget"),
+        host=config.num_bytes("host_budget", placement.device),
         held=resident_bytes(),
-        device=config.num_bytes("device_budget"),
-        activations=config.num_bytes("activation_budget"),
+        device=config.num_bytes("device_budget", placement.device),
+        activations=config.num_bytes("activation_budget", placement.device),
         depth=config.prefetch_depth,
-        device_activations=config.num_bytes("device_activation_budget"),
+        device_activations=config.num_bytes("device_activation_budget", placement.device),
         has_weights=not any(parameter.is_meta for parameter in root.parameters()),
     )
     found = fit(table, placement.device, budgets)

@@ -30,8 +30,8 @@ from lightning_compress.foresight.estimate import Estimate
 from lightning_compress.foresight.jobs import FineTuningJob
 from lightning_compress.foresight.planned import save_planned
 from lightning_compress.memory.files import has_safetensors
+from lightning_compress.memory.host import available_bytes
 from lightning_compress.memory.placement import placement
-from lightning_compress.memory.tracker import available_bytes
 from lightning_compress.plugin import compat
 from lightning_compress.plugin.callback import onload_device
 from lightning_compress.plugin.compressor import Compressor

@@ -288,12 +288,12 @@ def _calibration(
     if not from_disk and device.type == "cpu":
         table = [replace(row, weights=0) for row in table]  # they are where they are used
     budgets = Budgets(
-        host=memory.num_bytes("host_budget"),
+        host=memory.num_bytes("host_budget", device),
         held=resident_bytes() + (0 if from_disk else in_memory),
-        device=memory.num_bytes("device_budget"),
-        activations=memory.num_bytes("activation_budget"),
+        device=memory.num_bytes("device_budget", device),
+        activations=memory.num_bytes("activation_budget", device),
         depth=memory.prefetch_depth,
-        device_activations=memory.num_bytes("device_activation_budget"),
+        device_activations=memory.num_bytes("device_activation_budget", device),
         has_weights=not from_disk,
     )
     fitted = fit(table, device, budgets)

@@ -33,7 +33,8 @@ from lightning_compress.foresight.machine import Machine, Rate
 from lightning_compress.foresight.planned import tensors_on
 from lightning_compress.foresight.training import rehearse
 from lightning_compress.graph.configs import size_in
-from lightning_compress.memory.tracker import LiveMemory, available_bytes
+from lightning_compress.memory.host import available_bytes
+from lightning_compress.memory.tracker import LiveMemory
 from lightning_compress.memory.work import WorkMeter
 from lightning_compress.plugin.estimate import dividing_heads, foreseeing, instantiated, largest_layer
 from lightning_compress.plugin.models import load_config_only

@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 
 from lightning_compress.errors import CompressionError
 from lightning_compress.export.checkpoint import check_finished
+from lightning_compress.memory.host import available_bytes
 from lightning_compress.memory.placement import MemoryConfig, memory_config
 from lightning_compress.memory.source import parameters_on_meta
-from lightning_compress.memory.tracker import available_bytes
 
 _AUTO_CLASSES = (
     *("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq"),

@@ -13,9 +13,9 @@ from lightning_compress.calibration.target import owner
 from lightning_compress.export.packed import checkpoint_source, unfolded_as_packed
 from lightning_compress.graph.targets import sequential_modules
 from lightning_compress.memory.calls import onloaded_when_called
+from lightning_compress.memory.host import available_bytes
 from lightning_compress.memory.placement import Tier
 from lightning_compress.memory.store import WeightStore
-from lightning_compress.memory.tracker import available_bytes
 from lightning_compress.memory.transfer import Lane
 from lightning_compress.plugin import compat
 from lightning_compress.plugin.callback import compressed_module

@@ -18,7 +18,8 @@ from lightning_compress.foresight.machine import Machine, cache_file, load_machi
 from lightning_compress.foresight.plan import Plan
 from lightning_compress.foresight.planned import Planned, Situation, load_planned, plan_of, tensors_on
 from lightning_compress.memory.files import free_bytes, has_safetensors
-from lightning_compress.memory.tracker import available_bytes, resident_bytes
+from lightning_compress.memory.host import available_bytes
+from lightning_compress.memory.tracker import resident_bytes
 from lightning_compress.plugin.estimate import instantiated
 from lightning_compress.plugin.generation import PlannedGeneration, plan_generation
 from lightning_compress.plugin.models import load_config_only, memory_options, reads_from_disk
@@ -178,7 +179,7 @@ def plan_for_run(config: DictConfig, trainer: pl.Trainer, device: torch.device, 
             f"plan first, `lightning-compress plan ... ranks={trainer.world_size} json=plan.json`, and give "
             "plan=plan.json."
         )
-    on_device = memory.num_bytes("device_budget")
+    on_device = memory.num_bytes("device_budget", device)
     if on_device is None and device.type == "cuda":
         on_device = tensors_on(torch.cuda.mem_get_info(device)[0])
     situation = Situation(
@@ -187,7 +188,7 @@ def plan_for_run(config: DictConfig, trainer: pl.Trainer, device: torch.device, 
         max_length=_max_length(config),
         verify=config.calibration.verify,
         device=on_device if device.type == "cuda" else None,
-        host=memory.num_bytes("host_budget") or available_bytes() + resident_bytes(),
+        host=memory.num_bytes("host_budget", device) or available_bytes() + resident_bytes(),
         disk=free_bytes(output_dir),
     )
     choices = _choices_left(config, typed)

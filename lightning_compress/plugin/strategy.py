@@ -17,8 +17,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 from lightning_compress.errors import UnsupportedModelError
+from lightning_compress.memory.placement import MemoryConfig
 from lightning_compress.memory.source import is_on_meta, parameters_on_meta
-from lightning_compress.memory.tracker import parse_bytes
 from lightning_compress.plugin import compat
 from lightning_compress.plugin.callback import CompressionCallback, compressed_module
 from lightning_compress.plugin.loop import CompressionLoop
@@ -42,8 +42,8 @@ class SequentialOnloadStrategy(DDPStrategy):
 
     Args:
         weights: folder of safetensors files, compressed or not, or a Lightning checkpoint.
-        device_budget: how much of the weights may stay on the device between calls (bytes, or "8GiB"); by default half
-            of the memory that is free there.
+        device_budget: how much of the weights may stay on the device between calls (bytes, "8GiB", or "80%" of
+            all it has); by default half of the memory that is free there.
         options: of `DDPStrategy`.
     """
 
@@ -52,7 +52,7 @@ class SequentialOnloadStrategy(DDPStrategy):
     ) -> None:
         super().__init__(**options)
         self._weights = None if weights is None else Path(weights)
-        self._device_budget = None if device_budget is None else parse_bytes(device_budget)
+        self._memory = MemoryConfig(device_budget=device_budget)
         self._evaluation = ExitStack()
 
     strategy_name = NAME
@@ -159,7 +159,8 @@ class SequentialOnloadStrategy(DDPStrategy):
             )
         if self._needs_onloading(module):
             weights = self._evaluated_weights(module) if is_on_meta(module) else None
-            evaluation = offloaded(module, self.root_device, weights, self._device_budget)
+            budget = self._memory.num_bytes("device_budget", self.root_device)
+            evaluation = offloaded(module, self.root_device, weights, budget)
             self._evaluation.enter_context(evaluation)
 
     def _needs_onloading(self, module: pl.LightningModule) -> bool:
