@@ -9,9 +9,9 @@ schemes   weights of 4, 3 and 2 bits in groups of 128, 128 and 64; 4 bits with a
 seeds     of the calibration sample, 128 windows of 128 tokens; all tools read the same file of tokens.
 columns   rtn: rounding to nearest, scales from the range. plain: the algorithm gptq with its defaults. corrected: and
           `correct: residual`. refit: and `refit: null`, chosen, as in the recipe `w2a16_best`.
-          qronos: plain with `correct: qronos`. peer, peer_mse: LLM Compressor's GPTQ with its default scales and
-          with searched ones. autoround: AutoRound, 200 steps. LLM Compressor's AWQ is left out: without an accelerator
-          it stops where it pins memory.
+          qronos, gptaq: plain with `correct: qronos`, `gptaq`. peer, peer_mse: LLM Compressor's GPTQ with its default
+          scales and with searched ones. autoround: AutoRound, 200 steps. LLM Compressor's AWQ is left out: without an
+          accelerator it stops where it pins memory.
 
 Perplexity is of the whole held-out split (about 25,000 tokens), in float32, of the model in memory. Seconds are from
 the loaded to the quantized model, on two threads. Columns are means over seeds, with their difference to
@@ -71,6 +71,7 @@ COLUMNS = {
     "corrected": Column("ours", {"scales": "weighted", "correct": "residual"}),
     "refit": Column("ours", {"scales": "weighted", "correct": "residual", "refit": "null"}),
     "qronos": Column("ours", {"scales": "weighted", "correct": "qronos"}),
+    "gptaq": Column("ours", {"scales": "weighted", "correct": "gptaq"}),
     "peer": Column("peer", {}),
     "peer_mse": Column("peer", {"scales": "mse"}),
     "autoround": Column("autoround", {}, turn=1),

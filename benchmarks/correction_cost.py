@@ -18,6 +18,7 @@ from gptq_vs_llmcompressor import SPEED_SAMPLES, THREADS, Bench, ensure_inputs
 SETTINGS: dict[str, dict[str, object]] = {
     "plain": {},
     "inputs": {"correct": "inputs"},
+    "gptaq": {"correct": "gptaq"},
     "residual": {"correct": "residual"},
     "residual, refit chosen": {"correct": "residual", "refit": "null"},
 }

@@ -17,15 +17,14 @@ they round. Qronos (arXiv 2505.11695), with H = C + λI and G = mean of x x_ref�
 H_11), then w_2 = (H_22)⁻¹ (G_2 w - H_21 q_1), where 2 stands for all later channels, and GPTQ of those. GPTQ of V =
 H⁻¹ G w, which is strength 1 with the damping for a ridge (`correct="qronos"`), is the same but for q_1 = round(V_1): it
 counts on the later channels' making up for the first one, as for every other. GPTAQ (arXiv 2504.02692) passes what
-column i lacks on to the columns behind it only, in its implementation times a fixed factor (0.25); V is the minimum
-over all columns at once.
+column i lacks on to the columns behind it only (`gptaq`); V is the minimum over all columns at once.
 """
 
 import torch
 from torch import Tensor
 
 from lightning_compress.algorithms.factor import cholesky
-from lightning_compress.algorithms.target import Correction, Judge
+from lightning_compress.algorithms.target import Correction, Judge, Ridge
 from lightning_compress.errors import SolveError
 from lightning_compress.statistics import Drift, Lack, matrix_bytes, row_products
 
@@ -61,7 +60,8 @@ def correct(
     judge = None
     if keeps_judge and 0 < drift.inputs.num_held_out < drift.num_tokens:
         judge = Judge(drift.inputs.matrix_held_out(), drift.lack(held_out=True))
-    return Correction(drift.lack(), strength, ridge, None if strength == 0 else _factor(gram, ridge), left, judge)
+    change = None if strength == 0 else Ridge(strength, _factor(gram, ridge))
+    return Correction(drift.lack(), strength, ridge, change, left, judge)
 
 
 def _chosen(

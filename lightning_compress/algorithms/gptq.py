@@ -51,6 +51,7 @@ from lightning_compress.algorithms.correction import (
     correction_bytes,
 )
 from lightning_compress.algorithms.factor import MAX_DAMPING, PANEL, factorize
+from lightning_compress.algorithms.gptaq import STRENGTH, pass_on, pass_on_bytes
 from lightning_compress.algorithms.nearest_plane import ALIGNMENT, nearest_plane
 from lightning_compress.algorithms.refit import ROUNDS, Candidate, best_rows, errors_held_out, refit_bytes, refitted
 from lightning_compress.algorithms.scales import (
@@ -65,7 +66,7 @@ from lightning_compress.algorithms.target import row_errors
 from lightning_compress.errors import SolveError
 from lightning_compress.statistics import Drift, InputDrift, InputGram, Statistic, matrix_bytes, row_products
 
-CORRECTS = ("none", "inputs", "residual", "qronos")
+CORRECTS = ("none", "inputs", "residual", "qronos", "gptaq")
 _NOT_CORRECTED = (
     "Not corrected: it is an expert, or called several times, or inside a module that cannot be traced, or reads what "
     "such a module does."
@@ -89,8 +90,10 @@ class Gptq(Algorithm):
         scale_search: choose scales that minimize the rounding error, weighted by what it costs, instead of min-max.
         correct: what the weight makes good for before it is quantized: errors of its "inputs", of these and of the
             "residual" that its output is added to, or "none"; see `correction`. Takes a run of the original model
-            beside the quantized one. "qronos": of its inputs, in full, with the damping for a ridge.
-        strength, ridge: of the correction, fractions; None: chosen for every group by batches that are held out.
+            beside the quantized one. "qronos": of its inputs, in full, with the damping for a ridge. "gptaq": of its
+            inputs, channel by channel; see `gptaq`.
+        strength, ridge: of the correction, fractions; None: chosen for every group by batches that are held out (by
+            gptaq: `gptaq.STRENGTH`, and there is no ridge).
         refit: how often scales are fitted to the codes, and codes found anew; None: chosen for every row tile, at most
             `refit.ROUNDS`, by batches that are held out; 0 where there are none.
     """
@@ -115,6 +118,11 @@ class Gptq(Algorithm):
             raise ValueError(
                 "correct=qronos corrects in full, with the damping for a ridge: leave strength and ridge out, and give "
                 "a damping of more than 0; or take correct=inputs."
+            )
+        if self.correct == "gptaq" and (self.ridge is not None or self.refit != 0):
+            raise ValueError(
+                "correct=gptaq corrects channel by channel, as it rounds: leave ridge and refit out, or take "
+                "correct=inputs."
             )
         if self.strength is not None and not 0 <= self.strength <= 1:
             raise ValueError(f"strength must be from 0 to 1, or null to choose it, not {self.strength}.")
@@ -142,13 +150,17 @@ class Gptq(Algorithm):
         return ROUNDS if self.refit is None else self.refit
 
     def statistics(self, weights: QuantizationArgs) -> tuple[type[Statistic], ...]:
-        return (InputGram,) if self.correct == "none" else (InputGram, Drift)
+        if self.correct == "none":
+            return (InputGram,)
+        return InputGram, InputDrift if self.correct == "gptaq" else Drift
 
     def costs(self, num_rows: int, num_channels: int) -> tuple[float, float]:
         # in floating-point operations of a fast product, measured on a CPU core: the factor runs at that rate, the rows
         # at a third of it, and every channel costs calls, on each rank, that would do a million of them
         serial, rows = num_channels**3 / 3 + 1e6 * num_channels, 3 * num_rows * num_channels**2
-        if self.correct != "none":  # factors and judged outputs for every ridge, and the last; a solution per row
+        if self.correct == "gptaq":  # three triangular solves, and a product per row
+            serial, rows = serial + 3 * num_channels**3, rows + 2 * num_rows * num_channels**2
+        elif self.correct != "none":  # factors and judged outputs for every ridge, and the last; a solution per row
             serial += 4 * num_channels**3 / 3 + 12 * min(num_rows, JUDGED) * num_channels**2
             rows += 4 * num_rows * num_channels**2
         return serial, rows + self._most_rounds * 6 * num_rows * num_channels**2
@@ -159,7 +171,11 @@ class Gptq(Algorithm):
         scales = scales_bytes(num_rows, num_channels, args, self.scale_search) if args.strategy == "tensor" else 0
         held = 2 * gram + vectors
         if self._corrects(kinds):
-            correcting, corrected = correction_bytes(num_rows, num_channels, InputDrift in kinds, self.refit is None)
+            correcting, corrected = (
+                pass_on_bytes(num_channels)
+                if self.correct == "gptaq"
+                else correction_bytes(num_rows, num_channels, InputDrift in kinds, self.refit is None)
+            )
             whole = 8 * num_rows * num_channels if args.strategy == "tensor" else 0  # what is quantized, of all rows
             scales, held = max(scales + corrected + whole, correcting), held + corrected
         return max(matrix_bytes(num_channels), 2 * gram + vectors + max(panels, scales)), held
@@ -209,9 +225,14 @@ class Gptq(Algorithm):
         notes = list(factor.notes)
         drift, correction = None if self.correct == "none" else drift_of(statistics), None
         if drift is not None:
-            correction = correct(weight, gram, drift, *self._correction, self.refit is None)
-            if not drift.inputs.num_held_out and None in (*self._correction, self.refit):
-                notes.append(_NOT_CHOSEN)
+            if self.correct == "gptaq":
+                assert isinstance(drift, InputDrift)
+                strength = STRENGTH if self.strength is None else self.strength
+                factor, correction = pass_on(factor, drift, strength, factor.damping)
+            else:
+                correction = correct(weight, gram, drift, *self._correction, self.refit is None)
+                if not drift.inputs.num_held_out and None in (*self._correction, self.refit):
+                    notes.append(_NOT_CHOSEN)
             if grid.per_tensor:
                 tiles = [(weight[rows], rows) for rows in row_tiles(len(weight))]
                 weight = torch.cat([correction.target(w, correction.lack.missing(w, rows)) for w, rows in tiles])

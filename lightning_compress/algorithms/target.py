@@ -4,6 +4,7 @@ Of a weight W whose outputs lack e, any Q can be judged by sums alone: mean |W x
 (Q - W) C (Q - W)ᵀ, row by row, with M the mean of e xᵀ and C the Gram.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import final
 
@@ -27,6 +28,47 @@ class Judge:
     lack: Lack
 
 
+class Change(ABC):
+    """What a correction quantizes in a weight's place."""
+
+    @abstractmethod
+    def of(self, weight: Tensor, missing: Tensor) -> Tensor:
+        """Of some rows W [R, I], given their M, float32 [R, I]."""
+
+
+@final
+@dataclass(frozen=True)
+class Ridge(Change):
+    """V = W + strength * M (C + ridge mean(diag C) I)⁻¹.
+
+    Attributes:
+        strength: a fraction.
+        lower: float32 [I, I], the Cholesky factor of what is inverted.
+    """
+
+    strength: float
+    lower: Tensor
+
+    def of(self, weight: Tensor, missing: Tensor) -> Tensor:
+        change = torch.cholesky_solve(missing.t(), self.lower).t()
+        return change.mul_(self.strength).add_(weight)
+
+
+@final
+@dataclass(frozen=True)
+class Mapped(Change):
+    """V = W + W X.
+
+    Attributes:
+        by: X, float32 [I, I].
+    """
+
+    by: Tensor
+
+    def of(self, weight: Tensor, missing: Tensor) -> Tensor:
+        return torch.addmm(weight.float(), weight.float(), self.by)
+
+
 @final
 @dataclass(frozen=True)
 class Correction:
@@ -35,7 +77,7 @@ class Correction:
     Attributes:
         lack: what the outputs lack.
         strength, ridge: that were chosen.
-        lower: float32 [I, I], the Cholesky factor of C + ridge mean(diag C) I; None where the strength is 0.
+        change: None where the strength is 0.
         held_out: the error on batches that were held out, as a fraction of what it is without correction, before
             anything is rounded; None: there were none.
         judge: those batches, where more is to be chosen by them.
@@ -44,17 +86,13 @@ class Correction:
     lack: Lack
     strength: float
     ridge: float
-    lower: Tensor | None
+    change: Change | None
     held_out: float | None
     judge: Judge | None
 
     def target(self, weight: Tensor, missing: Tensor) -> Tensor:
-        """What to quantize in the place of some rows W [R, I], given their M: V = W + strength * M (C + ..)⁻¹,
-        float32."""
-        if self.lower is None:
-            return weight.float()
-        change = torch.cholesky_solve(missing.t(), self.lower).t()
-        return change.mul_(self.strength).add_(weight)
+        """What to quantize in the place of some rows W [R, I], given their M: V, float32."""
+        return weight.float() if self.change is None else self.change.of(weight, missing)
 
     @property
     def record(self) -> dict[str, float]:

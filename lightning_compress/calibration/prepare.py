@@ -146,7 +146,7 @@ def _reference(
 ) -> tuple[Reference | None, dict[Source, Kinds]]:
     """The run of the original model beside the quantized one, if any statistic asks for it; and what each source has to
     gather then."""
-    corrected = [source for source, kinds in needs.items() if Drift in kinds]
+    corrected = {source: kind for source, kinds in needs.items() for kind in kinds if issubclass(kind, Drift)}
 
     def with_residual(name: str) -> bool:
         return resolved.assignments[name].algorithm.corrects_residual
@@ -273,7 +273,7 @@ def _needs(parts: Sequence[Subgraph], resolved: ResolvedRecipe) -> dict[Source, 
                         dict.fromkeys(needed_statistics(resolved.assignments[group.members[0]]))
                     )
     return {
-        source: tuple(kind for kind in kinds if kind is not Drift or source in single)
+        source: tuple(kind for kind in kinds if not issubclass(kind, Drift) or source in single)
         for source, kinds in needs.items()
     }
 

@@ -60,7 +60,7 @@ class Reference:
         """What each source has to gather, with the form of a `Drift` for it and for the Gram, which it brings."""
 
         def others(kinds: Kinds) -> Kinds:
-            return tuple(kind for kind in kinds if kind not in (Drift, InputGram))
+            return tuple(kind for kind in kinds if not issubclass(kind, (Drift, InputGram)))
 
         return {**needs, **{source: (form, *others(needs[source])) for source, form in self.forms.items()}}
 
@@ -78,7 +78,7 @@ class Reference:
 def reference_for(
     traced: Traced,
     parts: Sequence[Subgraph],
-    corrected: Collection[Source],
+    corrected: Mapping[Source, type[Drift]],
     with_residual: Callable[[str], bool],
     sizes: Mapping[Source, tuple[int, int]],
     num_batches: int,
@@ -88,7 +88,7 @@ def reference_for(
     Args:
         traced: the graph.
         parts: its subgraphs.
-        corrected: sources whose modules are to be corrected.
+        corrected: sources whose modules are to be corrected, with the form that is asked for: `Drift`, any.
         with_residual: of which modules the residual counts.
         sizes: of each source the channels, and the rows of all modules that read it.
         num_batches: of the calibration set.
@@ -109,6 +109,7 @@ def reference_for(
     forms = dict.fromkeys(corrected, InputDrift) | {
         source: drift_form(*sizes[source], is_alone=not any(name in added_to for name in names))
         for source, names in members.items()
+        if corrected[source] is Drift
     }
     return Reference(
         diverging=diverging_nodes(traced.graph, lambda node: bool(quantizable_calls(node, solved))),

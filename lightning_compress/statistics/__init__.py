@@ -2,7 +2,7 @@
 model's (`drift`); as exact sums (`sums`)."""
 
 from lightning_compress.statistics.base import Beside, Reduction, Statistic
-from lightning_compress.statistics.drift import Drift, InputDrift, Lack, OutputDrift, drift_form
+from lightning_compress.statistics.drift import Drift, InputDrift, InputLack, Lack, OutputDrift, drift_form
 from lightning_compress.statistics.inputs import InputGram, MinMax
 from lightning_compress.statistics.sums import matrix_bytes, row_products
 
@@ -11,6 +11,7 @@ __all__ = [
     "Drift",
     "InputDrift",
     "InputGram",
+    "InputLack",
     "Lack",
     "MinMax",
     "OutputDrift",

@@ -80,6 +80,7 @@ HOW = {
     "static": recipe(algorithm="rtn", scheme=STATIC),
     "dynamic": recipe(algorithm="gptq", scheme=DYNAMIC),
     "corrected": recipe(4, group_size=64, correct="residual"),
+    "gptaq": recipe(4, group_size=64, correct="gptaq"),
     "refitted": recipe(2, group_size=64, correct="inputs", refit=None),
 }
 SCHEDULES = ("staged", "recompute", "block", "basic")

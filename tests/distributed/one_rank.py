@@ -49,6 +49,7 @@ CASES: dict[str, Any] = {
     ),
     "budget": lambda: (tiny_llama(2), token_batches(2), recipe(4), {"memory": MemoryConfig(host_budget="64GiB")}),
     "kept": lambda: (tiny_llama(3), token_batches(7), recipe(4), {"keep_activations": True}),
+    "gptaq": lambda: (tiny_llama(2), token_batches(9), recipe(3, correct="gptaq"), {}),
     "kept corrected": lambda: (*CASES["corrected"]()[:3], {"keep_activations": True}),
     "no data": lambda: (tiny_llama(2), [], recipe(4, algorithm="rtn"), {}),
     "disk": lambda: (tiny_llama(2, tie_word_embeddings=True), token_batches(5), recipe(4), {}),

@@ -14,6 +14,7 @@ SCRIPT = Path(__file__).with_name("one_rank.py")
 SAME = {
     "staged": (2, 3, 4),
     "corrected": (2, 3),
+    "gptaq": (2,),
     "one batch": (2, 4),
     "padded": (2, 3),
     "ragged": (2, 4),

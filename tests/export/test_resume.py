@@ -70,6 +70,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Any]], dict[st
     ),
     "corrected": (lambda: tiny_llama(3), lambda: padded(token_batches()), {"correct": "residual"}, "staged"),
     "corrected block": (lambda: tiny_llama(3), token_batches, {"correct": "residual", "refit": 1}, "block"),
+    "gptaq": (lambda: tiny_llama(3), token_batches, {"correct": "gptaq"}, "staged"),
     "corrected behind shared layers": (albert, token_batches, {"group_size": 8, "correct": "residual"}, "staged"),
     "one statistic for many subgraphs": (t5, t5_batches, {"group_size": 16}, "staged"),
     "shared layers": (albert, token_batches, {"group_size": 8}, "staged"),
