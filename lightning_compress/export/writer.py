@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from stat import S_IMODE
 from typing import final
 from uuid import uuid4
 
@@ -272,7 +273,10 @@ class CheckpointWriter:
         state = self._state(self._parts[part][piece])
         size = sum(tensor.nbytes for tensor in state.values())
         with self._writing(f"{path.name} ({size / 1e6:.1f} MB)"), replacing(path) as partial:
+            partial.touch()
+            mode = S_IMODE(partial.stat().st_mode)
             save_file(state, partial, metadata={"format": "pt"})
+            partial.chmod(mode)  # as any other file; safetensors makes one that its owner alone may read
             digest = read_back(partial, state)
         return Shard(path.name, digest, path.stat().st_size, tuple(state))
 

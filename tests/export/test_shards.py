@@ -6,6 +6,7 @@ checksums that are not compared on continuing.
 """
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,16 @@ def test_a_shard_that_comes_back_different(place: int, tmp_path: Path, monkeypat
     assert compress(tiny_llama(2), token_batches(), recipe(4), out).num_resumed == 2
     run(prepare(tiny_llama(2), token_batches(), recipe(4), tmp_path / "whole"))
     assert contents(out) == contents(tmp_path / "whole")
+
+
+def test_whom_the_files_are_for_is_up_to_the_user(tmp_path: Path) -> None:
+    """Seen to fail: with the mode that safetensors gives to a file."""
+    before = os.umask(0o027)
+    try:
+        compress(tiny_llama(1), token_batches(), recipe(4), tmp_path / "out")
+    finally:
+        os.umask(before)
+    assert {oct(path.stat().st_mode & 0o777) for path in (tmp_path / "out").iterdir() if path.is_file()} == {"0o640"}
 
 
 def test_the_end_reads_no_shard_again(tmp_path: Path) -> None:
