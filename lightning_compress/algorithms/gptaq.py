@@ -35,8 +35,6 @@ def pass_on(factor: Factor, drift: InputDrift, strength: float, ridge: float) ->
     """
     lack = drift.lack()
     assert isinstance(lack, InputLack)
-    if strength == 0:
-        return factor, Correction(lack, strength, ridge, None, None, None)
     order, solve = factor.order, torch.linalg.solve_triangular
     crossed = lack.cross.index_select(0, order).index_select(1, order)
     passed = solve(factor.lower.t(), crossed, upper=True, left=False, unitriangular=True)

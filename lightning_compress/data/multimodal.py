@@ -60,16 +60,19 @@ def multimodal_dataloader(config: MultimodalConfig, processor: Any) -> DataLoade
     return DataLoader(drawn, batch_size=config.batch_size, collate_fn=_Collate(config, processor))
 
 
-def blank_images(processor: Any, rows: int) -> dict[str, Any] | None:
-    """A batch of a black image and a word in each row; None: the processor takes no such thing."""
-    if getattr(processor, "image_processor", None) is None or getattr(processor, "tokenizer", None) is None:
-        return None
-    config = MultimodalConfig(path=".")
+def takes_images(processor: Any) -> bool:
+    """Whether it makes batches of images and text."""
+    return getattr(processor, "image_processor", None) is not None and getattr(processor, "tokenizer", None) is not None
+
+
+def blank_images(processor: Any, rows: int) -> dict[str, Any]:
+    """A batch of a black image and a word in each row.
+
+    Raises:
+        CalibrationDataError: the processor refuses them.
+    """
     row = {"text": "an image", "image": Image.new("RGB", (_BLANK, _BLANK))}
-    try:
-        return _Collate(config, processor)([row] * rows)
-    except CalibrationDataError:
-        return None
+    return _Collate(MultimodalConfig(path="."), processor)([row] * rows)
 
 
 @final

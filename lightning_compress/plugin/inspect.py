@@ -1,6 +1,6 @@
 """`lightning-compress inspect`: a model's graph with its cuts, without running a calibration."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
@@ -12,7 +12,7 @@ from lightning_compress.calibration.solve import group_key
 from lightning_compress.calibration.target import Target, find_target
 from lightning_compress.data.batches import calibration_batches
 from lightning_compress.data.config import load_data_config
-from lightning_compress.data.multimodal import blank_images
+from lightning_compress.data.multimodal import blank_images, takes_images
 from lightning_compress.errors import CompressionError, UntraceableModelError
 from lightning_compress.foresight.inputs import inputs_of
 from lightning_compress.graph.leaf import Leaf
@@ -57,7 +57,7 @@ def run_inspect(config: DictConfig) -> GraphView:
         names = tuple(resolved.assignments)
         patterns = as_patterns(config.sequential_targets)
         boundaries = check_layout(target, resolved, schedule, patterns)
-        traced = _traced(target, names, boundaries, inputs)
+        traced, failed = _recorded(target, names, boundaries, inputs)
         names = tuple(name for name in names if name not in traced.only_read)
         parts = subgraphs(
             traced,
@@ -69,35 +69,43 @@ def run_inspect(config: DictConfig) -> GraphView:
     sizes = ", ".join(f"{path} {_sizes(node)}" for path, node in zip(traced.placeholders, _inputs(traced), strict=True))
     solved = {name for part in parts for name in part.solved}
     uncalled = tuple(name for name in names if name not in solved)
-    return GraphView(type(model).__name__, schedule.value, sizes, views, uncalled)
+    return GraphView(type(model).__name__, schedule.value, sizes, views, uncalled, failed)
 
 
-def _given(config: DictConfig) -> tuple[nn.Module, list[CalibrationSet]]:
+_Inputs = Mapping[str, Callable[[], CalibrationSet]]
+
+
+def _given(config: DictConfig) -> tuple[nn.Module, _Inputs]:
     """The model, and what to trace it on, of which the first that serves is taken."""
     if config.get("data") is not None:
         loaded, processor = load_model(config.model, from_disk=False)
-        return loaded, [collect(calibration_batches(load_data_config(config.data), processor), _NUM_BATCHES)]
-    model = load_config_only(config.model)
-    blank = blank_images(find_processor(config.model), config.rows)
-    found = [] if blank is None else [collect([blank])]
-    try:
-        found.append(CalibrationSet((inputs_of(model, config.rows, config.length),), has_padding=False))
-    except CompressionError:
-        if not found:
-            raise
-    return model, found
+        data = load_data_config(config.data)
+        return loaded, {"the data": lambda: collect(calibration_batches(data, processor), _NUM_BATCHES)}
+    model, processor = load_config_only(config.model), find_processor(config.model)
+    inputs = {"tokens": lambda: CalibrationSet((inputs_of(model, config.rows, config.length),), has_padding=False)}
+    if not takes_images(processor):
+        return model, inputs
+    return model, {"an image and a word": lambda: collect([blank_images(processor, config.rows)]), **inputs}
 
 
-def _traced(
-    target: Target, names: Sequence[str], boundaries: Sequence[str], inputs: Sequence[CalibrationSet]
-) -> Traced:
-    """Where weights are not here, not all can be recorded of models that read images."""
-    for data in inputs[:-1]:
+def _recorded(
+    target: Target, names: Sequence[str], boundaries: Sequence[str], inputs: _Inputs
+) -> tuple[Traced, tuple[str, ...]]:
+    """The graph, and why it could not be recorded on what is better than what it was recorded on.
+
+    Where weights are not here, not all can be recorded of models that read images.
+    """
+    *better, (_, tokens_or_data) = inputs.items()
+    failed: list[str] = []
+    for kind, make in better:
         try:
-            return trace_on(target, names, boundaries, data)
-        except UntraceableModelError:
-            pass
-    return trace_on(target, names, boundaries, inputs[-1])
+            return trace_on(target, names, boundaries, make()), tuple(failed)
+        except CompressionError as error:
+            failed.append(f"It could not be recorded on {kind}: {error}")
+    try:
+        return trace_on(target, names, boundaries, tokens_or_data()), tuple(failed)
+    except CompressionError as error:
+        raise UntraceableModelError("\n".join([str(error), *failed])) from error
 
 
 def _inputs(traced: Traced) -> list[fx.Node]:

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING
@@ -61,6 +61,7 @@ class GraphView:
         batch: what it was traced on.
         parts: in order.
         uncalled: modules that the recipe targets and the batch does not reach.
+        failed: of batches that reach more of it, why it could not be recorded on them.
     """
 
     model: str
@@ -68,6 +69,7 @@ class GraphView:
     batch: str
     parts: tuple[SubgraphView, ...]
     uncalled: tuple[str, ...]
+    failed: tuple[str, ...]
 
 
 def collapsed(parts: Sequence[SubgraphView]) -> list[SubgraphView]:
@@ -89,13 +91,13 @@ def graph_lines(view: GraphView) -> list[str]:
         if part.num_crossing:
             lines.append(f"  |       {_crossing(part)}")
     if view.uncalled:
-        names = ", ".join(view.uncalled[:3])
+        names = ", ".join([*view.uncalled[:3], *(["..."] if len(view.uncalled) > 3 else [])])
         lines += [
             "",
-            f"{len(view.uncalled)} modules that the recipe targets are not reached by this batch ({names}, ...), and "
+            f"{len(view.uncalled)} modules that the recipe targets are not reached by this batch ({names}), and "
             "would stay as they are: give one that does reach them (data=multimodal, data=custom).",
         ]
-    return lines
+    return [*lines, *chain.from_iterable(("", text) for text in view.failed)]
 
 
 def _heading(view: GraphView) -> str:

@@ -241,7 +241,9 @@ def missing_by_inputs(name: str, ours: Inputs, theirs: Inputs, weight: Tensor) -
     return sum((((y - x) @ weight.double().t()).t() @ x for x, y in zip(ours[name], theirs[name], strict=True))) / count
 
 
-@pytest.mark.parametrize("beside", [{"num_bits": 8}, {"num_bits": 8, "correct": "none"}, {"algorithm": "rtn"}])
+@pytest.mark.parametrize(
+    "beside", [{"num_bits": 8}, {"num_bits": 8, "correct": "none"}, {"correct": "gptaq"}, {"algorithm": "rtn"}]
+)
 def test_modules_of_several_schemes_that_read_one_value(
     monkeypatch: pytest.MonkeyPatch, beside: dict[str, Any]
 ) -> None:
@@ -262,7 +264,7 @@ def test_modules_of_several_schemes_that_read_one_value(
     corrections = {record.module: record.correction for record in report.modules}
     name = "model.layers.1.self_attn"
     assert corrections[f"{name}.q_proj"].keys() == {"strength", "ridge", "held_out"}
-    assert bool(corrections[f"{name}.v_proj"]) == (other.get("correct") == "residual")
+    assert bool(corrections[f"{name}.v_proj"]) == (other.get("correct") in ("residual", "gptaq"))
     assert corrections["model.layers.1.mlp.down_proj"].keys() == {"strength", "ridge", "held_out"}
     assert not any(record.notes for record in report.modules)
     projections = [f"{name}.q_proj", f"{name}.v_proj"]
@@ -326,22 +328,25 @@ class Twice(nn.Module):
         return y
 
 
-def test_what_cannot_be_corrected_says_so() -> None:
+@pytest.mark.parametrize(
+    ("correct", "strength", "said"), [("inputs", 0, "0 of 1 modules"), ("gptaq", 0.25, "1 modules")]
+)
+def test_what_cannot_be_corrected_says_so(correct: str, strength: float, said: str) -> None:
     """A module that is called several times before it is solved, and what reads what it does."""
     report = compress_in_memory(
         nn.Sequential(nn.Linear(16, 16), Twice()).eval(),
         [torch.randn(20, 16) for _ in range(9)],
-        recipe(4, group_size=8, correct="inputs"),
+        recipe(4, group_size=8, correct=correct),
         schedule="block",
         sequential_targets=("0", "1"),
     )
     alone, *others = report.modules
-    assert alone.correction["strength"] == 0
+    assert alone.correction["strength"] == strength
     assert not alone.notes
     for record in others:
         assert not record.correction
         assert record.notes[0].startswith("Not corrected: it is an expert, or called several times")
-    assert "corrected: 0 of 1 modules" in report.summary()
+    assert f"corrected: {said}" in report.summary()
 
 
 def test_of_a_single_batch_nothing_is_held_out() -> None:

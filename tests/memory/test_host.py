@@ -84,6 +84,7 @@ def test_wrong_parts(wrong: str) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_part_of_a_gpu_that_is_not_here() -> None:
+    assert MemoryConfig(host_budget="50%").num_bytes("host_budget", torch.device("cuda")) == total_bytes() // 2
     assert MemoryConfig(device_budget="8GiB").num_bytes("device_budget", torch.device("cuda")) == 8 * GIB
     with pytest.raises(CompressionError, match=r"device_budget: .* there is none here; give bytes"):
         MemoryConfig(device_budget="80%").num_bytes("device_budget", torch.device("cuda"))

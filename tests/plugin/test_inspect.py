@@ -100,6 +100,26 @@ def test_layers_of_text_and_of_cross_attention(command: Command, checkpoint: Pat
         line.split("  ")[0] for line in text.splitlines() if line.startswith("model.language_model.layers.")
     ] == layers
     assert "not reached" not in text
+    assert "could not be recorded" not in text
+    mllama_processor(size=24).save_pretrained(tmp_path / "model")
+    text = command(
+        "inspect", f"model.path={tmp_path / 'model'}", "model.auto_class=AutoModelForImageTextToText", CHANNELS
+    )
+    assert "traced on input_ids [" in text
+    assert "It could not be recorded on an image and a word: " in text
+
+
+def test_all_that_it_was_tried_on(command: Command, tmp_path: Path) -> None:
+    """Seen to fail: with the last reason alone."""
+    model = MllamaForConditionalGeneration(MllamaConfig(vision_config=VISION, text_config=TEXT, image_token_index=98))
+    model.config.text_config.num_key_value_heads = 3
+    model.config.save_pretrained(tmp_path)
+    mllama_processor(size=24).save_pretrained(tmp_path)
+    text = refused(
+        command, "inspect", f"model.path={tmp_path}", "model.auto_class=AutoModelForImageTextToText", CHANNELS
+    )
+    assert "It could not be recorded on an image and a word: " in text
+    assert "cannot record model.language_model.layers.0.self_attn" in text
 
 
 def test_a_run_onloads_layers_of_text_and_of_cross_attention_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,15 +149,15 @@ def test_a_run_onloads_layers_of_text_and_of_cross_attention_one_at_a_time(monke
     assert [name.rpartition(".")[2] for name in of_cross_attention] == ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
-def mllama_processor() -> MllamaProcessor:
-    """Of images of 16 x 16 in one or two tiles; the vocabulary is 99 words."""
+def mllama_processor(size: int = 16) -> MllamaProcessor:
+    """Of images of `size` x `size` in one or two tiles; the vocabulary is 99 words."""
     vocabulary = Tokenizer(models.WordLevel({f"w{number}": number for number in range(98)} | {"<|image|>": 98}, "w0"))
     vocabulary.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=vocabulary, bos_token="w1", unk_token="w0", pad_token="w0",
         additional_special_tokens=["<|image|>"],
     )  # fmt: skip
-    images = MllamaImageProcessorPil(size={"height": 16, "width": 16}, max_image_tiles=2)
+    images = MllamaImageProcessorPil(size={"height": size, "width": size}, max_image_tiles=2)
     return MllamaProcessor(images, tokenizer)
 
 
