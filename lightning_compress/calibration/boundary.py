@@ -2,30 +2,31 @@
 
 After a subgraph the caches of all ranks hold what later ones read. They write it, a file per batch of the calibration
 set, into a folder that gets its name, the subgraph's number, when all of it is there; then the folder of the subgraph
-before is removed. Any number of ranks can read it: each takes the files of its own batches.
+before is removed. Any number of ranks can read it, each the files of its own batches; where nodes have folders of their
+own and other batches come to them, they are not found, and the activations are computed anew.
 """
 
 import pickle
 import shutil
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
 from lightning_compress.calibration.flow import Flow
 from lightning_compress.calibration.resume import replacing, sync
 from lightning_compress.distributed.collective import Collective
+from lightning_compress.distributed.folder import SharedFolder
 from lightning_compress.errors import CommunicationError, OutputDirectoryError
 from lightning_compress.graph.shadow import Key, Shadow
 
 FOLDER = "activations"
 
 
-def save_boundary(folder: Path, index: int, flow: Flow, share: Sequence[int], collective: Collective) -> None:
+def save_boundary(shared: SharedFolder, index: int, flow: Flow, share: Sequence[int], collective: Collective) -> None:
     """Write what the cache holds after subgraph `index`.
 
     Args:
-        folder: one for all ranks.
+        shared: where.
         index: of the subgraph.
         flow: of this rank.
         share: the numbers of its batches in the calibration set.
@@ -34,10 +35,11 @@ def save_boundary(folder: Path, index: int, flow: Flow, share: Sequence[int], co
     Raises:
         OutputDirectoryError: no room.
     """
+    folder = shared.path
     partial, final = folder / f".{index:05d}.partial", folder / f"{index:05d}"
     what = f"keeping the activations behind {flow.subgraphs[index].name}"
     try:
-        if collective.rank == 0:
+        if shared.is_first:
             folder.mkdir(exist_ok=True)
             for leftover in (*folder.glob(".*.partial"), *folder.glob(final.name)):
                 shutil.rmtree(leftover)
@@ -48,7 +50,7 @@ def save_boundary(folder: Path, index: int, flow: Flow, share: Sequence[int], co
             with replacing(partial / _file_name(number)) as file:
                 torch.save(values, file)
         collective.gather(None, what)
-        if collective.rank == 0:
+        if shared.is_first:
             partial.rename(final)
             sync(folder)
     except CommunicationError:
@@ -61,24 +63,33 @@ def save_boundary(folder: Path, index: int, flow: Flow, share: Sequence[int], co
             f"{shutil.disk_usage(folder.parent).free / 1e6:.1f} MB are free: {error}. Make room, or do without "
             "(keep_activations=false), and start the same run again: the subgraph itself is finished."
         ) from error
-    for older in folder.iterdir() if collective.rank == 0 else ():
+    for older in folder.iterdir() if shared.is_first else ():
         if older != final:
             shutil.rmtree(older)
 
 
-def restore_boundary(folder: Path, flow: Flow, num_finished: int, share: Sequence[int], collective: Collective) -> int:
+def restore_boundary(
+    shared: SharedFolder, flow: Flow, num_finished: int, share: Sequence[int], collective: Collective
+) -> int:
     """Fill the cache with what was kept last, if that is of one of the first `num_finished` subgraphs; for the other
     arguments see `save_boundary`.
 
     Returns:
-        The number of the subgraph after which that was; -1: nothing was kept, and the cache is as before.
+        The number of the subgraph after which that was; -1: nothing was kept, or not all batches of some rank where it
+        looks, and the cache is as before.
 
     Raises:
         OutputDirectoryError: it cannot be read.
     """
-    kept = [int(path.name) for path in folder.glob("[0-9]*")] if folder.is_dir() else []
-    usable = [index for index in kept if index < num_finished]
-    index = collective.broadcast(max(usable, default=-1), "finding the activations that were kept")
+    folder = shared.path
+    kept = {int(path.name): path for path in folder.glob("[0-9]*")} if folder.is_dir() else {}
+    usable = {
+        index
+        for index, path in kept.items()
+        if index < num_finished and all((path / _file_name(number)).is_file() for number in share)
+    }
+    of_ranks = collective.gather(usable, "finding the activations that were kept")
+    index = max(set.intersection(*of_ranks), default=-1)
     if index < 0 or flow.traced is None:
         return -1
     keys: dict[str, Key] = {node.name: node for node in flow.traced.graph.nodes}

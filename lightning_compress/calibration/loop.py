@@ -20,7 +20,6 @@ from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -39,6 +38,7 @@ from lightning_compress.calibration.records import UNREACHED, ModuleRecord, Subg
 from lightning_compress.calibration.reference import differences
 from lightning_compress.calibration.solve import QuantizedModule, Restored, apply, describe_scheme, put, solve_groups
 from lightning_compress.distributed.collective import Collective
+from lightning_compress.distributed.folder import SharedFolder
 from lightning_compress.graph.stages import Group, Source, Step, Subgraph
 from lightning_compress.graph.trace import Leaf
 from lightning_compress.memory.buffers import trim_heap
@@ -97,14 +97,14 @@ class Calibration:
 
 
 @torch.no_grad()
-def calibrate(run: Calibration, output: Output, keep_in: Path | None = None) -> Iterator[SubgraphRecord]:
+def calibrate(run: Calibration, output: Output, keep_in: SharedFolder | None = None) -> Iterator[SubgraphRecord]:
     """Quantize the model, one subgraph per item of the iterator.
 
     Args:
         run: what to do.
         output: takes what is quantized. Subgraphs that it knows to be finished are run through once, with their
             quantized weights, for the activations that later ones need.
-        keep_in: folder where the activations between two subgraphs are kept, so that those need not be run through.
+        keep_in: where the activations between two subgraphs are kept, so that those need not be run through.
 
     Yields:
         A record of each finished subgraph. The model holds the quantized weights of all subgraphs yielded so far.

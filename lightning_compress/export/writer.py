@@ -1,7 +1,8 @@
 """The checkpoint folder, written while the run goes on: for each subgraph a safetensors shard, or some if it is large,
 then shards of what no subgraph holds, then the index, then config.json.
 
-Ranks pack and write different shards of a subgraph. Which shards there are does not depend on them.
+Ranks pack and write different shards of a subgraph. Which shards there are does not depend on them. Where nodes have
+folders of their own, the ranks of each node write a whole checkpoint: all have all codes, so nothing need be sent.
 
 A shard is written under another name, synced, read back and compared, and renamed; then the manifest gets its line
 (`calibration.resume`). `config.json` and the index come last and a file INCOMPLETE is there until then, so no loader
@@ -13,13 +14,12 @@ import json
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from stat import S_IMODE
 from typing import final
-from uuid import uuid4
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -44,6 +44,7 @@ from lightning_compress.calibration.resume import (
 )
 from lightning_compress.calibration.solve import QuantizedModule, Restored
 from lightning_compress.distributed.collective import Collective, SingleProcess
+from lightning_compress.distributed.folder import shared_folder
 from lightning_compress.errors import CompressionError, OutputDirectoryError
 from lightning_compress.export.beside import FILES, config_files, copied, written_before
 from lightning_compress.export.checkpoint import INCOMPLETE, MARKER, SavesPretrained, check_output_dir
@@ -68,6 +69,9 @@ _NOTICE = (
     "This folder holds an unfinished run of lightning_compress and is no checkpoint yet.\n"
     "Start the same run again to continue it where it stopped (manifest.jsonl says where), or delete the folder.\n"
 )
+
+
+_PIECE = 32 << 20  # bytes of a file that are sent at a time
 
 
 @final
@@ -100,13 +104,13 @@ class CheckpointWriter:
         fingerprints: see `calibration.resume.fingerprints`.
         resume: continue a run that is the same, also one that was finished but for what comes behind it (reading it
             back, the report); otherwise start over.
-        collective: the ranks. All do the same calls, and have to see the folder; the manifest and what comes at the end
-            are rank 0's.
+        collective: the ranks. All do the same calls; the manifest and what comes at the end are written by the first
+            rank of those that share the folder.
         expert_parts: in how many parts the run has experts; one that continues it begins with as many.
 
     Raises:
-        OutputDirectoryError: the folder is not ours, is not one folder for all ranks, or holds an unfinished run of
-            something else.
+        OutputDirectoryError: the folder is not ours, is neither one for all ranks nor one on each node, or holds an
+            unfinished run of something else.
     """
 
     def __init__(
@@ -123,8 +127,8 @@ class CheckpointWriter:
     ) -> None:
         check_output_dir(folder)
         self._collective = collective or SingleProcess()
-        self._is_writing = self._collective.rank == 0
-        _check_shared(folder, self._collective)
+        self.shared = shared_folder(folder, self._collective)
+        self._is_writing = self.shared.is_first
         self.folder = folder
         self._root = root
         self._resolved = resolved
@@ -137,10 +141,8 @@ class CheckpointWriter:
         self._owners = {key: self._owner(part, piece) for part, piece in names for key in self._parts[part][piece]}
         self._packed: dict[str, PackedModule] = {}
         self._fingerprints, self._expert_parts = fingerprints, expert_parts
-        lines = self._begun() if resume and self._is_writing else None
-        # as rank 0 sees it, for what others see of a file system may be older
-        lines = self._collective.broadcast(lines, f"reading {folder / MANIFEST}")
-        self._is_begun, self._lines = lines is not None, lines or []
+        # as the first rank sees it, for what others see of a file system may be older
+        self._is_begun, self._lines = self._agreed(self._begun() if resume and self._is_writing else None)
         if self._is_writing:
             self._check_room()
         self._collective.broadcast(None, f"looking for room in {folder}")
@@ -158,6 +160,40 @@ class CheckpointWriter:
         for leftover in (*self.folder.glob(".*.partial"), *self.folder.glob(".tmp*")):  # the latter are of safetensors
             leftover.unlink()
         return lines
+
+    def _agreed(self, mine: list[Finished] | None) -> tuple[bool, list[Finished]]:
+        """Whether the run has begun in any of the ranks' folders, and what is finished there; others are given it."""
+        what = f"reading {self.folder / MANIFEST}"
+        lengths = self._collective.gather(-1 if mine is None else len(mine), what)
+        longest = max(lengths)
+        if longest < 0:
+            return False, []
+        source = lengths.index(longest)
+        lines = self._collective.broadcast(mine or [], what, source)
+        if self._is_writing and mine is None:
+            with self._writing("its first files"):
+                self._begin()
+        num_here = len(mine or []) if self._is_writing else longest
+        fewest = min(self._collective.gather(num_here, what))
+        for number, line in enumerate(lines[fewest:], fewest):
+            for shard in line.shards:
+                self._copy(shard, source, is_missing=number >= num_here)
+            if number >= num_here:
+                with self._writing(MANIFEST):
+                    append_finished(self.folder, line)
+        return True, lines
+
+    def _copy(self, shard: Shard, source: int, is_missing: bool) -> None:
+        """Send a shard from rank `source` to the ranks in whose folders it `is_missing`."""
+        path = self.folder / shard.name
+        with self._writing(path.name), ExitStack() as stack:
+            read = stack.enter_context(path.open("rb")) if self._collective.rank == source else None
+            written = stack.enter_context(stack.enter_context(replacing(path)).open("wb")) if is_missing else None
+            for _ in range(0, shard.nbytes, _PIECE):
+                piece = b"" if read is None else read.read(_PIECE)
+                piece = self._collective.broadcast(piece, f"copying {path.name} from rank {source}", source)
+                if written is not None:
+                    written.write(piece)
 
     @property
     def finished(self) -> tuple[SubgraphRecord, ...]:
@@ -214,14 +250,27 @@ class CheckpointWriter:
     def close(self, tokenizer: SavesPretrained | None = None) -> None:
         """Write what no subgraph holds, shard by shard; then the index, the tokenizer and, last, config.json."""
         if self._is_writing:
-            self._finish(tokenizer)
-        self._collective.broadcast(None, "writing what no subgraph holds")
+            for part in range(len(self._lines), len(self._parts)):
+                with self._store.onload((), list(chain(*self._parts[part]))):
+                    shards = tuple(self._written(part, piece) for piece in range(len(self._parts[part])))
+                self._append(Finished(None, shards))
+        what = "writing what no subgraph holds"
+        self._collective.gather(None, what)
+        names = self._write_beside(tokenizer) if self._collective.rank == 0 else []  # transformers does so on rank 0
+        if self.shared.num_copies > 1:
+            files = self._collective.broadcast({name: (self.folder / name).read_bytes() for name in names}, what)
+            with self._writing("index and configuration"):
+                for name, content in files.items() if self._is_writing else ():
+                    (self.folder / name).parent.mkdir(exist_ok=True)
+                    replace_file(self.folder / name, content)
+        if self._is_writing:
+            with self._writing(f"its state ({INCOMPLETE})"):
+                (self.folder / INCOMPLETE).unlink(missing_ok=True)
+                sync(self.folder)
+        self._collective.gather(None, what)
 
-    def _finish(self, tokenizer: SavesPretrained | None) -> None:
-        for part in range(len(self._lines), len(self._parts)):
-            with self._store.onload((), list(chain(*self._parts[part]))):
-                shards = tuple(self._written(part, piece) for piece in range(len(self._parts[part])))
-            self._append(Finished(None, shards))
+    def _write_beside(self, tokenizer: SavesPretrained | None) -> list[str]:
+        """The files beside the weights, config.json last; returns their names."""
         shards = tuple(shard for line in self._lines for shard in line.shards)
         weight_map = {key: shard.name for shard in shards for key in shard.keys}
         total = sum(shard.nbytes for shard in shards)
@@ -230,13 +279,12 @@ class CheckpointWriter:
             _write_json(self.folder / INDEX, index)
             others = [] if tokenizer is None else copied(tokenizer.save_pretrained, self.folder)
             config, beside = config_files(self._root, self.folder)
-            marker = {"recipe": self._resolved.recipe.to_dict(), FILES: sorted({*others, *beside})}
-            _write_json(self.folder / MARKER, marker)
+            others = sorted({*others, *beside})
+            _write_json(self.folder / MARKER, {"recipe": self._resolved.recipe.to_dict(), FILES: others})
             names = checkpoint_names(self._root)
             config["quantization_config"] = quantization_config(self._resolved, self._root, names)
             _write_json(self.folder / "config.json", config)
-            (self.folder / INCOMPLETE).unlink(missing_ok=True)
-            sync(self.folder)
+        return [INDEX, *others, MARKER, "config.json"]
 
     def _check_room(self) -> None:
         """Refuse to begin what cannot be finished."""
@@ -264,8 +312,8 @@ class CheckpointWriter:
         start_manifest(self.folder, self._fingerprints, self._expert_parts)
 
     def _owner(self, part: int, piece: int) -> int:
-        """The rank that packs and writes a shard."""
-        return (part + piece) % self._collective.size
+        """The rank that packs and writes a shard, of those that share this one's folder."""
+        return self.shared.ranks[(part + piece) % len(self.shared.ranks)]
 
     def _written(self, part: int, piece: int) -> Shard:
         """Write a shard."""
@@ -323,28 +371,6 @@ class CheckpointWriter:
                     f"that its checkpoints have: {type(error).__name__}: {error}. Add their modules to `ignore`."
                 ) from error
         return dict(sorted(state.items()))
-
-
-def _check_shared(folder: Path, collective: Collective) -> None:
-    """All ranks read what rank 0 writes."""
-    if collective.size == 1:
-        return
-    collective.gather(None, f"looking for {folder}")  # all have looked at what was there before
-    probe = ""
-    if collective.rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = f".{uuid4().hex}.partial"
-        (folder / probe).touch()
-    probe = collective.broadcast(probe, f"looking for {folder}")
-    seen = collective.gather((folder / probe).is_file(), f"looking for {folder}")
-    if collective.rank == 0:
-        (folder / probe).unlink()
-    if not all(seen):
-        blind = ", ".join(str(rank) for rank, sees in enumerate(seen) if not sees)
-        raise OutputDirectoryError(
-            f"{folder.absolute()} on rank 0 is not what ranks {blind} find there. Give an output_dir on a file system "
-            "that all nodes share."
-        )
 
 
 def _stored_key(root: nn.Module, key: str) -> str:

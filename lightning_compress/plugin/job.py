@@ -232,7 +232,7 @@ def _run(
     records: list[SubgraphRecord] = []
     stop: bool | None = False
     try:
-        keep_in = output_dir / FOLDER if output_dir is not None and job.settings.keep_activations else None
+        keep_in = writer.shared.child(FOLDER) if writer is not None and job.settings.keep_activations else None
         for record in calibrate(job.run, writer or Unwritten(), keep_in):
             records.append(record)
             stop = yield record
@@ -252,9 +252,10 @@ def _run(
     if (factor := more_samples(report.coverage)) is not None:
         warnings.warn(advice(factor), ExpertCoverageWarning, stacklevel=2)
     _warn_of_unreached(report.modules)
-    if output_dir is not None and not partial and job.run.collective.rank == 0:
-        _save(report, output_dir)
-    return job.run.collective.broadcast(report, "verifying the checkpoint")
+    report = job.run.collective.broadcast(report, "verifying the checkpoint")
+    if writer is not None and not partial and writer.shared.is_first:
+        _save(report, writer.folder)
+    return report
 
 
 def _warn_of_unreached(modules: Sequence[ModuleRecord]) -> None:
@@ -309,6 +310,7 @@ def _report(
         is_partial=len(records) < len(job.run.flow.subgraphs),
         num_resumed=num_resumed,
         num_ranks=job.run.collective.size,
+        num_copies=1 if writer is None else writer.shared.num_copies,
         extra={},
         memory=finished_use(job.memory, job.run.flow.device, max((each.peak_bytes for each in records), default=0)),
     )

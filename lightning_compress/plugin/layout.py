@@ -78,7 +78,8 @@ def in_parts(
         if settings.schedule is Schedule.BASIC and (given or 1) > 1:
             raise CompressionError(f"expert_parts={given}: schedule basic has one subgraph, so there are no parts.")
         return lay_out(1)
-    begun = collective.broadcast(_begun(settings), "looking for an unfinished run")
+    of_ranks = collective.gather(_begun(settings), "looking for an unfinished run")
+    begun = next((number for number in of_ranks if number is not None), None)
     if given is not None or begun is not None:
         number = min(given or begun or 1, most)
         if begun not in (None, number):

@@ -139,8 +139,8 @@ def _facts(report: Mapping[str, Any]) -> str:
         facts.append(
             ("state", "<span class=bad>partial: not every subgraph was quantized, no checkpoint was written</span>")
         )
-    if report["output_dir"]:
-        facts.append(("checkpoint", _text(report["output_dir"])))
+    if report["place"]:
+        facts.append(("checkpoint", _text(report["place"])))
     return "<dl>" + "".join(f"<dt>{name}</dt><dd>{value}</dd>" for name, value in facts) + "</dl>"
 
 

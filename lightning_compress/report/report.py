@@ -38,6 +38,7 @@ class Report:
         num_resumed: subgraphs that an interrupted run had finished before.
         is_partial: not all subgraphs were quantized (`fast_dev_run`, or the Trainer was told to stop).
         num_ranks: processes that shared the work.
+        num_copies: how many nodes have a whole checkpoint in an `output_dir` of their own; 1: all share one.
         plan: that the run followed, if any.
         memory: budgets, what was foreseen and what was taken; None where there are no budgets.
         extra: figures that the caller adds, e.g. perplexities.
@@ -62,6 +63,7 @@ class Report:
     num_resumed: int
     extra: dict[str, float]
     num_ranks: int = 1
+    num_copies: int = 1
     memory: MemoryUse | None = None
     plan: Plan | None = None
 
@@ -80,10 +82,19 @@ class Report:
         """Of all ranks."""
         return self.device if self.num_ranks == 1 else f"{self.num_ranks} x {self.device}"
 
+    @property
+    def place(self) -> str | None:
+        """Where the checkpoint is."""
+        return (
+            f"{self.output_dir} (all of it on each of {self.num_copies} nodes)"
+            if self.num_copies > 1
+            else self.output_dir
+        )
+
     def to_dict(self) -> dict[str, object]:
         """Plain containers and scalars only."""
         passed = None if self.verification is None else self.verification.passed
-        more = {"verified": passed, "num_modules": len(self.modules), "devices": self.devices}
+        more = {"verified": passed, "num_modules": len(self.modules), "devices": self.devices, "place": self.place}
         return {**asdict(self), **more, "comparison": [asdict(row) for row in self.comparison]}
 
     @property
@@ -160,7 +171,7 @@ class Report:
             where = "nothing was written" if self.output_dir is None else f"the same run continues in {self.output_dir}"
             lines.append(f"PARTIAL: not every subgraph was quantized; {where}")
         elif self.output_dir is not None:
-            lines.append(f"checkpoint: {self.output_dir}")
+            lines.append(f"checkpoint: {self.place}")
         return "\n".join(lines)
 
     def added_lines(self) -> list[str]:

@@ -48,6 +48,7 @@ CASES: dict[str, Any] = {
         {},
     ),
     "budget": lambda: (tiny_llama(2), token_batches(2), recipe(4), {"memory": MemoryConfig(host_budget="64GiB")}),
+    "own disks": lambda: (tiny_llama(3), token_batches(7), recipe(4), {"keep_activations": True}),
     "kept": lambda: (tiny_llama(3), token_batches(7), recipe(4), {"keep_activations": True}),
     "gptaq": lambda: (tiny_llama(2), token_batches(9), recipe(3, correct="gptaq"), {}),
     "kept corrected": lambda: (*CASES["corrected"]()[:3], {"keep_activations": True}),
@@ -81,7 +82,8 @@ def run(name: str, stop_after: int, folder: Path) -> dict[str, Any]:
         dist.barrier()
         if dist.get_rank():  # transformers saves on rank 0 only
             shutil.copytree(folder / "weights-0", weights, dirs_exist_ok=True)
-    settings = Settings(load_recipe(given), folder / name, **options)
+    place = folder / f"disk-{dist.get_rank() // 2}" if name == "own disks" else folder
+    settings = Settings(load_recipe(given), place / name, **options)
     timeout = timedelta(seconds=5 if name == "stuck" else 100)
     with closing_all(ProcessGroup(timeout)) as collective:
         return run_among(collective, name, stop_after, model, batches, settings)

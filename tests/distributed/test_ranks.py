@@ -1,7 +1,9 @@
 """Real processes: the same files and the same model, whatever the number of ranks."""
 
+import shutil
 import signal
 import time
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,11 @@ import pytest
 import torch
 from helpers import contents
 from processes import Script
+
+from lightning_compress.calibration.resume import MANIFEST
+from lightning_compress.distributed.collective import SingleProcess
+from lightning_compress.distributed.folder import shared_folder
+from lightning_compress.errors import OutputDirectoryError
 
 SCRIPT = Path(__file__).with_name("one_rank.py")
 SAME = {
@@ -81,6 +88,52 @@ def test_continued_on_another_number_of_ranks(tmp_path: Path) -> None:
             assert kept == ({f"{upto - 1:05d}": num_batches} if num_batches and upto else {})
         assert contents(tmp_path / "parts" / case) == contents(tmp_path / "whole" / whole)
         assert [rank["report"].num_resumed for rank in found(tmp_path / "parts", case, 2)] == [first + 1] * 2
+
+
+def test_nodes_with_disks_of_their_own(tmp_path: Path) -> None:
+    """Of two ranks each: both get all files, also on a disk that is new or behind when the run goes on. Seen to fail:
+    with the activations of all batches expected on every disk; without what is copied to the new one."""
+    run_ranks(1, tmp_path / "whole", "staged")
+    here, there = (tmp_path / "parts" / f"disk-{node}" / "own disks" for node in (0, 1))
+    run_ranks(4, tmp_path / "parts", "own disks:2")
+    kept = [{path.name for path in folder.glob("activations/*/*")} for folder in (here, there)]
+    assert sorted(chain(*kept)) == [f"{number:06d}.pt" for number in range(7)]
+    assert all(kept)
+    run_ranks(2, tmp_path / "parts", "own disks:3")  # the second node is not there
+    lines = [(folder / MANIFEST).read_text().splitlines() for folder in (here, there)]
+    assert lines[0][:3] == lines[1]
+    assert len(lines[0]) == 4
+    run_ranks(4, tmp_path / "parts", "own disks:4")
+    shutil.rmtree(here)
+    run_ranks(3, tmp_path / "parts", "own disks")
+    expected = contents(tmp_path / "whole" / "staged")
+    assert contents(here) == expected
+    assert contents(there) == expected
+    assert [rank["report"].num_resumed for rank in found(tmp_path / "parts", "own disks", 3)] == [4] * 3
+    assert all((folder / "report.json").is_file() for folder in (here, there))
+    assert (
+        f"checkpoint: {here} (all of it on each of 2 nodes)"
+        in found(tmp_path / "parts", "own disks", 3)[0]["report"].summary()
+    )
+
+
+def test_a_folder_that_some_share(tmp_path: Path) -> None:
+    """A rank that sees what others write, and they not what it writes."""
+
+    class Some(SingleProcess):
+        size = 3
+
+        def __init__(self, rank: int) -> None:
+            self.rank = rank
+
+        def gather(self, value: Any, what: str) -> list[Any]:
+            if isinstance(value, tuple):
+                return [(0, 1), (0, 1), (0, 1, 2)]
+            return [value] * 3
+
+    with pytest.raises(OutputDirectoryError, match="neither one folder for all ranks nor one on each node: rank 2"):
+        shared_folder(tmp_path / "out", Some(0))
+    assert not list((tmp_path / "out").iterdir())
 
 
 def test_other_data_on_another_rank_is_refused(tmp_path: Path) -> None:

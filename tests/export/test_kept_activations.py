@@ -14,6 +14,7 @@ from test_resume import CASES, stopped, with_weights
 from lightning_compress.calibration import boundary, loop
 from lightning_compress.calibration.flow import run_step
 from lightning_compress.calibration.resume import MANIFEST
+from lightning_compress.distributed.folder import SharedFolder
 from lightning_compress.errors import OutputDirectoryError
 from lightning_compress.memory.placement import MemoryConfig
 from lightning_compress.plugin.job import run_job
@@ -67,7 +68,7 @@ def test_nothing_is_kept_behind_the_last_subgraph(tmp_path: Path, monkeypatch: p
     """It would serve nobody. Seen to fail: with all of them kept."""
     kept: list[int] = []
 
-    def save(folder: Path, index: int, *rest: Any) -> None:
+    def save(folder: SharedFolder, index: int, *rest: Any) -> None:
         kept.append(index)
         boundary.save_boundary(folder, index, *rest)
 

@@ -18,6 +18,7 @@ from lightning_compress.calibration.resume import MANIFEST
 SCRIPT = str(Path(__file__).parents[1] / "plugin" / "trainer_of_ranks.py")
 TIMEOUT = 25
 LAYERS = "--num-layers=10"
+BIND = 'mount --bind "$0" "$1" && shift && exec "$@"'
 
 
 def ip(*arguments: str) -> None:
@@ -57,8 +58,8 @@ def _remove(names: tuple[str, str]) -> None:
         subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
 
 
-def start(nodes: tuple[str, str], folder: Path) -> list[subprocess.Popen[str]]:
-    """torchrun on each node."""
+def start(nodes: tuple[str, str], folder: Path, disks: tuple[Path, Path] | None = None) -> list[subprocess.Popen[str]]:
+    """torchrun on each node, where `folder` is one for both, or another one of `disks` on each."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth", "TP_SOCKET_IFNAME": "eth"}
     launcher = (sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", "--rdzv-id=7")
     meeting = ("--rdzv-backend=c10d", "--rdzv-endpoint=10.77.0.1:29400", "--local-addr")
@@ -66,7 +67,9 @@ def start(nodes: tuple[str, str], folder: Path) -> list[subprocess.Popen[str]]:
     return [
         subprocess.Popen(
             [
-                *("ip", "netns", "exec", node, *launcher, *meeting, f"10.77.0.{number}"),
+                *("ip", "netns", "exec", node),  # with mounts of its own
+                *(("sh", "-c", BIND, str(disks[number - 1]), str(folder)) if disks else ()),
+                *(*launcher, *meeting, f"10.77.0.{number}"),
                 f"--rdzv-conf=is_host={number == 1}",  # the nodes' host names are one, so it cannot tell by itself
                 *script,
             ],
@@ -86,13 +89,18 @@ def alone(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_two_nodes_and_a_cut_cable(nodes: tuple[str, str], tmp_path: Path) -> None:
-    """The files are those of one process; a node that is cut off ends the run within the timeout, and it goes on."""
+    """The files are those of one process, also on the nodes' own disks; a node that is cut off ends the run within the
+    timeout, and it goes on."""
     alone(tmp_path / "alone")
-    processes = start(nodes, tmp_path / "together")
+    disks = (tmp_path / "disk a", tmp_path / "disk b")
+    for folder in (*disks, tmp_path / "together"):
+        folder.mkdir()
+    processes = start(nodes, tmp_path / "together", disks)
     said = [process.communicate(timeout=200)[0] for process in processes]
     assert all(process.returncode == 0 for process in processes), said
     assert all(f"rank {rank} of 4" in said[rank // 2] for rank in range(4))
-    assert contents(tmp_path / "together") == contents(tmp_path / "alone")
+    assert not list((tmp_path / "together").iterdir())
+    assert all(contents(disk) == contents(tmp_path / "alone") for disk in disks)
 
     processes = start(nodes, tmp_path / "cut")
     manifest = tmp_path / "cut" / MANIFEST
