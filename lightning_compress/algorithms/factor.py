@@ -1,12 +1,10 @@
 """Cholesky factors of Grams: damped, in GPTQ's order of channels, and the same at any number of threads."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor
 
 from lightning_compress.algorithms.base import Factor
+from lightning_compress.algorithms.threads import one_thread
 from lightning_compress.errors import NonFiniteError, SolveError
 
 PANEL = 128
@@ -80,7 +78,7 @@ def cholesky(matrix: Tensor, added: float) -> Tensor | None:
     for start in range(0, size, PANEL):
         end = min(start + PANEL, size)
         lower[start:, start:end].addmm_(lower[start:, :start], lower[start:end, :start].t(), alpha=-1)
-        with _one_thread():
+        with one_thread():
             corner, info = torch.linalg.cholesky_ex(lower[start:end, start:end])
             if int(info) != 0 or not bool(torch.isfinite(corner).all()):
                 return None
@@ -89,13 +87,3 @@ def cholesky(matrix: Tensor, added: float) -> Tensor | None:
         lower[end:, start:end] = lower[end:, start:end] @ inverse.t()
         lower[start:end, end:] = 0
     return lower
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

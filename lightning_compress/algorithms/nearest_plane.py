@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_compress.algorithms import gptq_triton
 from lightning_compress.algorithms.base import Factor
 from lightning_compress.algorithms.scales import Grid, Scales
+from lightning_compress.algorithms.threads import one_thread
 
 ALIGNMENT = 32
 """Of the tiles' heights, in rows: a vector's last elements are computed by other instructions."""
@@ -70,7 +71,8 @@ def _walk(
         if gptq_triton.usable(places):
             gptq_triton.quantize_block(t, w, within[0], *block)
         else:
-            quantize_block(t, w, within, *block, heights)
+            with one_thread():  # sharing out a channel's rows takes longer than computing them
+                quantize_block(t, w, within, *block, heights)
         codes[start:end].copy_(q)
         t.sub_(w).add_(d).square_()
         for place, (height, factor) in enumerate(zip(heights, factors, strict=True)):
