@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_compress.graph.compat import pytree
 from lightning_compress.graph.shadow import Key
+from lightning_compress.memory.buffers import outside_heap
 from lightning_compress.memory.scratch import ScratchFile, Stored
 from lightning_compress.memory.transfer import Lane, Sent
 
@@ -201,7 +202,9 @@ class ActivationCache:
         self._on_host += nbytes
         self._of_budget += nbytes if may_move else 0
         self._count_fetched(storage)
-        return _Held(self._lane.fetch(storage), nbytes, counts=may_move)
+        fetched = self._lane.fetch(storage)
+        place = outside_heap(fetched) if spill and fetched is storage else fetched
+        return _Held(place, nbytes, counts=may_move)
 
     def _count_fetched(self, storage: Tensor) -> None:
         self.moved["to_host"] += storage.numel() if storage.device.type != "cpu" else 0
