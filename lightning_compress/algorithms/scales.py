@@ -115,8 +115,8 @@ def minmax_scales(weight: Tensor, grid: Grid) -> Scales:
 def _ranges(weight: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     """The lowest and highest weight of every group, or 0 if that is beyond it, float32 [R, G]."""
     groups = weight.reshape(1, -1) if grid.per_tensor else weight.reshape(weight.shape[0], -1, grid.group_size)
-    low, high = groups.aminmax(dim=-1)
-    low, high = low.float().clamp_(max=0), high.float().clamp_(min=0)
+    low = groups.amin(-1).float().clamp_(max=0)  # `aminmax` along a dimension takes six times as long as both
+    high = groups.amax(-1).float().clamp_(min=0)
     if grid.per_tensor:
         low, high = low.expand(weight.shape[0])[:, None], high.expand(weight.shape[0])[:, None]
     return low, high
