@@ -139,7 +139,7 @@ def test_a_folder_that_some_share(tmp_path: Path) -> None:
 def test_other_data_on_another_rank_is_refused(tmp_path: Path) -> None:
     for process in start(2, tmp_path, "other data"):
         end = process.wait(100)
-        assert "The calibration batches (is there a DistributedSampler" in end.stderr
+        assert "The batches (is there a DistributedSampler" in end.stderr
         assert end.returncode != 0
     assert not (tmp_path / "other data").exists()
 
