@@ -6,7 +6,8 @@ told not to. Alternative not taken: `TQDM_DISABLE`, which is read when tqdm is i
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partialmethod
+from functools import wraps
+from typing import Any
 
 from tqdm import tqdm
 
@@ -18,7 +19,12 @@ def bars_of_first(rank: int) -> Iterator[None]:
         yield
         return
     drawing = tqdm.__init__
-    tqdm.__init__ = partialmethod(drawing, disable=True)
+
+    @wraps(drawing)
+    def undrawn(bar: tqdm, *args: Any, **options: Any) -> None:
+        drawing(bar, *args, **{**options, "disable": True})
+
+    tqdm.__init__ = undrawn
     try:
         yield
     finally:
