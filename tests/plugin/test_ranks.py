@@ -205,7 +205,7 @@ def test_where_the_port_is_taken_nobody_stays(monkeypatch: pytest.MonkeyPatch) -
     """Rank 0 ends those that it has started, who would wait for it."""
     trainer = pl.Trainer(accelerator="cpu", devices=2, strategy="sequential_onload", logger=False)
     launcher = trainer.strategy.launcher
-    with socket.socket() as taken, subprocess.Popen(["sleep", "600"]) as started:
+    with socket.socket() as taken, subprocess.Popen(["sleep", "20"]) as started:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
