@@ -65,13 +65,15 @@ def fill(
 
 
 def shares_factor(num_channels: int, size: int) -> bool:
-    """Whether `size` ranks factorize a Gram [I, I] sooner together. At 60 GFLOP/s, I / 128 exchanges of 100 us in each
-    of 2 (size - 1) steps then take a quarter of what one rank's work takes, or less.
+    """Whether `size` ranks factorize a Gram [I, I] sooner together, by `benchmarks/serial_part.py`.
 
-    >>> shares_factor(2048, 4), shares_factor(2048, 8), shares_factor(8192, 64)
-    (True, False, True)
+    Few channels are not worth what is exchanged. With many ranks it is the latency: at 60 GFLOP/s, I / 128 exchanges of
+    2 (size - 1) steps of 100 us each take a quarter of what one rank's work takes at most.
+
+    >>> shares_factor(2048, 2), shares_factor(4096, 8), shares_factor(4096, 64), shares_factor(11008, 64)
+    (False, True, False, True)
     """
-    return num_channels**2 > (size - 1) * 2**20
+    return num_channels >= 3072 and num_channels**2 > (size - 1) * 2**20
 
 
 def keeps_whole(costs: Sequence[tuple[float, float]], size: int) -> bool:
