@@ -193,13 +193,19 @@ class ProcessGroup:
 
 def is_first_to_say(text: str) -> bool:
     """Whether no other rank has said the same before; so also where ranks cannot ask one another, or have not met."""
+    if not dist.is_initialized():
+        return True
     counts: list[int] = []
 
-    def count() -> None:
-        key = hashlib.sha256(text.encode()).hexdigest()
-        counts.append(message_board("lightning_compress/said").add(key, 1))
+    def ask() -> None:
+        board = message_board(f"lightning_compress/said/{hashlib.sha256(text.encode()).hexdigest()}")
+        counts.append(board.add("count", 1))
+        board.set(str(dist.get_rank()), "")
+        # rank 0's process holds the board, and may end after this
+        board.wait([str(rank) for rank in range(dist.get_world_size())], timedelta(seconds=_ROLL_CALL_S / 2))
 
-    return not dist.is_initialized() or not _within(_ROLL_CALL_S, count) or counts == [1]
+    _within(_ROLL_CALL_S, ask)
+    return not counts or counts[0] == 1
 
 
 def _within(seconds: float, task: Callable[[], object]) -> bool:

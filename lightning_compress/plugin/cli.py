@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from traceback import format_exception_only
 from typing import Any, TypeVar, cast
 
 import hydra
@@ -284,7 +285,12 @@ def _reporting_errors(run: Callable[[], Result]) -> Result:
         logging.getLogger(__name__).debug("failed", exc_info=True)
         notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
         text = f"lightning-compress: {error}{notes}"
-        sys.exit(text if is_first_to_say(text) else 1)
+        is_own = isinstance(error, CommunicationError)  # each rank's says what it was doing
+        sys.exit(text if is_own or is_first_to_say(text) else 1)
+    except Exception as error:
+        if is_first_to_say("".join(format_exception_only(error))):
+            raise
+        sys.exit(1)
 
 
 _COMMANDS: dict[str, Callable[[DictConfig], None]] = {

@@ -165,7 +165,9 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
     for rank in (0, 2):
         said = processes[rank].wait(90).stderr
         assert "ends all" in said
+        assert "could not go on with the first batch at model_layers_0_input_layernorm" in said
         assert "Nothing is heard from ranks 1." in said
+        assert "some of model.layers.0, where it failed" in said
     processes[1].kill()
     assert processes[1].wait().returncode == -signal.SIGKILL
 
