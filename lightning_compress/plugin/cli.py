@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from traceback import format_exception_only
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import hydra
 import lightning.pytorch as pl
@@ -278,19 +278,28 @@ def _reporting_errors(run: Callable[[], Result]) -> Result:
     try:
         return run()
     except MissingMandatoryValue as error:
-        sys.exit(f"lightning-compress: {error.full_key} has to be given, as {error.full_key}=...")
+        _end(f"lightning-compress: {error.full_key} has to be given, as {error.full_key}=...")
     except SIGTERMException:  # exits with 0 otherwise, as if all had been done
         sys.exit(128 + signal.SIGTERM)
-    except (CompressionError, FileNotFoundError, CommunicationError) as error:
-        logging.getLogger(__name__).debug("failed", exc_info=True)
-        notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
-        text = f"lightning-compress: {error}{notes}"
-        is_own = isinstance(error, CommunicationError)  # each rank's says what it was doing
-        sys.exit(text if is_own or is_first_to_say(text) else 1)
+    except CommunicationError as error:  # each rank's says what it was doing
+        sys.exit(_told(error))
+    except (CompressionError, FileNotFoundError) as error:
+        _end(_told(error))
     except Exception as error:
         if is_first_to_say("".join(format_exception_only(error))):
             raise
         sys.exit(1)
+
+
+def _told(error: Exception) -> str:
+    logging.getLogger(__name__).debug("failed", exc_info=True)
+    notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
+    return f"lightning-compress: {error}{notes}"
+
+
+def _end(text: str) -> NoReturn:
+    """An error that all ranks have is printed by one."""
+    sys.exit(text if is_first_to_say(text) else 1)
 
 
 _COMMANDS: dict[str, Callable[[DictConfig], None]] = {
