@@ -77,9 +77,9 @@ def _reordered(gram: Tensor, order: Tensor) -> Tensor:
 def cholesky(matrix: Tensor, added: float, by_rows: ByRows = here) -> Tensor | None:
     """The lower Cholesky factor of `matrix` [I, I] + added * identity, in its place; None if not positive definite.
 
-    On a CPU in panels, because LAPACK's last bits depend on the number of threads: corners are factorized by one thread,
-    and products do the rest. Theirs were the same at 1 to 4 threads wherever 128 divides I (at I = 1000, at 1 to 3
-    only). It is also faster than LAPACK, and no less accurate.
+    On a CPU in panels, because LAPACK's last bits depend on the number of threads: corners are factorized by one
+    thread, and products do the rest. Theirs were the same at 1 to 4 threads wherever 128 divides I (at I = 1000, at 1
+    to 3 only). It is also faster than LAPACK, and no less accurate.
     """
     matrix.diagonal().add_(added)
     if matrix.device.type != "cpu":
