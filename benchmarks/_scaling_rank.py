@@ -24,9 +24,11 @@ from transformers import LlamaForCausalLM
 
 from lightning_compress.algorithms.base import Part, Solved
 from lightning_compress.algorithms.gptq import Gptq
-from lightning_compress.calibration import loop
+from lightning_compress.algorithms.rows import here
+from lightning_compress.calibration import loop, solve
 from lightning_compress.calibration.batches import collect
 from lightning_compress.distributed.collective import Collective, ProcessGroup, SingleProcess
+from lightning_compress.distributed.share import fill, shares_factor
 from lightning_compress.export.writer import CheckpointWriter
 from lightning_compress.plugin.job import prepare_job, run_job
 from lightning_compress.plugin.settings import Settings
@@ -79,7 +81,8 @@ class Measured:
         self.rank, self.size, self.close = inner.rank, inner.size, inner.close
 
     def reduce(self, tensor: Tensor, reduction: Reduction, what: str) -> None:
-        self._phases.timed("reduce", self._inner.reduce)(tensor, reduction, what)
+        phase = "gather" if what.startswith("the factor") else "reduce"
+        self._phases.timed(phase, self._inner.reduce)(tensor, reduction, what)
         self._phases.events[-1][-1] = tensor.nbytes
 
     def broadcast(self, value: Any, what: str, source: int = 0) -> Any:
@@ -100,6 +103,20 @@ def _counted(phases: Phases, solve_parts: Callable[..., list[Solved]]) -> Callab
         solved: list[Solved] = phases.timed("solve", solve_parts)(algorithm, parts)
         phases.events[-1][-1] = len(parts)
         return solved
+
+    return call
+
+
+def _panels(phases: Phases, by_rows: Callable[..., None]) -> Callable[..., None]:
+    """A `ByRows` whose work is a phase of its own where two ranks would share it: [channels, tiles, bytes]."""
+
+    def call(compute: Callable[[slice], Tensor], tiles: Sequence[slice], to: Tensor, **options: Any) -> None:
+        if not shares_factor(len(to), 2):
+            by_rows(compute, tiles, to, **options)
+            return
+        phases.timed("panels", by_rows)(compute, tiles, to, **options)
+        nbytes = to.element_size() * to.shape[1] * sum(tile.stop - tile.start for tile in tiles)
+        phases.events[-1][-1] = [len(to), len(tiles), nbytes]
 
     return call
 
@@ -134,6 +151,7 @@ def main() -> None:
     InputGram.update = phases.timed("statistics", InputGram.update)  # type: ignore[method-assign]
     Gptq.prepare = phases.timed("factor", Gptq.prepare)  # type: ignore[method-assign]
     Gptq.solve_parts = _counted(phases, Gptq.solve_parts)  # type: ignore[method-assign]
+    solve.here, solve.fill = _panels(phases, here), _panels(phases, fill)  # type: ignore[attr-defined]
     Report.save = phases.timed("write", Report.save)  # type: ignore[method-assign]
     for name in ("pack", "commit", "close"):
         setattr(CheckpointWriter, name, phases.timed("write", getattr(CheckpointWriter, name)))

@@ -27,12 +27,14 @@ from typing import Any
 
 from gptq_vs_llmcompressor import HERE, PEER, SPEED_SAMPLES, ensure_inputs, ensure_peer
 
+from lightning_compress.distributed.share import shares_factor
+
 BATCH_SIZE = 8
-SHARED = ("forward", "statistics", "solve")
-PHASES = ("trace", "forward", "statistics", "agree", "reduce", "factor", "solve", "gather", "write", "other")
+SHARED = ("forward", "statistics", "panels", "solve")
+PHASES = ("trace", "forward", "statistics", "agree", "reduce", "factor", "panels", "solve", "gather", "write", "other")
 NOT_CALIBRATION = ("trace", "write")
 
-Event = list[Any]  # [phase, seconds, bytes exchanged or tiles solved]
+Event = list[Any]  # [phase, seconds, bytes exchanged or tiles solved; of panels channels, tiles and bytes]
 
 
 @dataclass(frozen=True)
@@ -86,8 +88,13 @@ def simulate(events: list[Event], size: int, link: Link, num_batches: int) -> di
             updates.clear()
         elif phase == "solve":
             seconds["solve"] += taken / amount * -(-amount // size)  # tiles of about one height
-        elif size > 1 and phase == "reduce":  # a ring
-            seconds[phase] += 2 * (size - 1) / size * amount / link.rate + 2 * (size - 1) * link.latency
+        elif phase == "panels":
+            channels, tiles, nbytes = amount
+            together = size > 1 and tiles > 0 and shares_factor(channels, size)
+            seconds[phase] += taken / tiles * -(-tiles // size) if together else taken
+            seconds["gather"] += ring_s(nbytes, size, link) if together else 0
+        elif size > 1 and phase == "reduce":
+            seconds[phase] += ring_s(amount, size, link)
         elif size > 1 and phase == "gather":  # of each rank's part in turn, along a tree
             seconds[phase] += (size - 1).bit_length() * (amount / link.rate + size * link.latency)
         elif size > 1 and phase == "agree":
@@ -95,6 +102,11 @@ def simulate(events: list[Event], size: int, link: Link, num_batches: int) -> di
         else:
             seconds[phase] += taken
     return seconds
+
+
+def ring_s(nbytes: int, size: int, link: Link) -> float:
+    """Of a sum over the ranks."""
+    return 2 * (size - 1) / size * nbytes / link.rate + 2 * (size - 1) * link.latency
 
 
 def _updates_per_step(events: list[Event]) -> list[int]:

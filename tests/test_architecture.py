@@ -105,7 +105,8 @@ def test_foreign_imports_stay_where_they_belong(path: Path) -> None:
 
 THROUGH = {
     "numpy": "torchmetrics", "sympy": "torch", "yaml": "omegaconf", "pydantic": "compressed-tensors",
-    "huggingface_hub": "transformers", "lightning_utilities": "lightning", "PIL": "pillow", "hydra": "hydra-core",
+    "huggingface_hub": "transformers", "tqdm": "transformers", "lightning_utilities": "lightning", "PIL": "pillow",
+    "hydra": "hydra-core",
 }  # fmt: skip
 OPTIONAL = {"matplotlib", "soundfile", "triton"}
 """Packages that others bring or that have another name; and those that are asked for where they are needed."""

@@ -21,6 +21,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
+from lightning_compress.algorithms.rows import ByRows, here
 from lightning_compress.algorithms.scales import Grid, Scales, choose_scales, num_groups
 from lightning_compress.algorithms.target import Correction
 from lightning_compress.errors import NonFiniteError, SolveError
@@ -193,8 +194,9 @@ class Algorithm(ABC):
         args: QuantizationArgs,
         scale_dtype: torch.dtype,
         row_splits: Sequence[int],
+        by_rows: ByRows,
     ) -> Prepared:
-        """The serial part. The arguments and errors are those of `solve`."""
+        """The serial part. The arguments and errors are those of `solve`; `by_rows` fills what can be shared of it."""
 
     @abstractmethod
     def solve_parts(self, parts: Sequence[Part]) -> list[Solved]:
@@ -257,7 +259,7 @@ class Algorithm(ABC):
             NonFiniteError: NaN or Inf in the weight or the Gram.
         """
         splits = [weight.shape[0]] if row_splits is None else row_splits
-        prepared = self.prepare(weight, statistics, args, scale_dtype, splits)
+        prepared = self.prepare(weight, statistics, args, scale_dtype, splits, here)
         parts = [Part(weight, rows, prepared) for rows in row_tiles(weight.shape[0])]
         return join(self.solve_parts(parts))
 

@@ -1,18 +1,28 @@
-"""Cholesky factors of Grams: damped, in GPTQ's order of channels, and the same at any number of threads."""
+"""Cholesky factors of Grams: damped, in GPTQ's order of channels, and the same at any number of threads.
+
+On a CPU the factor is made panel by panel, and what is below a panel's corner tile by tile, which ranks may share out:
+a tile has the same shape, and so the same last bits, wherever it is made. What each of them does itself are the
+corners, 3 PANEL / I of the work. Alternative not taken: to share out columns of a triangular inverse; there is none.
+"""
+
+from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from lightning_compress.algorithms.base import Factor
+from lightning_compress.algorithms.rows import ByRows, here
 from lightning_compress.algorithms.threads import one_thread
 from lightning_compress.errors import NonFiniteError, SolveError
 
 PANEL = 128
+_TILE = 256  # rows; products of fewer are slower
 MAX_DAMPING = 1.0
 _LEAST_RAISED_DAMPING = 0.001
 
 
-def factorize(gram: Tensor, damping: float, activation_order: bool = True) -> Factor:
+def factorize(gram: Tensor, damping: float, activation_order: bool = True, by_rows: ByRows = here) -> Factor:
     """Damp, order and factorize a Gram [I, I]; if that fails, with ten times the damping, up to its mean diagonal.
 
     Raises:
@@ -36,7 +46,7 @@ def factorize(gram: Tensor, damping: float, activation_order: bool = True) -> Fa
         first_to_last = diagonal.argsort(descending=True, stable=True)
     order = first_to_last.flip(0)
     tried = damping
-    while (lower := cholesky(_reordered(gram, order), tried * mean)) is None:
+    while (lower := cholesky(_reordered(gram, order), tried * mean, by_rows)) is None:
         if tried >= MAX_DAMPING:
             raise SolveError(
                 f"The Gram of {num_channels} input channels cannot be factorized even with damping {tried:g}: "
@@ -63,12 +73,12 @@ def _reordered(gram: Tensor, order: Tensor) -> Tensor:
     return result
 
 
-def cholesky(matrix: Tensor, added: float) -> Tensor | None:
+def cholesky(matrix: Tensor, added: float, by_rows: ByRows = here) -> Tensor | None:
     """The lower Cholesky factor of `matrix` [I, I] + added * identity, in its place; None if not positive definite.
 
-    On a CPU in panels, because LAPACK's last bits depend on the number of threads: panels are factorized by one thread,
-    and products do the rest. Theirs were the same at 1 to 4 threads wherever 128 divides I (at I = 1000, at 1 and 2
-    only). It is also faster than LAPACK, and no less accurate.
+    On a CPU in panels, because LAPACK's last bits depend on the number of threads: corners are factorized by one
+    thread, and products do the rest. Theirs were the same at 1 to 4 threads wherever 128 divides I (at I = 1000, at 1
+    to 3 only). It is also faster than LAPACK, and no less accurate.
     """
     matrix.diagonal().add_(added)
     if matrix.device.type != "cpu":
@@ -77,13 +87,30 @@ def cholesky(matrix: Tensor, added: float) -> Tensor | None:
     lower, size = matrix, len(matrix)
     for start in range(0, size, PANEL):
         end = min(start + PANEL, size)
-        lower[start:, start:end].addmm_(lower[start:, :start], lower[start:end, :start].t(), alpha=-1)
+        done = lower[start:end, :start].t()
+        lower[start:end, start:end].addmm_(lower[start:end, :start], done, alpha=-1)
         with one_thread():
             corner, info = torch.linalg.cholesky_ex(lower[start:end, start:end])
             if int(info) != 0 or not bool(torch.isfinite(corner).all()):
                 return None
             inverse = torch.linalg.solve_triangular(corner, torch.eye(end - start), upper=False)
+        below = partial(_below, lower, slice(start, end), done, inverse.t())
+        by_rows(below, _tiles(end, size), lower[:, start:end])
         lower[start:end, start:end] = corner
-        lower[end:, start:end] = lower[end:, start:end] @ inverse.t()
         lower[start:end, end:] = 0
     return lower
+
+
+def _below(lower: Tensor, panel: slice, done: Tensor, inverse: Tensor, rows: slice) -> Tensor:
+    """Rows of a panel below its corner, which has been inverted."""
+    return torch.addmm(lower[rows, panel], lower[rows, : panel.start], done, alpha=-1) @ inverse
+
+
+def _tiles(start: int, size: int) -> list[slice]:
+    """Rows from `start` on, cut at multiples of the tile.
+
+    >>> _tiles(384, 1000)
+    [slice(384, 512, None), slice(512, 768, None), slice(768, 1000, None)]
+    """
+    bounds = [start, *range((start // _TILE + 1) * _TILE, size, _TILE), size]
+    return [slice(*each) for each in pairwise(bounds)] if start < size else []

@@ -54,6 +54,7 @@ from lightning_compress.algorithms.factor import MAX_DAMPING, PANEL, factorize
 from lightning_compress.algorithms.gptaq import STRENGTH, pass_on, pass_on_bytes
 from lightning_compress.algorithms.nearest_plane import ALIGNMENT, nearest_plane
 from lightning_compress.algorithms.refit import ROUNDS, Candidate, best_rows, errors_held_out, refit_bytes, refitted
+from lightning_compress.algorithms.rows import ByRows
 from lightning_compress.algorithms.scales import (
     Scales,
     make_grid,
@@ -209,6 +210,7 @@ class Gptq(Algorithm):
         args: QuantizationArgs,
         scale_dtype: torch.dtype,
         row_splits: Sequence[int],
+        by_rows: ByRows,
     ) -> Prepared:
         check_weight(weight, args)
         grid = make_grid(args, weight.shape, scale_dtype, self.signed_scales)
@@ -221,7 +223,7 @@ class Gptq(Algorithm):
         gram = statistic.matrix()
         if gram.shape[0] != weight.shape[1]:
             raise SolveError(f"The weight {tuple(weight.shape)} does not fit a Gram of {gram.shape[0]} channels.")
-        factor = factorize(gram, self.damping, self.activation_order)
+        factor = factorize(gram, self.damping, self.activation_order, by_rows)
         notes = list(factor.notes)
         drift, correction = None if self.correct == "none" else drift_of(statistics), None
         if drift is not None:

@@ -26,6 +26,7 @@ from lightning_compress.algorithms.base import (
     input_gram,
     result_bytes,
 )
+from lightning_compress.algorithms.rows import ByRows
 from lightning_compress.algorithms.scales import (
     make_grid,
     num_groups,
@@ -79,6 +80,7 @@ class Rtn(Algorithm):
         args: QuantizationArgs,
         scale_dtype: torch.dtype,
         row_splits: Sequence[int],
+        by_rows: ByRows,
     ) -> Prepared:
         check_weight(weight, args)
         grid = make_grid(args, weight.shape, scale_dtype, self.signed_scales)

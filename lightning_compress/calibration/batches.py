@@ -67,6 +67,11 @@ def collect(batches: Iterable[Any], limit: int | None = None, keeps_masks: bool 
     return CalibrationSet(tuple(without), has_padding=has_padding)
 
 
+def num_elements(batch: Any) -> int:
+    """Of all its tensors: for batches of tokens, in proportion to their number."""
+    return sum(leaf.numel() for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))
+
+
 def _tensors_by_path(batch: Any) -> dict[str, Tensor]:
     tensors, structure = flatten_batch(batch)
     return dict(zip(structure.paths, tensors, strict=True))

@@ -36,15 +36,20 @@ class Evaluation:
 
 
 def prepare_evaluation(
-    target: Target, data: CalibrationSet, placement: Placement, sequential_targets: Sequence[str] | None = None
+    target: Target,
+    data: CalibrationSet,
+    placement: Placement,
+    sequential_targets: Sequence[str] | None = None,
+    share: Sequence[int] | None = None,
 ) -> Evaluation:
     """Trace the model's forward.
 
     Args:
         target: the model, in eval mode (see `prepare.evaluating`).
-        data: the batches.
+        data: the batches, on every rank all of them.
         placement: where weights and activations live.
         sequential_targets: what is onloaded at a time; None takes the model's layers.
+        share: the numbers of those that are run; None: all.
 
     Raises:
         UntraceableModelError: the forward cannot be recorded.
@@ -57,7 +62,8 @@ def prepare_evaluation(
     (end,) = (node for node in traced.graph.nodes if node.op == "output")
     results = dict(zip(traced.outputs, end.args[0], strict=True))
     store = WeightStore(target.root, Lane(placement.device), placement.source)
-    cache = cached_inputs(traced, data.batches, placement)
+    batches = data.batches if share is None else [data.batches[number] for number in share]
+    cache = cached_inputs(traced, batches, placement)
     last = last_uses(parts, tuple(results.values()))
     return Evaluation(Flow(target.root, parts, traced, cache, store, placement, last, {}), results)
 
@@ -67,8 +73,8 @@ def outputs(evaluation: Evaluation) -> Iterator[dict[str, object]]:
     """Run it.
 
     Yields:
-        For each batch, in order, what the model returns for it, by key path, on the device. The last subgraph runs when
-        they are asked for, so the outputs of one batch are there at a time.
+        For each batch that is run, in order, what the model returns for it, by key path, on the device. The last
+        subgraph runs when they are asked for, so the outputs of one batch are there at a time.
     """
     flow, results = evaluation.flow, evaluation.results
     *before, end = range(len(flow.subgraphs))

@@ -8,9 +8,9 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
-from lightning_compress.calibration.batches import CalibrationSet
+from lightning_compress.calibration.batches import CalibrationSet, num_elements
 from lightning_compress.calibration.flow import Flow, last_uses
 from lightning_compress.calibration.loop import Calibration
 from lightning_compress.calibration.reference import Kinds, Reference, correctable, reference_for
@@ -19,7 +19,6 @@ from lightning_compress.calibration.target import Target
 from lightning_compress.distributed.collective import Collective, SingleProcess
 from lightning_compress.distributed.share import assign
 from lightning_compress.errors import CalibrationDataError, UnreachedModulesWarning, UnsupportedModelError
-from lightning_compress.graph.compat import pytree
 from lightning_compress.graph.masks import row_mask_for, token_mask_for
 from lightning_compress.graph.shadow import Key, Shadow
 from lightning_compress.graph.stages import Schedule, Source, Subgraph, datafree_subgraphs, quantizable_calls, subgraphs
@@ -116,7 +115,7 @@ def prepare(
         lambda name: group_key(resolved.assignments[name], target.root.get_submodule(name)),
         schedule,
     )
-    shares = assign([_num_elements(batch) for batch in data.batches], collective.size)
+    shares = assign([num_elements(batch) for batch in data.batches], collective.size)
     needs, sizes = _needs(parts, resolved), _sizes(parts, target.root)
     reference, needs = _reference(traced, parts, needs, resolved, sizes, len(data.batches))
     batches = [data.batches[number] for number in shares[collective.rank]]
@@ -215,7 +214,7 @@ def trace_on(
         store = WeightStore(target.root, Lane(torch.device("cpu")), source)
         onloading = partial(onloaded_when_called, target.root, boundaries, store, stay={})
     problems: list[str] = []
-    for batch in sorted(data.batches, key=_num_elements, reverse=True)[:_TRIED]:
+    for batch in sorted(data.batches, key=num_elements, reverse=True)[:_TRIED]:
         traced = trace(
             target.root,
             target.step,
@@ -235,11 +234,6 @@ def trace_on(
         f"({problems[1]}). Bring the batches to one form: one length, as many rows (drop_last) and images in each, of "
         "one size; or leave this one out."
     )
-
-
-def _num_elements(batch: Any) -> int:
-    """Of all its tensors: for batches of tokens, in proportion to their number."""
-    return sum(leaf.numel() for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))
 
 
 def cached_inputs(

@@ -9,6 +9,7 @@ from abc import ABC
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, groupby
 from typing import final
 
@@ -19,8 +20,9 @@ from compressed_tensors.quantization.utils import calculate_qparams, compute_dyn
 from torch import Tensor, nn
 
 from lightning_compress.algorithms.base import Part, Solved, join, row_tiles, runs, split, stack_rows
+from lightning_compress.algorithms.rows import ByRows, here
 from lightning_compress.distributed.collective import Collective
-from lightning_compress.distributed.share import keeps_whole, shared
+from lightning_compress.distributed.share import fill, keeps_whole, shared, shares_factor
 from lightning_compress.errors import NonFiniteError, SolveError
 from lightning_compress.graph.compat import FakeTensor
 from lightning_compress.graph.stages import Group
@@ -276,7 +278,7 @@ def _solve(
     for each in stacks:
         with _naming(each.description), full_float32(each.weight.device):
             args = (each.assignment.weights, each.dtype, each.rows)
-            prepared = algorithm.prepare(each.weight, each.statistics, *args)
+            prepared = algorithm.prepare(each.weight, each.statistics, *args, _by_rows(each, sharing))
             parts.append([Part(each.weight, rows, prepared) for rows in row_tiles(len(each.weight))])
     device, names = stacks[0].weight.device, dict.fromkeys([stacks[0].description, stacks[-1].description])
     tiles = list(chain(*parts))
@@ -290,6 +292,12 @@ def _solve(
     solved = iter(found)
     joined = [join([next(solved) for _ in of_one]) for of_one in parts]
     return [_modules(*each, resolved) for each in zip(stacks, joined, strict=True)]
+
+
+def _by_rows(stacked: _Stacked, sharing: Collective | None) -> ByRows:
+    if sharing is None or not shares_factor(stacked.weight.shape[1], sharing.size):
+        return here
+    return partial(fill, collective=sharing, what=f"the factor of {', '.join(stacked.group.members)}")
 
 
 def apply(quantized: QuantizedModule, root: nn.Module, store: WeightStore) -> None:

@@ -1,16 +1,24 @@
-"""Perplexity of a causal language model on batches of tokens (torchmetrics' `Perplexity`)."""
+"""Perplexity of a causal language model on batches of tokens (torchmetrics' `Perplexity`).
 
-from collections.abc import Generator, Iterable, Mapping
+Ranks share out whole batches, as a calibration does; the sum over batches is exact (`math.fsum`), so that the number is
+the same on any number of ranks. Alternative not taken: the metric's own sum over ranks, whose last bits depend on them.
+"""
+
+import math
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import closing
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
 from torchmetrics.text import Perplexity
 
-from lightning_compress.calibration.batches import collect
+from lightning_compress.calibration.batches import collect, num_elements
 from lightning_compress.calibration.evaluate import outputs, prepare_evaluation
 from lightning_compress.calibration.prepare import evaluating
 from lightning_compress.calibration.target import find_target
+from lightning_compress.distributed.collective import Collective, SingleProcess
+from lightning_compress.distributed.share import assign
 from lightning_compress.errors import CalibrationDataError, UnsupportedModelError
 from lightning_compress.memory.placement import Placement
 
@@ -19,7 +27,12 @@ _IGNORED = -100
 Batch = Mapping[str, Tensor]
 
 
-def perplexity(model: nn.Module, batches: Iterable[Batch], placement: Placement | None = None) -> float:
+def perplexity(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    placement: Placement | None = None,
+    collective: Collective | None = None,
+) -> float:
     """exp of the mean negative log-likelihood (natural, per predicted token) over all batches together.
 
     Args:
@@ -29,6 +42,8 @@ def perplexity(model: nn.Module, batches: Iterable[Batch], placement: Placement 
             is predicted; padding is not.
         placement: run all batches through one layer after the other, with weights and activations where this says.
             None: the model runs as it is, where its parameters are.
+        collective: the ranks, which give the same model and all batches, and get the same number. None: this process is
+            the only one.
 
     Raises:
         CalibrationDataError: there is not one token to predict; or token ids or positions that an embedding has no row
@@ -37,19 +52,26 @@ def perplexity(model: nn.Module, batches: Iterable[Batch], placement: Placement 
         UntraceableModelError: with `placement`, a model that cannot be recorded.
     """
     device = next(model.parameters()).device if placement is None else placement.device
-    # of these batches, on this rank
     metric = Perplexity(ignore_index=_IGNORED, sync_on_compute=False).to(device)  # type: ignore[arg-type]
+    collective = collective or SingleProcess()
     kept = [dict(batch) for batch in batches]
+    share = assign([num_elements(batch) for batch in kept], collective.size)[collective.rank]
+    mine = [kept[number] for number in share]
+    sums: list[tuple[float, int]] = []  # of each batch, which is of one shape wherever it is run
     with evaluating(model):
-        found = _logits(model, kept, device) if placement is None else _logits_by_layer(model, kept, placement)
+        found = _logits(model, mine, device) if placement is None else _logits_by_layer(model, kept, share, placement)
         with closing(found):
-            for batch, logits in zip(kept, found, strict=True):
+            for batch, logits in zip(mine, found, strict=True):
+                metric.reset()
                 metric.update(logits[:, :-1].float(), _targets(batch).to(device))
-    if metric.count == 0:
+                sums.append((float(metric.total_log_probs), int(metric.count)))
+    of_all = list(chain(*collective.gather(sums, "the sums for the perplexity")))
+    count = sum(number for _, number in of_all)
+    if count == 0:
         raise CalibrationDataError(
             "perplexity: the batches hold no token to predict (are they empty, or one token long?)."
         )
-    return float(metric.compute())
+    return math.exp(math.fsum(total for total, _ in of_all) / count)
 
 
 def _logits(model: nn.Module, batches: Iterable[Batch], device: torch.device) -> Generator[Tensor, None, None]:
@@ -66,8 +88,10 @@ def _logits(model: nn.Module, batches: Iterable[Batch], device: torch.device) ->
         yield output if isinstance(output, Tensor) else output.logits
 
 
-def _logits_by_layer(model: nn.Module, batches: Iterable[Batch], placement: Placement) -> Generator[Tensor, None, None]:
-    evaluation = prepare_evaluation(find_target(model), collect(batches), placement)
+def _logits_by_layer(
+    model: nn.Module, batches: Sequence[Batch], share: Sequence[int], placement: Placement
+) -> Generator[Tensor, None, None]:
+    evaluation = prepare_evaluation(find_target(model), collect(batches), placement, share=share)
     found = {"logits", ""} & evaluation.results.keys()
     if not found:
         raise UnsupportedModelError(

@@ -4,6 +4,7 @@ The loop, the writer and the solvers know a `Collective` only; on one process it
 path whatever the number of ranks. Every operation is entered by all ranks, in the same order.
 """
 
+import hashlib
 import threading
 import time
 import traceback
@@ -127,8 +128,9 @@ class ProcessGroup:
             return cast(list[Value], values)
 
     def failed(self, error: BaseException) -> None:
-        if isinstance(error, CommunicationError):
-            return  # of another's making
+        if isinstance(error, CommunicationError):  # of another's making, who need not wait for this one
+            _within(_ROLL_CALL_S, lambda: self._board.set(f"waiting/{self.rank}", ""))
+            return
         told = "".join(traceback.format_exception(error))
 
         def tell() -> None:
@@ -187,6 +189,23 @@ class ProcessGroup:
             reasons += [*elsewhere, "They were given different things to do."]
         elif not reasons:
             reasons.append("All ranks are there, so it is the connection between them that broke.")
+
+
+def is_first_to_say(text: str) -> bool:
+    """Whether no other rank has said the same before; so also where ranks cannot ask one another, or have not met."""
+    if not dist.is_initialized():
+        return True
+    counts: list[int] = []
+
+    def ask() -> None:
+        board = message_board(f"lightning_compress/said/{hashlib.sha256(text.encode()).hexdigest()}")
+        counts.append(board.add("count", 1))
+        board.set(str(dist.get_rank()), "")
+        # rank 0's process holds the board, and may end after this
+        board.wait([str(rank) for rank in range(dist.get_world_size())], timedelta(seconds=_ROLL_CALL_S / 2))
+
+    _within(_ROLL_CALL_S, ask)
+    return not counts or counts[0] == 1
 
 
 def _within(seconds: float, task: Callable[[], object]) -> bool:

@@ -3,6 +3,9 @@
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+import torch
+from torch import Tensor
+
 from lightning_compress.distributed.collective import Collective
 
 Item = TypeVar("Item")
@@ -40,6 +43,37 @@ def shared(
         if share:
             found.update(zip(share, collective.broadcast(mine, what, rank), strict=True))
     return [found[number] for number in range(len(items))]
+
+
+def fill(
+    compute: Callable[[slice], Tensor],
+    tiles: Sequence[slice],
+    to: Tensor,
+    collective: Collective,
+    what: str,
+) -> None:
+    """Let tiles of rows of a matrix be what `compute` says, each computed on one rank; all ranks get all."""
+    if not tiles:
+        return
+    start, stop = tiles[0].start, tiles[-1].stop
+    rows = to.new_zeros(stop - start, *to.shape[1:])
+    shares = assign([tile.stop - tile.start for tile in tiles], collective.size)
+    for tile in (tiles[number] for number in shares[collective.rank]):
+        rows[tile.start - start : tile.stop - start] = compute(tile)
+    collective.reduce(rows.view(torch.int32), "sum", what)  # of integers, so that with zeros no bit changes
+    to[start:stop] = rows
+
+
+def shares_factor(num_channels: int, size: int) -> bool:
+    """Whether `size` ranks factorize a Gram [I, I] sooner together, by `benchmarks/serial_part.py`.
+
+    Few channels are not worth what is exchanged. With many ranks it is the latency: at 60 GFLOP/s, I / 128 exchanges of
+    2 (size - 1) steps of 100 us each take a quarter of what one rank's work takes at most.
+
+    >>> shares_factor(2048, 2), shares_factor(4096, 8), shares_factor(4096, 64), shares_factor(11008, 64)
+    (False, True, False, True)
+    """
+    return num_channels >= 3072 and num_channels**2 > (size - 1) * 2**20
 
 
 def keeps_whole(costs: Sequence[tuple[float, float]], size: int) -> bool:

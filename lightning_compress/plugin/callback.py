@@ -16,6 +16,7 @@ from torch import nn
 from lightning_compress.calibration.batches import CalibrationSet
 from lightning_compress.calibration.prepare import calibrating, evaluating, may_need_data, needs_data
 from lightning_compress.calibration.target import find_target
+from lightning_compress.distributed.bars import bars_of_first
 from lightning_compress.distributed.collective import closing_all
 from lightning_compress.errors import CalibrationDataError, CompressionError, UnsupportedModelError
 from lightning_compress.export.checkpoint import SavesPretrained, check_output_dir, is_unfinished
@@ -245,6 +246,7 @@ class CompressionCallback(Callback):
         with (
             calibrating(pl_module),
             closing_all(compat.collective(trainer)) as collective,
+            bars_of_first(collective.rank),
             compat.HeldSignals(trainer, collective) as signals,
         ):
             with compat.profile(trainer, "prepare"):

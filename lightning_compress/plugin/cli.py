@@ -3,14 +3,14 @@
 import logging
 import signal
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from traceback import format_exception_only
+from typing import Any, NoReturn, TypeVar, cast
 
 import hydra
 import lightning.pytorch as pl
-import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from hydra.utils import get_class, instantiate
@@ -19,23 +19,21 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 from rich.console import Console
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_compress.data.batches import calibration_batches, evaluation_dataloader, tokenizer_of
 from lightning_compress.data.config import load_data_config
-from lightning_compress.data.perplexity import perplexity
-from lightning_compress.errors import CompressionError
-from lightning_compress.export.packed import checkpoint_source, unfolded_as_packed
+from lightning_compress.distributed.collective import Collective, is_first_to_say
+from lightning_compress.distributed.folder import shared_folder
+from lightning_compress.errors import CommunicationError, CompressionError
 from lightning_compress.foresight.estimate import Estimate
 from lightning_compress.foresight.jobs import FineTuningJob
 from lightning_compress.foresight.planned import save_planned
-from lightning_compress.memory.files import has_safetensors
 from lightning_compress.memory.host import available_bytes
-from lightning_compress.memory.placement import placement
-from lightning_compress.plugin import compat
 from lightning_compress.plugin.callback import onload_device
 from lightning_compress.plugin.compressor import Compressor
 from lightning_compress.plugin.estimate import estimate as foresee
+from lightning_compress.plugin.evaluation import measured_perplexity, run_evaluate
 from lightning_compress.plugin.finetuning import run_finetuning_plan
 from lightning_compress.plugin.flags import with_flags
 from lightning_compress.plugin.generation import generation_lines
@@ -47,8 +45,8 @@ from lightning_compress.plugin.models import (
     reads_from_disk,
     weights_place,
 )
-from lightning_compress.plugin.plan import device_kind
 from lightning_compress.plugin.planning import plan_for_run, run_generation_plan, run_plan, run_probe, with_plan
+from lightning_compress.plugin.ranks import ranks_of
 from lightning_compress.recipe.load import config_dir
 from lightning_compress.report.estimate import estimate_lines, estimate_table, save_estimate
 from lightning_compress.report.finetuning import finetuning_lines, finetuning_table
@@ -195,7 +193,11 @@ def run_compress(config: DictConfig, output_dir: Path) -> Report:
         callbacks=[instantiate(callback) for callback in config.callbacks.values()],
         logger=[instantiate(logger) for logger in config.logger.values()] or False,
     )
-    _check_launcher(trainer)
+    with ranks_of(trainer) as ranks:
+        return _compress_among(ranks, trainer, config, output_dir)
+
+
+def _compress_among(ranks: Collective, trainer: pl.Trainer, config: DictConfig, output_dir: Path) -> Report:
     memory_options(config.memory)  # misspelt ones are told before anything is loaded
     planned = None
     if config.plan is not None:
@@ -210,9 +212,9 @@ def run_compress(config: DictConfig, output_dir: Path) -> Report:
     weights, device = weights_place(config.model) if from_disk else None, onload_device(trainer)
     held_out: list[Mapping[str, Tensor]] = []
     before = None
-    if config.get("held_out") is not None and _is_first_rank():
+    if config.get("held_out") is not None:
         held_out = list(evaluation_dataloader(load_data_config(config.held_out), tokenizer_of(processor)))
-        before = _perplexity(model, held_out, weights, config.memory, device)
+        before = measured_perplexity(model, held_out, weights, config.memory, device, ranks)
     report = Compressor(trainer).compress(
         model,
         recipe=config.recipe,
@@ -226,55 +228,23 @@ def run_compress(config: DictConfig, output_dir: Path) -> Report:
     )
     if planned is not None and not report.is_partial:
         report = replace(report, plan=planned.best)
-        report.save(output_dir)
-    if before is None or report.is_partial:
-        return report
-    after = _perplexity(model, held_out, None if weights is None else output_dir, config.memory, device)
-    report = replace(report, extra={"perplexity_before": before, "perplexity_after": after})
-    report.save(output_dir)
+    if before is not None and not report.is_partial:
+        written = None if weights is None else output_dir
+        after = measured_perplexity(model, held_out, written, config.memory, device, ranks)
+        report = replace(report, extra={"perplexity_before": before, "perplexity_after": after})
+    if report.plan is not None or report.extra:
+        _save_again(report, output_dir, ranks)
     return report
+
+
+def _save_again(report: Report, output_dir: Path, ranks: Collective) -> None:
+    """With what was found out behind the run; on every disk that has the checkpoint."""
+    if shared_folder(output_dir, ranks).is_first:
+        report.save(output_dir)
 
 
 def _is_first_rank() -> bool:
     return getattr(rank_zero_only, "rank", 0) == 0  # from the environment, where there is one
-
-
-def _check_launcher(trainer: pl.Trainer) -> None:
-    if compat.starts_scripts(trainer) and HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
-        raise CompressionError(
-            f"A multirun with trainer.devices={trainer.num_devices} would start the whole sweep anew in every rank. "
-            "Start the ranks from outside (torchrun, srun), or run the recipes one by one."
-        )
-
-
-def run_evaluate(config: DictConfig) -> float:
-    """Perplexity of the model that `config` names, on its data.
-
-    Raises:
-        CompressionError: a model or data that cannot be loaded.
-    """
-    cuda = device_kind(config.device, "device") == "cuda"
-    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-    is_folder = Path(config.model.path).is_dir() and has_safetensors(Path(config.model.path))
-    from_disk = reads_from_disk(config.model) or (cuda and is_folder and config.model.load == "auto")
-    model, processor = load_model(config.model, from_disk)
-    batches = evaluation_dataloader(load_data_config(config.data), tokenizer_of(processor))
-    return _perplexity(model, batches, weights_place(config.model) if from_disk else None, config.memory, device)
-
-
-def _perplexity(
-    model: nn.Module,
-    batches: Iterable[Mapping[str, Tensor]],
-    weights: Path | None,
-    memory: DictConfig,
-    device: torch.device,
-) -> float:
-    """Layer by layer where the weights are on disk (`weights`) or have to be copied to a device."""
-    if weights is None and device.type == "cpu":
-        return perplexity(model, batches)
-    with unfolded_as_packed(model, weights):
-        source = None if weights is None else checkpoint_source(model, weights)
-        return perplexity(model, batches, placement(memory_options(memory), device, source))
 
 
 def inspect(config: DictConfig) -> None:
@@ -308,13 +278,28 @@ def _reporting_errors(run: Callable[[], Result]) -> Result:
     try:
         return run()
     except MissingMandatoryValue as error:
-        sys.exit(f"lightning-compress: {error.full_key} has to be given, as {error.full_key}=...")
+        _end(f"lightning-compress: {error.full_key} has to be given, as {error.full_key}=...")
     except SIGTERMException:  # exits with 0 otherwise, as if all had been done
         sys.exit(128 + signal.SIGTERM)
+    except CommunicationError as error:  # each rank's says what it was doing
+        sys.exit(_told(error))
     except (CompressionError, FileNotFoundError) as error:
-        logging.getLogger(__name__).debug("failed", exc_info=True)
-        notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
-        sys.exit(f"lightning-compress: {error}{notes}")
+        _end(_told(error))
+    except Exception as error:
+        if is_first_to_say("".join(format_exception_only(error))):
+            raise
+        sys.exit(1)
+
+
+def _told(error: Exception) -> str:
+    logging.getLogger(__name__).debug("failed", exc_info=True)
+    notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
+    return f"lightning-compress: {error}{notes}"
+
+
+def _end(text: str) -> NoReturn:
+    """An error that all ranks have is printed by one."""
+    sys.exit(text if is_first_to_say(text) else 1)
 
 
 _COMMANDS: dict[str, Callable[[DictConfig], None]] = {

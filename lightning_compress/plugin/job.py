@@ -115,7 +115,7 @@ def prepare_job(
     with calibrating(target.root), laid_out.modules.in_place():
         if settings.output_dir is not None or run.collective.size > 1:
             given = _fingerprints(target, resolved, data, run, schedule, source)
-            _check_same(given, run.collective, "comparing recipe, model and data")
+            check_same(given, run.collective, "comparing recipe, model and data")
     prepare_s = time.perf_counter() - start
     rest = (laid_out.modules, laid_out.expert_parts, laid_out.memory)
     return Job(target, resolved, data, run, settings, schedule, source, given, prepare_s, *rest)
@@ -127,7 +127,7 @@ def check_settings(settings: Settings, collective: Collective) -> None:
         CompressionError: the ranks were not given the same; weights and budgets may differ.
     """
     what = "comparing what the ranks were given"
-    _check_same({"recipe": json.dumps(settings.recipe.to_dict(), default=str)}, collective, what)
+    check_same({"recipe": json.dumps(settings.recipe.to_dict(), default=str)}, collective, what)
     folder = None if settings.output_dir is None else str(settings.output_dir.absolute())
     given = {"output_dir": folder, **{name: getattr(settings, name) for name in _SAME_SETTINGS}}
     of_ranks = collective.gather(given, what)
@@ -150,11 +150,20 @@ def check_data(data: CalibrationSet | None, collective: Collective) -> None:
     """
     if collective.size > 1:
         digest = data_fingerprint(() if data is None else data.batches)
-        _check_same({"data": digest}, collective, "comparing the calibration data")
+        check_same({"data": digest}, collective, "comparing the calibration data")
 
 
-def _check_same(given: Mapping[str, str], collective: Collective, what: str) -> None:
-    """All ranks are about to do the same."""
+def check_same(given: Mapping[str, str], collective: Collective, what: str) -> None:
+    """All ranks are about to do the same.
+
+    Args:
+        given: of this rank, some of `calibration.resume.fingerprints`.
+        collective: the ranks.
+        what: is done, for errors.
+
+    Raises:
+        CompressionError: they are not.
+    """
     of_ranks = collective.gather(given, what)
     for name, digest in of_ranks[0].items():
         others = [rank for rank, theirs in enumerate(of_ranks) if theirs[name] != digest]
@@ -169,7 +178,8 @@ _SAME = {
     "recipe": "The recipe is not the same on ranks",
     "layout": "The schedule, the sequential targets or the kind of device are not the same on ranks",
     "model": "The model's weights are not the same on ranks",
-    "data": "The calibration batches (is there a DistributedSampler, or an unseeded order?) are not the same on ranks",
+    "data": "The batches (is there a DistributedSampler, a stream that gives each rank its share, or an unseeded "
+    "order?) are not the same on ranks",
     "software": "The versions of torch, transformers or others are not the same on ranks",
 }
 

@@ -4,6 +4,7 @@ What a plain strategy would do to a model that does not fit the device, and what
 each method. Registered as "sequential_onload".
 """
 
+import signal
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -68,7 +69,12 @@ class SequentialOnloadStrategy(DDPStrategy):
     def setup_distributed(self) -> None:
         # called before data and model are prepared
         if self._needs_process_group:
-            super().setup_distributed()
+            try:
+                super().setup_distributed()
+            except Exception:  # ranks that this one has started would wait for it
+                if self.launcher is not None:
+                    self.launcher.kill(signal.SIGKILL)
+                raise
         else:
             self.set_world_ranks()
 

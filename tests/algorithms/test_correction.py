@@ -14,6 +14,7 @@ from lightning_compress.algorithms.base import Part, join, row_tiles
 from lightning_compress.algorithms.correction import correct
 from lightning_compress.algorithms.gptq import Gptq
 from lightning_compress.algorithms.refit import refitted
+from lightning_compress.algorithms.rows import here
 from lightning_compress.algorithms.scales import Scales, make_grid, round_to_grid, search_scales, values_of
 from lightning_compress.statistics import Beside, Drift, InputDrift, InputGram, OutputDrift, Statistic
 
@@ -205,7 +206,7 @@ def test_rounds_of_refitting_are_chosen_by_batches_held_out(form: type[InputDrif
     assert chosen.chosen["rounds"] == pytest.approx(float(chosen.row_rounds.float().mean()))
     assert all(each.row_rounds is None for each, _ in given)
     algorithm = Gptq(correct="inputs", refit=None)
-    prepared = algorithm.prepare(weight, {form: drift}, args, torch.float32, [len(weight)])
+    prepared = algorithm.prepare(weight, {form: drift}, args, torch.float32, [len(weight)], here)
     apart = join([algorithm.solve_parts([Part(weight, tile, prepared)])[0] for tile in row_tiles(len(weight))])
     assert torch.equal(chosen.codes, apart.codes)
     assert torch.equal(chosen.scale, apart.scale)

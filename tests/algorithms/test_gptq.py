@@ -4,14 +4,17 @@ Every test marked (broken) was seen to fail after deleting the propagation (betw
 channels, each alone), flipping its sign, and leaving out the inverse permutation of the codes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 
 import pytest
 import torch
 from reference import gptq, relative_error, scheme, values, weight_and_gram
+from torch import Tensor
 
 from lightning_compress.algorithms.base import Solved, split
 from lightning_compress.algorithms.gptq import Gptq, factorize
+from lightning_compress.algorithms.rows import here
 from lightning_compress.algorithms.rtn import Rtn
 from lightning_compress.errors import NonFiniteError, SolveError
 from lightning_compress.statistics import InputGram
@@ -202,6 +205,24 @@ def test_the_weight_is_not_modified_and_may_require_grad() -> None:
     full = Gptq().solve(weight.bfloat16().float(), {InputGram: gram}, scheme(), torch.bfloat16)
     assert torch.equal(half.codes, full.codes)
     assert torch.equal(half.scale, full.scale)
+
+
+def test_a_factor_that_several_make_is_the_same() -> None:
+    """Tiles cover the rows below each corner once, so whoever computes which, and in what order. Seen to fail: with
+    tiles that begin a row late."""
+    _, gram = weight_and_gram(4, 1000)
+    made: list[int] = []
+
+    def backwards(compute: Callable[[slice], Tensor], tiles: Sequence[slice], to: Tensor) -> None:
+        found = [(tile, compute(tile)) for tile in reversed(tiles)]
+        for tile, rows in found:
+            made.extend(range(tile.start, tile.stop))
+            to[tile] = rows
+
+    alone, together = (factorize(gram.matrix(), 0.01, True, by_rows) for by_rows in (here, backwards))
+    assert torch.equal(alone.lower, together.lower)
+    assert torch.equal(alone.pivots, together.pivots)
+    assert sorted(made) == sorted(chain(*(range(end, 1000) for end in range(128, 1000, 128))))
 
 
 def test_the_factor_is_that_of_the_damped_gram_in_order() -> None:

@@ -7,6 +7,7 @@ from reference import relative_error, scheme, values, weight_and_gram
 from lightning_compress.algorithms.base import Algorithm, Part, join, row_tiles, split
 from lightning_compress.algorithms.catalog import ALGORITHMS
 from lightning_compress.algorithms.gptq import Gptq
+from lightning_compress.algorithms.rows import here
 from lightning_compress.algorithms.rtn import Rtn
 from lightning_compress.distributed.share import assign
 from lightning_compress.errors import NonFiniteError, SolveError
@@ -83,7 +84,7 @@ def test_tiles_can_be_solved_apart(algorithm: Algorithm, strategy: str, num_rows
     weight, gram = weight_and_gram(num_rows, 64)
     statistics, args, splits = {InputGram: gram}, scheme(strategy=strategy), [2000, num_rows - 2000]
     whole = algorithm.solve(weight, statistics, args, torch.bfloat16, splits)
-    prepared = algorithm.prepare(weight, statistics, args, torch.bfloat16, splits)
+    prepared = algorithm.prepare(weight, statistics, args, torch.bfloat16, splits, here)
     tiles = row_tiles(num_rows)
     assert len(tiles) == 8
     of = [Part(weight, rows, prepared) for rows in tiles]
@@ -102,7 +103,7 @@ def test_weights_can_be_solved_together(algorithm: Algorithm, symmetric: bool, n
     groups, for all; with a factor for each weight where weights have several tiles of rows."""
     args = scheme(symmetric=symmetric)
     cases = [weight_and_gram(rows, 320, seed=seed) for seed, rows in enumerate(num_rows)]
-    prepared = [algorithm.prepare(w, {InputGram: gram}, args, torch.bfloat16, [len(w)]) for w, gram in cases]
+    prepared = [algorithm.prepare(w, {InputGram: gram}, args, torch.bfloat16, [len(w)], here) for w, gram in cases]
     tiled = [[Part(w, rows, each) for rows in row_tiles(len(w))] for (w, _), each in zip(cases, prepared, strict=True)]
     found = iter(algorithm.solve_parts([part for parts in tiled for part in parts]))
     for (weight, gram), parts in zip(cases, tiled, strict=True):

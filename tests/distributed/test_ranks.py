@@ -139,7 +139,7 @@ def test_a_folder_that_some_share(tmp_path: Path) -> None:
 def test_other_data_on_another_rank_is_refused(tmp_path: Path) -> None:
     for process in start(2, tmp_path, "other data"):
         end = process.wait(100)
-        assert "The calibration batches (is there a DistributedSampler" in end.stderr
+        assert "The batches (is there a DistributedSampler" in end.stderr
         assert end.returncode != 0
     assert not (tmp_path / "other data").exists()
 
@@ -165,7 +165,9 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
     for rank in (0, 2):
         said = processes[rank].wait(90).stderr
         assert "ends all" in said
+        assert "could not go on with the first batch at model_layers_0_input_layernorm" in said
         assert "Nothing is heard from ranks 1." in said
+        assert "some of model.layers.0, where it failed" in said
     processes[1].kill()
     assert processes[1].wait().returncode == -signal.SIGKILL
 

@@ -1,6 +1,7 @@
 """A user's script and the command on several ranks, under Lightning's own launchers and torchrun."""
 
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import lightning.pytorch as pl
 import pytest
 from helpers import contents
 from lightning.pytorch.strategies import FSDPStrategy
-from processes import Script
+from processes import Ended, Script
 
 from lightning_compress import CompressionCallback
 from lightning_compress.distributed.collective import SingleProcess
@@ -43,9 +44,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 
 def test_instead_of_training(whole: dict[str, bytes], tmp_path: Path) -> None:
-    """Eleven samples, shuffled: Lightning's own samplers would pad them, and take every second one for a rank."""
-    said = run(str(tmp_path / "popen"), "--devices=2")
-    assert all(f"rank {rank} of 2, 6 batches" in said for rank in (0, 1))
+    """Eleven samples, shuffled: Lightning's own samplers would pad them, and take every second one for a rank. One
+    rank draws bars (seen to fail: without `bars_of_first`)."""
+    ended = Script(SCRIPT, str(tmp_path / "popen"), "--devices=2").wait()
+    assert all(f"rank {rank} of 2, 6 batches" in ended.stdout for rank in (0, 1)), ended.stderr
+    assert ended.stderr.count("Decompressing model:   0%") == 1
     subprocess.run([*TORCHRUN, SCRIPT, str(tmp_path / "torchrun"), "--devices=2"], check=True, timeout=300)
     assert contents(tmp_path / "popen") == contents(tmp_path / "torchrun") == whole
 
@@ -61,13 +64,16 @@ def test_sigterm_to_one_rank(rank: int, whole: dict[str, bytes], tmp_path: Path)
     assert contents(tmp_path / "out") == whole
 
 
-def run_by_slurm(folder: Path, *options: str) -> list[str]:
-    """The script in the two tasks of a job, whose `scontrol` cannot be found; what they said."""
+def free_port() -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+        return str(free.getsockname()[1])
+
+
+def run_by_slurm(folder: Path, *options: str) -> list[str]:
+    """The script in the two tasks of a job, whose `scontrol` cannot be found; what they said."""
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2"}
-    job |= {"SLURM_NNODES": "1", "SLURM_NODEID": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    job |= {"SLURM_NNODES": "1", "SLURM_NODEID": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     tasks = [
         Script(SCRIPT, "out", "--devices=2", *options, cwd=folder, **job, SLURM_PROCID=rank, SLURM_LOCALID=rank)
         for rank in ("0", "1")
@@ -132,23 +138,81 @@ def test_ranks_are_given_the_same(theirs: dict[str, Any], message: str) -> None:
         check_settings(settings, OfTwo(theirs=theirs))
 
 
-def test_a_rank_that_fails_before_the_training(tmp_path: Path) -> None:
-    """Is heard of on the other one, and nobody trains. Seen to fail: a connection that was closed, and no more."""
-    ended = Script(SCRIPT, str(tmp_path / "out"), "--devices=2", "--when=after_train", "--strategy=ddp", "--failing=1")
+@pytest.mark.parametrize(
+    ("option", "messages"),
+    [
+        ("--failing=1", ["could not go on with comparing the calib", "ArithmeticError: in the data of rank 1"]),
+        ("--sharing", ["a stream that gives each rank its share", "takes its own share of the batches by itself"]),
+    ],
+)
+def test_what_is_wrong_with_data_is_known_before_the_training(option: str, messages: list[str], tmp_path: Path) -> None:
+    """A rank that fails is heard of on the other one (seen to fail: a connection that was closed, and no more), and a
+    stream that shares itself out is refused."""
+    ended = Script(SCRIPT, str(tmp_path / "out"), "--devices=2", "--when=after_train", "--strategy=ddp", option)
     end = ended.wait()
     assert end.returncode != 0
-    assert "could not go on with comparing the calibration data" in end.stderr
-    assert "ArithmeticError: in the data of rank 1" in end.stderr
+    assert all(message in end.stderr for message in messages)
     assert "trains" not in end.stdout
 
 
-def test_the_command_measures_on_one_of_them(checkpoint: Path, tmp_path: Path) -> None:
-    """Before and after. Seen to fail: the metric waited for the other rank, which had gone."""
+def run_command(*of_ranks: list[str]) -> list[Ended]:
+    """The command on as many ranks as it is given arguments for."""
+    shared = {"LOCAL_WORLD_SIZE": str(len(of_ranks)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     command = Path(sys.executable).with_name("lightning-compress")
+    ranks = [Script(command, *given, LOCAL_RANK=str(rank), **shared) for rank, given in enumerate(of_ranks)]
+    return [rank.wait() for rank in ranks]
+
+
+def test_the_command_measures_on_all_of_them(checkpoint: Path, tmp_path: Path) -> None:
+    """Before and after a compression, and of its checkpoint; one rank says it, and draws bars. Seen to fail: with
+    perplexities of rank 0 alone; without `bars_of_first`, of transformers and of compressed-tensors."""
     options = ["data.num_samples=4", "data.max_length=32", "data.batch_size=2", "recipe=w4a16_rtn"]
-    held_out = ["data@held_out=docs_test", "held_out.num_samples=4", "held_out.max_length=32"]
-    given = [f"model.path={checkpoint}", f"output_dir={tmp_path / 'out'}", "trainer.accelerator=cpu"]
-    subprocess.run([*TORCHRUN, command, "compress", *given, *options, *held_out], check=True, timeout=300)
-    report = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert report["num_ranks"] == 2
-    assert set(report["extra"]) == {"perplexity_before", "perplexity_after"}
+    held_out = ["data@held_out=docs_test", "held_out.num_samples=11", "held_out.max_length=32", "held_out.batch_size=2"]
+    given = ["compress", f"model.path={checkpoint}", "trainer.accelerator=cpu", *options, *held_out]
+    extra, said = [], []
+    for size in (1, 2):
+        out = tmp_path / str(size)
+        ends = run_command(*[[*given, f"output_dir={out}"]] * size)
+        assert [end.returncode for end in ends] == [0] * size, ends[-1].stderr
+        assert "perplexity before" in ends[0].stdout
+        report = json.loads((out / "report.json").read_text())
+        assert report["num_ranks"] == size
+        extra.append(report["extra"])
+        assert ["it/s" in end.stderr for end in ends] == [True, False][:size]
+        bars = ("Loading weights", "Compressing model", "Applying quantization config")
+        assert all(f"{bar}: 100%" in ends[0].stderr for bar in bars)
+        evaluate = ["evaluate", f"model.path={out}", "data.num_samples=11", "data.max_length=32", "data.batch_size=2"]
+        said.append("".join(end.stdout for end in run_command(*[[*evaluate, "device=cpu"]] * size)))
+    assert set(extra[0]) == {"perplexity_before", "perplexity_after"}
+    assert extra[0] == extra[1]
+    assert said[0] == said[1] == f"perplexity {extra[0]['perplexity_after']:.4f}\n"
+
+
+def test_an_error_is_said_once(checkpoint: Path) -> None:
+    """That of all ranks by one of them, that of one by itself, and by the other why it ends."""
+    both = run_command(*[["evaluate", "model.path=/nowhere", "device=cpu"]] * 2)
+    assert [end.returncode for end in both] == [1, 1]
+    message = "lightning-compress: model.path=/nowhere: there is no such folder."
+    assert "".join(end.stderr for end in both).count(message) == 1
+    paths = (checkpoint, "/nowhere")
+    here, there = run_command(*[["evaluate", f"model.path={path}", "device=cpu"] for path in paths])
+    assert (here.returncode, there.returncode) == (1, 1)
+    assert message in there.stderr
+    assert "Rank 0 of 2 could not go on with comparing model and data to be evaluated" in here.stderr
+    assert "Rank 1 failed:" in here.stderr
+    assert message not in here.stderr
+
+
+def test_where_the_port_is_taken_nobody_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 ends those that it has started, who would wait for it."""
+    trainer = pl.Trainer(accelerator="cpu", devices=2, strategy="sequential_onload", logger=False)
+    launcher = trainer.strategy.launcher
+    with socket.socket() as taken, subprocess.Popen(["sleep", "20"]) as started:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        monkeypatch.setattr(launcher, "procs", [started])
+        with pytest.raises(RuntimeError, match="address already in use"):
+            trainer.strategy.setup_environment()
+        assert started.wait(10) == -signal.SIGKILL

@@ -4,6 +4,7 @@ import argparse
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Timer
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_compress import CompressionCallback, SequentialOnloadStrategy
 
@@ -22,10 +23,11 @@ from helpers import recipe, tiny_llama
 class Module(pl.LightningModule):
     """Eleven samples in batches of two, which Lightning's own samplers would pad and stride."""
 
-    def __init__(self, num_layers: int, failing: int = -1) -> None:
+    def __init__(self, num_layers: int, failing: int = -1, shares: bool = False) -> None:
         super().__init__()
         self.model = tiny_llama(num_layers)
         self.failing = failing
+        self.shares = shares
 
     def calibration_step(self, batch: Tensor) -> object:
         return self.model(input_ids=batch)
@@ -42,7 +44,19 @@ class Module(pl.LightningModule):
         if self.global_rank == self.failing:
             raise ArithmeticError(f"in the data of rank {self.failing}")
         ids = torch.randint(0, 64, (11, 16), generator=torch.Generator().manual_seed(1))
+        if self.shares:
+            return DataLoader(Stream(ids[self.global_rank :: self.trainer.world_size]), batch_size=2)
         return DataLoader(ids, batch_size=2, shuffle=True)  # type: ignore[arg-type]
+
+
+class Stream(IterableDataset[Tensor]):
+    """Of some of the samples."""
+
+    def __init__(self, ids: Tensor) -> None:
+        self.ids = ids
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.ids)
 
 
 class Preempted(Timer):
@@ -73,6 +87,7 @@ def main() -> None:
     parser.add_argument("--keep-activations", action="store_true")
     parser.add_argument("--preempted", type=int, default=-1, help="the rank")
     parser.add_argument("--failing", type=int, default=-1, help="the rank whose data cannot be read")
+    parser.add_argument("--sharing", action="store_true", help="the data is a stream that gives each rank its share")
     parser.add_argument("--signals", nargs="*", default=["SIGTERM"])
     arguments = parser.parse_args()
     strategy = arguments.strategy
@@ -83,6 +98,7 @@ def main() -> None:
         output_dir=arguments.output_dir,
         when=arguments.when,
         keep_activations=arguments.keep_activations,
+        max_samples=11,
     )
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -95,7 +111,7 @@ def main() -> None:
         enable_progress_bar=False,
         enable_checkpointing=False,
     )
-    trainer.fit(Module(arguments.num_layers, arguments.failing))
+    trainer.fit(Module(arguments.num_layers, arguments.failing, arguments.sharing))
     if callback.report is None:
         print("no report in this process")
         return

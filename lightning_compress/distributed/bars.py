@@ -1,0 +1,31 @@
+"""Progress bars of several ranks: those of the first are enough.
+
+transformers, datasets and compressed-tensors draw theirs with tqdm, each in a way of its own; only the first two can be
+told not to. Alternative not taken: `TQDM_DISABLE`, which is read when tqdm is imported, before ranks know their number.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+from tqdm import tqdm
+
+
+@contextmanager
+def bars_of_first(rank: int) -> Iterator[None]:
+    """Within: tqdm draws nothing, unless `rank` is 0."""
+    if rank == 0:
+        yield
+        return
+    drawing = tqdm.__init__
+
+    @wraps(drawing)
+    def undrawn(bar: tqdm, *args: Any, **options: Any) -> None:
+        drawing(bar, *args, **{**options, "disable": True})
+
+    tqdm.__init__ = undrawn
+    try:
+        yield
+    finally:
+        tqdm.__init__ = drawing

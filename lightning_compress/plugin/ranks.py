@@ -1,0 +1,39 @@
+"""The ranks of a command: they are started and meet before any work, so that an error of one is heard of by all."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import lightning.pytorch as pl
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from lightning.pytorch.strategies import DDPStrategy
+
+from lightning_compress.distributed.bars import bars_of_first
+from lightning_compress.distributed.collective import Collective, SingleProcess, closing_all
+from lightning_compress.errors import CompressionError
+from lightning_compress.plugin import compat
+
+
+@contextmanager
+def ranks_of(trainer: pl.Trainer) -> Iterator[Collective]:
+    """The trainer's ranks, outside of its functions, which find them as they are then. An error inside ends all; bars
+    are shown by the first.
+
+    Raises:
+        CompressionError: a multirun, which every rank would run anew.
+    """
+    if compat.starts_scripts(trainer) and HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
+        raise CompressionError(
+            f"A multirun with trainer.devices={trainer.num_devices} would start the whole sweep anew in every rank. "
+            "Start the ranks from outside (torchrun, srun), or run the recipes one by one."
+        )
+    strategy = trainer.strategy
+    if trainer.world_size == 1 or not isinstance(strategy, DDPStrategy) or compat.spawns(trainer):
+        yield SingleProcess()  # other strategies are refused by `fit`; what is spawned has no script of its own
+        return
+    if strategy.launcher is None:
+        strategy.setup_environment()
+    else:
+        strategy.launcher.launch(strategy.setup_environment, trainer=trainer)
+    with closing_all(compat.collective(trainer)) as ranks, bars_of_first(ranks.rank):
+        yield ranks
