@@ -48,7 +48,8 @@ from lightning_compress.plugin.models import (
     weights_place,
 )
 from lightning_compress.plugin.plan import device_kind
-from lightning_compress.plugin.planning import plan_for_run, run_generation_plan, run_plan, run_probe, with_plan
+from lightning_compress.plugin.planned_run import plan_for_run, with_plan
+from lightning_compress.plugin.planning import run_generation_plan, run_plan, run_probe
 from lightning_compress.recipe.load import config_dir
 from lightning_compress.report.estimate import estimate_lines, estimate_table, save_estimate
 from lightning_compress.report.finetuning import finetuning_lines, finetuning_table

@@ -93,6 +93,16 @@ def collective(trainer: pl.Trainer) -> Collective:
     return ProcessGroup(trainer.strategy._timeout or default_pg_timeout)
 
 
+def met(trainer: pl.Trainer) -> Collective:
+    """The trainer's ranks as far as they run this script, brought together before `fit`, which finds them so. This
+    process alone where the strategy spawns them in there."""
+    if trainer.world_size == 1 or spawns(trainer):
+        return SingleProcess()
+    assert trainer.strategy.launcher is not None
+    trainer.strategy.launcher.launch(trainer.strategy.setup_environment, trainer=trainer)
+    return collective(trainer)
+
+
 @final
 class HeldSignals:
     """Inside, what ranks get of the signals that Lightning answers to waits until all are at the same place.
