@@ -1,6 +1,7 @@
 """`compress plan=auto` and `plan=FILE` on several ranks: real processes, as torchrun would start them."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -17,7 +18,12 @@ SCRIPT = Path(__file__).with_name("command_of_ranks.py")
 DATA = ("data.num_samples=6", "data.max_length=32")
 
 
-def on_two_ranks(*given: str, of_rank: tuple[tuple[str, ...], ...] = ((), ()), left_on_rank_1: int = 64) -> list[Ended]:
+def on_two_ranks(
+    *given: str,
+    of_rank: tuple[tuple[str, ...], ...] = ((), ()),
+    left_on_rank_1: int = 64,
+    cache_of_rank_1: Path | None = None,
+) -> list[Ended]:
     """What became of the command on each; `of_rank` are arguments of one alone."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -25,19 +31,24 @@ def on_two_ranks(*given: str, of_rank: tuple[tuple[str, ...], ...] = ((), ()), l
     group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     group |= {"TORCHELASTIC_RUN_ID": "7", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
     command = (str(left_on_rank_1), *given, "trainer=cpu")
-    ranks = [Script(SCRIPT, *command, *of_rank[rank], **group, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in (0, 1)]
-    return [rank.wait(120) for rank in ranks]
+    cache = os.environ["XDG_CACHE_HOME"]
+    ranks = [
+        Script(SCRIPT, *command, *of_rank[rank], **group, RANK=str(rank), LOCAL_RANK=str(rank), XDG_CACHE_HOME=cache)
+        for rank, cache in enumerate((cache, str(cache_of_rank_1 or cache)))
+    ]
+    return [rank.wait() for rank in ranks]
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
 def test_one_rank_plans_for_all(command: Command, checkpoint: Path, tmp_path: Path) -> None:
-    """The files are those of one process that was told the same. Seen to fail: a rank that plans for itself, with
-    another batch size."""
+    """The files are those of one process that was told the same. Seen to fail: with the other rank planning, too, for
+    which it measured the machine that it has no rates of."""
     given = ("compress", f"model.path={checkpoint}", *DATA, "calibration.schedule=block")
-    ends = on_two_ranks(*given, "plan=auto", f"output_dir={tmp_path / 'two'}")
+    ends = on_two_ranks(*given, "plan=auto", f"output_dir={tmp_path / 'two'}", cache_of_rank_1=tmp_path / "no rates")
     assert [end.returncode for end in ends] == [0, 0], "\n".join(end.stderr for end in ends)
     assert ends[0].stdout.count("plan: schedule block, ") == 1
     assert "plan: " not in ends[1].stdout
+    assert not (tmp_path / "no rates").exists()
     report = json.loads((tmp_path / "two" / "report.json").read_text())
     choice = report["plan"]["choice"]
     assert report["num_ranks"] == 2
