@@ -96,11 +96,16 @@ def main() -> None:
 
 
 def _as_overrides(arguments: list[str]) -> list[str]:
-    """`--graph FILE`, as other tools have it, is `graph=FILE`."""
-    if "--graph" not in arguments[:-1]:
-        return arguments
-    at = arguments.index("--graph")
-    return [*arguments[:at], f"graph={arguments[at + 1]}", *arguments[at + 2 :]]
+    """`--graph FILE` and `--refit FILE`, as other tools have it, are `graph=FILE` and `refit=[FILE]`.
+
+    >>> _as_overrides(["--refit", "a/report.json", "run_on=cpu"])
+    ['refit=[a/report.json]', 'run_on=cpu']
+    """
+    for flag, written in (("--graph", "graph={}"), ("--refit", "refit=[{}]")):
+        if flag in arguments[:-1]:
+            at = arguments.index(flag)
+            arguments = [*arguments[:at], written.format(arguments[at + 1]), *arguments[at + 2 :]]
+    return arguments
 
 
 def compress(config: DictConfig) -> None:
