@@ -216,6 +216,8 @@ def test_calibration(estimate: Any) -> None:
     found, said = estimate(*sizes)
     assert {("batch", "device"), ("solve", "device"), ("write", "host")} <= totals(found).keys()
     assert "most of the device's memory" in said
+    has_form = {row["name"] for row in found["rows"] if row["place"] == "device" and row["closed_form"]}
+    assert has_form == {"batch", "solve"}
     ranks, _ = estimate(*sizes, "job.ranks=4")
 
     def waiting(of: dict[str, Any]) -> int:
@@ -230,6 +232,8 @@ def test_calibration(estimate: Any) -> None:
     assert ("verification", "host") not in totals(unverified)
     without, _ = estimate("recipe=w4a16_rtn")
     assert not any(row["parts"].get("statistics") for row in without["rows"])
+    block, _ = estimate(*sizes, "job.schedule=block")
+    assert not any(row["closed_form"] for row in (*without["rows"], *block["rows"]))
 
 
 @pytest.mark.parametrize(
