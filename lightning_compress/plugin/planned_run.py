@@ -12,6 +12,7 @@ from typing import cast, final
 import lightning.pytorch as pl
 import torch
 from omegaconf import DictConfig, OmegaConf
+from transformers import PreTrainedModel
 
 from lightning_compress.distributed.collective import closing_all
 from lightning_compress.errors import CompressionError
@@ -59,25 +60,38 @@ def plan_for_run(config: DictConfig, trainer: pl.Trainer, device: torch.device, 
     with closing_all(compat.met(trainer)) as collective:
         model = load_config_only(config.model)
         typed = typed_keys()
-        planned: Planned | None = None
+        of_ranks: list[Rank] = []
         if config.plan == "auto":
             of_ranks = collective.gather(_rank(config, trainer, device, output_dir, typed), "comparing the ranks")
             _check_alike(of_ranks)
-            if collective.rank == 0:
-                situation, choices = _situation(config, trainer, of_ranks), _possible(of_ranks)
-                machine = machine_for(None, device.type, output_dir)
-                planned = plan_calibration(model, situation, choices, machine)
-        elif collective.rank == 0:
-            planned = load_planned(Path(config.plan))
-            _check_plan(config.plan, planned.best)
+        planned: Planned | CompressionError | None = None
+        if collective.rank == 0:
+            try:
+                planned = _found(config, trainer, model, of_ranks, output_dir)
+            except CompressionError as error:
+                planned = error  # for all to say, as what it is
         planned = collective.broadcast(planned, f"waiting for rank 0's plan={config.plan}")
-        assert planned is not None
+        if not isinstance(planned, Planned):
+            assert planned is not None
+            raise planned
         size = sum(parameter.numel() for parameter in model.parameters())
         _check_same(config, planned, size, device, trainer)
         if config.plan != "auto":
             _check_typed(config, planned, typed)
         collective.gather(None, "comparing the plan and the command")  # nobody begins what another one refuses
         return planned
+
+
+def _found(
+    config: DictConfig, trainer: pl.Trainer, model: PreTrainedModel, of_ranks: Sequence[Rank], output_dir: Path
+) -> Planned:
+    """The file's plan, or a new one."""
+    if config.plan != "auto":
+        planned = load_planned(Path(config.plan))
+        _check_plan(config.plan, planned.best)
+        return planned
+    situation, choices = _situation(config, trainer, of_ranks), _possible(of_ranks)
+    return plan_calibration(model, situation, choices, machine_for(None, of_ranks[0].kind, output_dir))
 
 
 def _rank(config: DictConfig, trainer: pl.Trainer, device: torch.device, output_dir: Path, typed: Set[str]) -> Rank:
@@ -87,7 +101,7 @@ def _rank(config: DictConfig, trainer: pl.Trainer, device: torch.device, output_
         on_device = tensors_on(torch.cuda.mem_get_info(device)[0])
     budget = memory.num_bytes("host_budget", device)
     choices = _choices_left(config, typed)
-    if not has_safetensors(Path(config.model.path)):
+    if len(choices.load) > 1 and not has_safetensors(Path(config.model.path)):
         choices = replace(choices, load=("memory",))  # of other files, or of a name on the Hub
     return Rank(
         kind=device.type,

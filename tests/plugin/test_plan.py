@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,17 @@ def test_compress_makes_its_own_plan(command: Command, checkpoint: Path, tmp_pat
     assert report["plan"]["choice"]["load"] == "disk"
     rows = {row["name"]: row for row in report["comparison"]}
     assert rows["disk_read"]["foreseen"] == rows["disk_read"]["measured"] > 0
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+def test_weights_that_are_elsewhere(command: Command, checkpoint: Path, tmp_path: Path) -> None:
+    """Are read from there, layer by layer. Seen to fail: with weights in memory, for there are no files in
+    model.path."""
+    (tmp_path / "bare").mkdir()
+    shutil.copy(checkpoint / "config.json", tmp_path / "bare")
+    where = (f"model.path={tmp_path / 'bare'}", f"model.weights={checkpoint}", f"model.tokenizer={checkpoint}")
+    given = (*where, *DATA, "trainer=cpu", f"output_dir={tmp_path / 'out'}", "data.batch_size=3")
+    assert "weights from disk," in command("compress", *given, "plan=auto", "calibration.schedule=block")
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")

@@ -58,13 +58,11 @@ def test_one_rank_plans_for_all(command: Command, checkpoint: Path, tmp_path: Pa
 
 
 def test_the_least_that_any_rank_has(checkpoint: Path, tmp_path: Path) -> None:
-    """Is what there is; what fails on the rank that plans is told on both. Seen to fail: with what rank 0 has alone."""
+    """Is what there is; both say that nothing fits. Seen to fail: with what rank 0 has alone."""
     given = ("compress", f"model.path={checkpoint}", *DATA, f"output_dir={tmp_path / 'out'}", "plan=auto")
     ends = on_two_ranks(*given, left_on_rank_1=0)
     assert all(end.returncode == 1 for end in ends)
-    assert "lightning-compress: No plan fits host=" in ends[0].stderr
-    assert "could not go on with waiting for rank 0's plan=auto" in ends[1].stderr
-    assert "BudgetError: No plan fits host=" in ends[1].stderr
+    assert all("lightning-compress: No plan fits host=" in end.stderr for end in ends)
 
 
 def test_ranks_that_are_told_different_things(checkpoint: Path, tmp_path: Path) -> None:
