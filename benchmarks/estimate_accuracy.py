@@ -2,7 +2,8 @@
 
     python benchmarks/estimate_accuracy.py [--only NAME ...] [--scale 1]
 
-Models with random weights run two steps of training, or a prompt and its last token. Truth on CUDA is
+Models with random weights run two steps of training, or a prompt and its last token, or are quantized and written.
+Truth on CUDA is
 `torch.cuda.max_memory_allocated` (and `reserved`); on a CPU the peak of the allocations and frees that torch.profiler
 records, on top of the weights, which is no part of this package. Every case is a fresh process. Signed errors in
 percent: of the run on fake tensors, of the closed form, of LLMem's formula, of 4 times the weights (`accelerate
@@ -13,6 +14,11 @@ estimate-memory`'s rule for Adam) or the weights (its rule for inference), of 8 
 import argparse
 import json
 import multiprocessing
+import tempfile
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +26,24 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from lightning_compress.calibration.batches import collect
+from lightning_compress.calibration.target import find_target
 from lightning_compress.foresight.allocator import replay
 from lightning_compress.foresight.closed_form import decoder, finetuning_phases, inference_phases, llmem
-from lightning_compress.foresight.jobs import FineTuningJob, InferenceJob, Phase, infer, on_fakes
+from lightning_compress.foresight.jobs import CalibrationJob, FineTuningJob, InferenceJob, Phase, infer, on_fakes
 from lightning_compress.foresight.training import finetune
+from lightning_compress.graph.stages import Schedule
+from lightning_compress.graph.unfold import unfolded
+from lightning_compress.memory.budget import Budgets, Waiting, peaks
 from lightning_compress.memory.source import parameters_on_meta
 from lightning_compress.memory.tracker import LiveMemory
+from lightning_compress.plugin.job import prepare_job, run_job
+from lightning_compress.plugin.measure import measured
+from lightning_compress.plugin.settings import Settings
+from lightning_compress.recipe.load import load_recipe
+from lightning_compress.recipe.resolve import named_by, resolve
 
+RECIPE = load_recipe("w4a16_gptq")
 SIZES: dict[str, Any] = {
     "hidden_size": 512,
     "intermediate_size": 1408,
@@ -45,7 +62,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 512, "n_layer": 6, "n_head": 8, "n_positions": 2048, "vocab_size": 8192},
     "opt": {**SIZES, "ffn_dim": 2048, "word_embed_proj_dim": 512},
 }
-Job = InferenceJob | FineTuningJob
+Job = InferenceJob | FineTuningJob | CalibrationJob
 CASES: dict[str, tuple[str, torch.dtype, Job]] = {
     "llama bf16, generate": ("llama", torch.bfloat16, InferenceJob(4, 1024, 64)),
     "llama fp32, generate": ("llama", torch.float32, InferenceJob(4, 1024, 64)),
@@ -69,6 +86,10 @@ CASES: dict[str, tuple[str, torch.dtype, Job]] = {
     "gpt_neox fp32, foreach": ("gpt_neox", torch.float32, FineTuningJob(4, 512)),
     "gpt2 fp32, fused": ("gpt2", torch.float32, FineTuningJob(4, 512, implementation="fused")),
     "opt fp32, foreach": ("opt", torch.float32, FineTuningJob(4, 512)),
+    "llama fp32, gptq, staged": ("llama", torch.float32, CalibrationJob(16, 512, 4)),
+    "llama bf16, gptq, staged": ("llama", torch.bfloat16, CalibrationJob(16, 512, 4)),
+    "llama fp32, gptq, block": ("llama", torch.float32, CalibrationJob(16, 512, 4, schedule="block")),
+    "gpt_neox fp32, gptq, staged": ("gpt_neox", torch.float32, CalibrationJob(16, 512, 4)),
 }
 
 
@@ -81,21 +102,42 @@ def build(family: str, dtype: torch.dtype, scale: int) -> nn.Module:
     return model
 
 
-def run(model: nn.Module, job: Job, memory: LiveMemory) -> list[Phase]:
+def run(model: nn.Module, job: InferenceJob | FineTuningJob, memory: LiveMemory) -> list[Phase]:
     """The job on the model's own tensors."""
     return infer(model, job, memory) if isinstance(job, InferenceJob) else finetune(model, job, memory)
 
 
-def truth(model: nn.Module, job: Job) -> tuple[int, int | None]:
+def calibrate(model: nn.Module, job: CalibrationJob, device: torch.device, folder: str) -> None:
+    """GPTQ to 4 bits, written to a folder."""
+    ids = torch.randint(0, SIZES["vocab_size"], (job.num_samples, job.max_length))
+    batches = [{"input_ids": part} for part in ids.split(job.batch_size)]
+    settings = Settings(RECIPE, Path(folder) / "out", schedule=Schedule(job.schedule), verify=False)
+    deque(run_job(prepare_job(model, collect(batches), settings, device)), maxlen=0)
+
+
+def foreseen_calibration(model: nn.Module, job: CalibrationJob, device: torch.device) -> int:
+    """The most that `estimate` has of the device; on a CPU beside the model's weights, which are there already."""
+    target = find_target(model)
+    with unfolded(target.root, named_by(RECIPE), 1):
+        found = measured(target, resolve(RECIPE, target.root), job, device, verifies=False)
+    rows = (*found.table, *found.end)
+    if device.type == "cpu":
+        rows = tuple(replace(row, weights=0) for row in rows)
+        held = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+        return held + max(each.num_bytes for each in peaks(rows, device, Budgets(None, 0), "host", 1, Waiting()))
+    return max(each.num_bytes for each in peaks(rows, device, Budgets(None, 0), "device", 1, Waiting()))
+
+
+def truth(model: nn.Module, do: Callable[[], object]) -> tuple[int, int | None]:
     """Bytes that the job took, and those that the CUDA allocator reserved for it."""
-    if next(model.parameters()).is_cuda:
+    if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        run(model, job, LiveMemory())
+        do()
         return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     held = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        run(model, job, LiveMemory())
+        do()
     results = profiler.profiler.kineto_results
     events = sorted((event.start_ns(), event.nbytes()) for event in results.events() if event.name() == "[memory]")
     live = peak = 0
@@ -111,11 +153,17 @@ def case(name: str, scale: int) -> dict[str, Any]:
     torch.manual_seed(0)
     with parameters_on_meta():
         empty = build(family, dtype, scale)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if isinstance(job, CalibrationJob):
+        foreseen, model = foreseen_calibration(empty, job, device), build(family, dtype, scale)
+        with tempfile.TemporaryDirectory() as folder:
+            taken, _ = truth(model, partial(calibrate, model, job, device, folder))
+        return {"case": name, "taken": taken, "fakes": foreseen}
     memory = LiveMemory()
     with on_fakes(empty):
         foreseen = max(phase.peak for phase in run(empty, job, memory))
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    taken, reserved = truth(build(family, dtype, scale).to(device), job)
+    model = build(family, dtype, scale).to(device)
+    taken, reserved = truth(model, partial(run, model, job, LiveMemory()))
     num_parameters = sum(parameter.numel() for parameter in empty.parameters())
     sizes = decoder(empty.config, num_parameters, dtype.itemsize)
     is_inference = isinstance(job, InferenceJob)
@@ -150,8 +198,9 @@ def main() -> None:
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             row = pool.apply(case, (name, arguments.scale))
         rows.append(row)
-        errors = ["-" if row[each] is None else f"{100 * (row[each] / row['taken'] - 1):+.1f} %" for each in columns]
-        held = row["reserved"]
+        said = [row.get(each) for each in columns]
+        errors = ["-" if each is None else f"{100 * (each / row['taken'] - 1):+.1f} %" for each in said]
+        held = row.get("reserved")
         errors.append("-" if held is None else f"{100 * (row['reserved foreseen'] / held - 1):+.1f} %")
         print(f"{name:34} {row['taken'] / 2**20:10.1f}", *(f"{error:>12}" for error in errors), flush=True)
     arguments.json.parent.mkdir(parents=True, exist_ok=True)

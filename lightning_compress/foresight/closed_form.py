@@ -2,14 +2,16 @@
 
 The closed forms are for decoders of gated feed-forward layers with RMS norms (Llama, Mistral, Qwen, Gemma, ...) under
 scaled-dot-product attention that keeps no scores. Counted by hand from transformers' code: what autograd keeps per
-token and layer, what is alive at the widest moment of a layer.
+token and layer, what is alive at the widest moment of a layer. Those of calibrations stand on what the algorithm's own
+docstrings say of its arrays.
 """
 
 from dataclasses import dataclass
 from typing import Any, final
 
+from lightning_compress.algorithms.base import stack_rows
 from lightning_compress.foresight.adapters import ALL_LINEAR, packed_bytes
-from lightning_compress.foresight.jobs import FineTuningJob, InferenceJob, Phase
+from lightning_compress.foresight.jobs import CalibrationJob, FineTuningJob, InferenceJob, Phase
 from lightning_compress.foresight.optimizers import state_bytes
 
 LOSS = {2: (10, 12), 4: (8, 12)}
@@ -87,6 +89,36 @@ def inference_phases(sizes: Decoder, job: InferenceJob) -> list[Phase]:
             working=job.batch_size * length * row // sizes.layers,  # a layer's cache, before and after
         ),
     ]
+
+
+def calibration_forms(sizes: Decoder, job: CalibrationJob, depth: int, packed: float) -> dict[str, int]:
+    """What GPTQ takes of a device under `staged`, with all activations waiting elsewhere: while a batch runs, and while
+    a group is solved. Both are at their most at the feed-forward layer's last module, behind all others of the layer.
+
+    Args:
+        depth: how many layers ahead weights are brought.
+        packed: bytes of a weight that is packed.
+    """
+    size, tokens = sizes.itemsize, job.batch_size * job.max_length
+    hidden, inner = sizes.hidden, sizes.intermediate
+    numel = sum(rows * columns for rows, columns in _linear_shapes(sizes))
+    layer = size * (numel + 2 * hidden)
+    head = size * (sizes.vocabulary + 1) * hidden  # what is ahead of the last layer
+    beside = int(packed * (numel - hidden * inner)) + (4 * inner + 1024) * inner  # the Gram: see `statistics.sums`
+    # the residual and the norm's result come, the residual and down's input go, but from the last layer
+    coming = tokens * 2 * hidden * size
+    passing = coming + tokens * (hidden + inner) * size
+    ahead, at_the_end = depth * layer, (depth - 1) * layer + head if depth else 0
+    # what came; of the gate's activation, up and their product all, or the last with a copy in float32
+    batch = tokens * (2 * hidden * size + inner * max(3 * size, size + (4 if size < 4 else 0))) + 1024 * inner
+    # the Gram, its factor and what that is made in, in float32; the weight's rows, their codes, and those of a tile,
+    # with errors in float32
+    tile = min(hidden, stack_rows(inner))
+    solve = 12 * inner**2 + hidden * inner * (size + 1) + 11 * tile * inner
+    return {
+        "batch": layer + beside + batch + max(ahead + passing, at_the_end + (passing if depth > 1 else coming)),
+        "solve": layer + beside + solve + max(ahead, at_the_end),
+    }
 
 
 def finetuning_phases(sizes: Decoder, job: FineTuningJob) -> list[Phase]:

@@ -10,6 +10,7 @@ per layer, by rings, in which a collective sends (N - 1) / N of its bytes and re
     ZeRO-2, per micro-batch   reduce-scatter                           (N - 1) / N V / T     (and P / T per step)
     ZeRO-3, per micro-batch   all-gather twice, reduce-scatter         (N - 1) / N (2 W + V) / T
     tensor, per micro-batch   two all-reduces per layer, forward and backward, and again where the forward runs again
+    pipeline, per micro-batch a layer's output to the next stage, and its gradient to the one before; 1 / T of each
     offload, per micro-batch  gradients of a rank's share to the host; from the second on the sum so far comes back for
                               the addition; ZeRO-1 sends them once per step; parameters come back after the step
 
@@ -20,12 +21,18 @@ computing. The optimizer's step begins after the last backward, and what follows
 Operators are divided among tensor ranks, the number of calls is not. Without a rate between ranks they talk over each
 card's link to the host, which offloading uses too. All ranks are on one host, and the CPU's steps share its memory.
 
-Left out: pipelines, whose bubbles and micro-batches on the way `layouts` does not have; losses and embeddings that are
-divided among tensor ranks; start-up times of collectives; a slowest rank.
+A pipeline of p stages does m micro-batches in the time of m + p - 1 of them on its busiest stage, whether all forwards
+come first (GPipe, arXiv 1811.06965) or one forward and one backward take turns (PipeDream-Flush; arXiv 2104.04473,
+section 2.2): the bubble is (p - 1) / (m + p - 1) of the time. Busiest is the last stage, which has the output embedding
+beside its layers: of a forward's FLOP those of that product, and so much of all else. Micro-batches are waited for
+between stages. Memory is that of the largest stage, with the activations of p micro-batches on the way (1F1B).
+
+Left out: losses and embeddings that are divided among tensor ranks; the gradients of tied embeddings, that the first
+and the last stage add up; start-up times of collectives; a slowest rank.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, final
 
 from lightning_compress.foresight.jobs import Phase, parts_of
@@ -56,6 +63,8 @@ class FineTuningTask:
         layers, hidden: of the model; tensor ranks exchange a number per token and channel twice per layer.
         itemsize: bytes of such a number.
         largest_layer: bytes of its weights.
+        head: numbers of the output embedding, that each token is multiplied with.
+        stages: of the weights, the part of the largest stage of a pipeline, by how many there are.
     """
 
     batch: int
@@ -65,6 +74,8 @@ class FineTuningTask:
     hidden: int
     itemsize: int
     largest_layer: int
+    head: int = 0
+    stages: Mapping[int, float] = field(default_factory=dict)
 
 
 @final
@@ -95,6 +106,7 @@ class Part:
         waited_bytes: that go between ranks before computing goes on.
         ranks_bytes: that go between ranks meanwhile.
         to_device, to_host: bytes on the link.
+        idle_s: seconds in which nothing is done.
     """
 
     name: str
@@ -105,6 +117,7 @@ class Part:
     ranks_bytes: float = 0.0
     to_device: float = 0.0
     to_host: float = 0.0
+    idle_s: float = 0.0
 
     def lanes(self, machine: Machine) -> dict[Lane, float]:
         """Seconds of each lane, once."""
@@ -117,7 +130,7 @@ class Part:
     def seconds(self, machine: Machine) -> float:
         """Of all `count` of them."""
         waited = max(_exchange(machine, self.waited_bytes).values())
-        return self.count * max(self.compute_s + waited, *self.lanes(machine).values())
+        return self.count * (self.idle_s + max(self.compute_s + waited, *self.lanes(machine).values()))
 
 
 @final
@@ -168,7 +181,7 @@ def foreseen(task: FineTuningTask, micro: MicroBatch, layout: Layout, machine: M
         for lane, lane_s in part.lanes(machine).items():
             busy[lane] = busy.get(lane, 0.0) + part.count * lane_s
     phases = micro.rehearsal.phases(accumulate)
-    shares = worst_shares(phases, layout, task.largest_layer)
+    shares = worst_shares(phases, layout, task.largest_layer, task.stages.get(layout.pipeline))
     fullest, _ = max(shares.values(), key=lambda share: share[0].peak)
     on_host = max(size for _, size in shares.values())
     return Step(
@@ -190,23 +203,26 @@ def foreseen(task: FineTuningTask, micro: MicroBatch, layout: Layout, machine: M
 def step_parts(task: FineTuningTask, micro: MicroBatch, layout: Layout, machine: Machine) -> list[Part]:
     """The parts of a step, in order, on every rank."""
     accumulate, work = task.batch // (layout.data * micro.size), micro.rehearsal.work
-    compute = {name: machine.seconds(_divided(each, layout.tensor)) for name, each in work.items()}
-    trained, gradients, states, weights = _sizes(micro.rehearsal)
-    ring, tensor, zero = (layout.data - 1) / layout.data, layout.tensor, layout.zero
+    ring, tensor, zero, stages = (layout.data - 1) / layout.data, layout.tensor, layout.zero, layout.pipeline
+    busiest, stage = _busiest(task, micro, stages), task.stages.get(stages, 1 / stages)
+    compute = {name: machine.seconds(_divided(each, tensor, busiest)) for name, each in work.items()}
+    sizes = _sizes(micro.rehearsal)
+    trained, gradients, _, weights = (stage * size for size in sizes)
     offloads = layout.offload and zero >= 1
     own = gradients / (tensor * layout.data) if offloads else 0.0  # a rank's share
-    exchanged = _exchanged_by_tensor_ranks(task, micro, tensor)
+    exchanged = _exchanged_by_tensor_ranks(task, micro, tensor) / stages
+    passed = _activations(task, micro) / tensor if stages > 1 else 0.0
     forward = Part(
         name="forward",
         count=accumulate,
         compute_s=compute["forward"],
-        waited_bytes=exchanged,
+        waited_bytes=exchanged + passed,
         ranks_bytes=ring * weights / tensor if zero >= 3 else 0.0,
     )
     every = Part(
         name="backward",
         compute_s=compute["backward"],
-        waited_bytes=exchanged * (2 if micro.checkpoints else 1),
+        waited_bytes=exchanged * (2 if micro.checkpoints else 1) + passed,
         ranks_bytes=ring * ((weights if zero >= 3 else 0) + (gradients if zero >= 2 else 0)) / tensor,
         to_host=own if zero >= 2 else 0.0,
     )
@@ -218,19 +234,35 @@ def step_parts(task: FineTuningTask, micro: MicroBatch, layout: Layout, machine:
         to_host=own,
     )
     before = [every, replace(later, count=accumulate - 2)] if accumulate > 1 else []
-    stepping = machine.seconds(_divided(work["step"], tensor * (layout.data if zero >= 1 else 1)))
+    stepping = machine.seconds(_divided(work["step"], tensor * (layout.data if zero >= 1 else 1), stage))
     update = Part("optimizer", compute_s=stepping)
     if offloads:
-        update = Part("optimizer", cpu_s=step_bytes(trained, gradients, states) / machine.rate("cpu_optimizer"))
+        update = Part("optimizer", cpu_s=step_bytes(*sizes[:3]) / machine.rate("cpu_optimizer"))
+    once = replace(forward, count=1).seconds(machine) + every.seconds(machine)
+    bubble = Part("bubble", count=stages - 1, idle_s=once)
     back = Part("parameters back", to_device=trained / (tensor * layout.data) if offloads else 0.0)
     gather = Part("parameters gathered", ranks_bytes=ring * trained / tensor if zero in (1, 2) else 0.0)
-    return [forward, *before, last, update, back, gather]
+    return [forward, *before, last, bubble, update, back, gather]
+
+
+def _busiest(task: FineTuningTask, micro: MicroBatch, stages: int) -> float:
+    """Of a micro-batch's work, the part of the stage that has most."""
+    if stages == 1:
+        return 1.0
+    forward = micro.rehearsal.work["forward"]
+    flops = sum(amount for kind, amount in forward.items() if kind.startswith(("product", "attention")))
+    head = 2 * micro.size * task.length * task.head / flops
+    return head + (1 - head) / stages
 
 
 def _exchanged_by_tensor_ranks(task: FineTuningTask, micro: MicroBatch, tensor: int) -> float:
     """Bytes that a rank sends in a forward for all-reduces of activations."""
-    activations = micro.size * task.length * task.hidden * task.itemsize
-    return task.layers * _REDUCES * 2 * (tensor - 1) / tensor * activations
+    return task.layers * _REDUCES * 2 * (tensor - 1) / tensor * _activations(task, micro)
+
+
+def _activations(task: FineTuningTask, micro: MicroBatch) -> int:
+    """Bytes of a layer's output."""
+    return micro.size * task.length * task.hidden * task.itemsize
 
 
 def _sizes(rehearsal: Rehearsal) -> tuple[int, int, int, int]:
@@ -239,8 +271,9 @@ def _sizes(rehearsal: Rehearsal) -> tuple[int, int, int, int]:
     return rehearsal.trained, step.gradients, step.optimizer, step.weights
 
 
-def _divided(work: Work, ranks: int) -> Work:
-    return {kind: amount if kind == "call" else amount / ranks for kind, amount in work.items()}
+def _divided(work: Work, ranks: int, stage: float) -> Work:
+    """Of a stage with such a part of it, divided among ranks that make as many calls each."""
+    return {kind: stage * (amount if kind == "call" else amount / ranks) for kind, amount in work.items()}
 
 
 def _exchange(machine: Machine, sent: float, to_device: float = 0.0, to_host: float = 0.0) -> dict[Lane, float]:
@@ -258,8 +291,9 @@ def _exchange(machine: Machine, sent: float, to_device: float = 0.0, to_host: fl
 
 def _host_parts(phases: Sequence[Phase], layout: Layout, task: FineTuningTask, on_host: int) -> dict[str, int]:
     """What of a job's worst moment in host memory waits there, for all ranks."""
-    shares = [(phase, per_rank(phase, layout, task.largest_layer)) for phase in phases]
+    stage = task.stages.get(layout.pipeline)
+    shares = [(phase, per_rank(phase, layout, task.largest_layer, stage)) for phase in phases]
     phase, (share, _) = next(each for each in shares if each[1][1] == on_host)
-    there, _ = per_rank(phase, replace(layout, offload=False), task.largest_layer)
+    there, _ = per_rank(phase, replace(layout, offload=False), task.largest_layer, stage)
     here = parts_of(share)
     return {name: task.ranks * (size - here[name]) for name, size in parts_of(there).items() if size > here[name]}

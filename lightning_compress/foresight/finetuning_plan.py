@@ -6,12 +6,13 @@ batch per step stays as the user has it, so all ways do the same training.
 
 Not enumerated, as it makes no sense or nobody has it: ZeRO without another replica, but for offloading (ZeRO-Offload on
 one GPU), where stage 3 would be stage 2; ZeRO-1 where the optimizer has no state; offloading of 8-bit optimizers, and
-tensor parallelism of 4-bit layers, which bitsandbytes does not have. Pipelines are left out: their bubbles, and the
-micro-batches on the way, are not in `layouts`.
+tensor parallelism of 4-bit layers, which bitsandbytes does not have; pipelines with ZeRO-2 or 3, which DeepSpeed
+refuses (gradients would be divided anew for every micro-batch), or with offloading.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import final
 
 from lightning_compress.errors import BudgetError
@@ -60,38 +61,47 @@ class PlannedFineTuning:
     planning_s: float
 
 
-def layouts(ranks: int, heads: int | None, job: FineTuningJob, fixed: Mapping[str, int | bool]) -> list[Layout]:
+def layouts(
+    ranks: int, heads: int | None, layers: int | None, job: FineTuningJob, fixed: Mapping[str, int | bool]
+) -> list[Layout]:
     """How ranks can share a job.
 
     Args:
         ranks: of all.
         heads: that tensor ranks divide among them evenly; None: not known, so nothing is divided so.
+        layers: that stages of a pipeline divide; likewise.
         job: what is trained how.
         fixed: values of a layout's fields.
 
-    >>> [str(layout.zero) for layout in layouts(2, None, FineTuningJob(optimizer="sgd"), {"offload": False})]
+    >>> [str(layout.zero) for layout in layouts(2, None, None, FineTuningJob(optimizer="sgd"), {"offload": False})]
     ['0', '2', '3']
     """
-    divisible = heads is not None and job.method != "qlora"
     widths = [2**power for power in range(ranks.bit_length()) if ranks % 2**power == 0]
-    found: list[Layout] = []
-    for tensor in widths:
-        if tensor > 1 and not (divisible and heads is not None and heads % tensor == 0):
-            continue
-        data = ranks // tensor
-        for zero in range(4):
-            for offload in (False, True):
-                if _makes_sense(data, zero, offload, job):
-                    found.append(Layout(data=data, zero=zero, offload=offload, tensor=tensor))
-    return [layout for layout in found if all(getattr(layout, name) == value for name, value in fixed.items())]
+    tensors = _dividing(widths, None if job.method == "qlora" else heads)
+    found = [
+        Layout(data=ranks // (tensor * pipeline), zero=zero, offload=offload, tensor=tensor, pipeline=pipeline)
+        for tensor, pipeline in product(tensors, _dividing(widths, layers))
+        if ranks % (tensor * pipeline) == 0
+        for zero, offload in product(range(4), (False, True))
+        if zero or not offload
+    ]
+    fitting = [layout for layout in found if _makes_sense(layout, job)]
+    return [layout for layout in fitting if all(getattr(layout, name) == value for name, value in fixed.items())]
 
 
-def _makes_sense(data: int, zero: int, offload: bool, job: FineTuningJob) -> bool:
+def _dividing(widths: Sequence[int], count: int | None) -> list[int]:
+    return [width for width in widths if width == 1 or (count is not None and count % width == 0)]
+
+
+def _makes_sense(layout: Layout, job: FineTuningJob) -> bool:
+    zero, offload = layout.zero, layout.offload
     if zero == 0:
-        return not offload
+        return True
+    if layout.pipeline > 1 and (offload or zero > 1):
+        return False
     if offload and job.optimizer == "adamw_8bit":
         return False
-    if data == 1 and (not offload or zero == 3):
+    if layout.data == 1 and (not offload or zero == 3):
         return False
     return zero > 1 or job.optimizer != "sgd"
 
@@ -137,7 +147,7 @@ def rehearsed(
 
 def _least(task: FineTuningTask, micro: MicroBatch, layout: Layout) -> int:
     """Bytes of a device without accumulation, so that no larger micro-batch takes less."""
-    shares = worst_shares(micro.rehearsal.alone, layout, task.largest_layer)
+    shares = worst_shares(micro.rehearsal.alone, layout, task.largest_layer, task.stages.get(layout.pipeline))
     return max(share.peak for share, _ in shares.values())
 
 
@@ -190,6 +200,7 @@ def described(step: Step) -> str:
     """
     layout = step.layout
     words = [f"{layout.data} replicas" if layout.data > 1 else "1 replica"]
+    words += [f"{layout.pipeline} pipeline stages each"] if layout.pipeline > 1 else []
     words += [f"{layout.tensor} tensor ranks each"] if layout.tensor > 1 else []
     words += [f"ZeRO-{layout.zero}{' with offload' if layout.offload else ''}"] if layout.zero else []
     words += [f"micro-batches of {step.micro_batch}", f"{step.accumulate} per step"]

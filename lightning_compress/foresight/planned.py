@@ -37,10 +37,11 @@ class Situation:
     Attributes:
         recipe: to be run.
         num_samples, max_length: of the calibration set; every sample is taken to be full.
-        ranks: processes that share the batches, all on one host.
+        ranks: processes that share the batches.
+        nodes: that they are spread over evenly.
         verify: the checkpoint of a model in memory is loaded a second time at the end.
         device: bytes that tensors of a rank may take of it; None: no limit.
-        host, disk: bytes that there are for all ranks together; None: no limit.
+        host, disk: bytes that there are for all ranks of a node together; None: no limit.
         budgets: those of the three that the user gave, which the run shall keep; the others are what there is.
     """
 
@@ -48,6 +49,7 @@ class Situation:
     num_samples: int
     max_length: int
     ranks: int = 1
+    nodes: int = 1
     verify: bool = True
     device: int | None = None
     host: int | None = None
@@ -55,10 +57,15 @@ class Situation:
     budgets: tuple[str, ...] = ()
 
     @property
+    def together(self) -> int:
+        """Ranks on a node, which share its memory and its disk."""
+        return self.ranks // self.nodes
+
+    @property
     def resources(self) -> Resources:
         """Of one rank."""
-        host = None if self.host is None else self.host // self.ranks
-        return Resources(self.device, host, self.disk, self.ranks)
+        host = None if self.host is None else self.host // self.together
+        return Resources(self.device, host, self.disk, self.together)
 
 
 @final

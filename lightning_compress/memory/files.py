@@ -93,6 +93,14 @@ def has_safetensors(folder: Path) -> bool:
     return any(folder.glob("*.safetensors"))
 
 
+def stored_dtype(folder: Path) -> torch.dtype | None:
+    """The type of the first floating-point tensor in a folder's first safetensors file, which is what transformers
+    builds a model with whose configuration names none; None: there is no such file or tensor."""
+    first = min(folder.glob("*.safetensors"), default=None)
+    found = {} if first is None else stored_tensors(first)
+    return next((stored.dtype for stored in found.values() if stored.dtype.is_floating_point), None)
+
+
 def is_sharded(folder: Path) -> bool:
     """Whether torch.distributed.checkpoint wrote the folder (FSDP, ModelParallelStrategy): see `memory.sharded`."""
     return (folder / SHARDS).is_file()

@@ -157,7 +157,7 @@ class CompressionCallback(Callback):
                 "one; for several recipes load the trained checkpoint anew for each, with when='only'."
             )
         if stage == "fit" and trainer.world_size > 1:
-            self._check_ranks(trainer)
+            check_ranks(trainer)
         if stage == "fit" and is_on_meta(pl_module) and self._would_be_moved(trainer):
             raise UnsupportedModelError(_meta_under(trainer, pl_module))
 
@@ -266,15 +266,6 @@ class CompressionCallback(Callback):
         if self.report is not None:
             rank_zero_info(self.report.summary())
 
-    def _check_ranks(self, trainer: pl.Trainer) -> None:
-        """Every rank has to hold the whole model, or to read from the whole checkpoint."""
-        if not isinstance(trainer.strategy, DDPStrategy):
-            raise UnsupportedModelError(
-                f"{type(trainer.strategy).__name__} splits the model over {trainer.world_size} ranks, and compressing "
-                "it needs all of it on each. Train with strategy='ddp', or save a full checkpoint and compress that "
-                "in a second run with when='only' and strategy='sequential_onload'."
-            )
-
     def _would_be_moved(self, trainer: pl.Trainer) -> bool:
         """Whether the strategy treats parameters without values as others; sharded training gives them some."""
         plain = isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy)
@@ -288,6 +279,20 @@ class CompressionCallback(Callback):
         if self._num_sanity_val_steps is not None:
             trainer.num_sanity_val_steps = cast(int, self._num_sanity_val_steps)
             self._num_sanity_val_steps = None
+
+
+def check_ranks(trainer: pl.Trainer) -> None:
+    """Every rank has to hold the whole model, or to read from the whole checkpoint.
+
+    Raises:
+        UnsupportedModelError: the strategy splits it.
+    """
+    if not isinstance(trainer.strategy, DDPStrategy):
+        raise UnsupportedModelError(
+            f"{type(trainer.strategy).__name__} splits the model over {trainer.world_size} ranks, and compressing "
+            "it needs all of it on each. Train with strategy='ddp', or save a full checkpoint and compress that "
+            "in a second run with when='only' and strategy='sequential_onload'."
+        )
 
 
 def _try_step(module: nn.Module, data: CalibrationSet) -> None:

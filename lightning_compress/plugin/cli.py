@@ -45,7 +45,8 @@ from lightning_compress.plugin.models import (
     reads_from_disk,
     weights_place,
 )
-from lightning_compress.plugin.planning import plan_for_run, run_generation_plan, run_plan, run_probe, with_plan
+from lightning_compress.plugin.planned_run import plan_for_run, with_plan
+from lightning_compress.plugin.planning import run_generation_plan, run_plan, run_probe
 from lightning_compress.plugin.ranks import ranks_of
 from lightning_compress.recipe.load import config_dir
 from lightning_compress.report.estimate import estimate_lines, estimate_table, save_estimate
@@ -93,11 +94,16 @@ def main() -> None:
 
 
 def _as_overrides(arguments: list[str]) -> list[str]:
-    """`--graph FILE`, as other tools have it, is `graph=FILE`."""
-    if "--graph" not in arguments[:-1]:
-        return arguments
-    at = arguments.index("--graph")
-    return [*arguments[:at], f"graph={arguments[at + 1]}", *arguments[at + 2 :]]
+    """`--graph FILE` and `--refit FILE`, as other tools have it, are `graph=FILE` and `refit=[FILE]`.
+
+    >>> _as_overrides(["--refit", "a/report.json", "run_on=cpu"])
+    ['refit=[a/report.json]', 'run_on=cpu']
+    """
+    for flag, written in (("--graph", "graph={}"), ("--refit", "refit=[{}]")):
+        if flag in arguments[:-1]:
+            at = arguments.index(flag)
+            arguments = [*arguments[:at], written.format(arguments[at + 1]), *arguments[at + 2 :]]
+    return arguments
 
 
 def compress(config: DictConfig) -> None:
@@ -201,7 +207,7 @@ def _compress_among(ranks: Collective, trainer: pl.Trainer, config: DictConfig, 
     memory_options(config.memory)  # misspelt ones are told before anything is loaded
     planned = None
     if config.plan is not None:
-        planned = plan_for_run(config, trainer, onload_device(trainer), output_dir)
+        planned = plan_for_run(config, trainer, onload_device(trainer), output_dir, ranks)
         config = with_plan(config, planned)
         if _is_first_rank():
             print(f"plan: {described(planned.best)}; foreseen: {minutes(planned.best.total_s)}")

@@ -12,12 +12,14 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from transformers import PreTrainedModel, pytorch_utils
 
+from lightning_compress.algorithms.gptq import Gptq
 from lightning_compress.calibration.target import find_target
 from lightning_compress.errors import CompressionError
 from lightning_compress.foresight.adapters import num_trainable, targets_of
 from lightning_compress.foresight.allocator import replay
 from lightning_compress.foresight.closed_form import (
     Decoder,
+    calibration_forms,
     decoder,
     finetuning_phases,
     inference_phases,
@@ -39,6 +41,7 @@ from lightning_compress.foresight.layouts import Layout, worst_shares
 from lightning_compress.foresight.training import finetune
 from lightning_compress.graph.configs import size_in
 from lightning_compress.graph.experts import stack_of
+from lightning_compress.graph.stages import Schedule
 from lightning_compress.graph.targets import sequential_modules
 from lightning_compress.graph.unfold import unfolded
 from lightning_compress.memory.budget import TITLES, Budgets, Peak, Place, fit, gib, peaks
@@ -46,7 +49,7 @@ from lightning_compress.memory.placement import MemoryConfig
 from lightning_compress.memory.tracker import LiveMemory, resident_bytes
 from lightning_compress.plugin.measure import measured
 from lightning_compress.recipe.load import load_recipe
-from lightning_compress.recipe.resolve import named_by, resolve
+from lightning_compress.recipe.resolve import ResolvedRecipe, named_by, resolve
 
 GROUP = 128
 _OF_ONE_RANK = "Host memory is what one rank takes of it; ranks of one host take as much each."
@@ -283,6 +286,7 @@ def _calibration(
     with unfolded(target.root, named_by(recipe), job.expert_parts):
         resolved = resolve(recipe, target.root)
         found = measured(target, resolved, job, device, verifies=job.verify and not from_disk, memory=memory)
+        forms = _calibration_forms(model, job, resolved, memory)
     table = [*found.table, *found.end]
     in_memory = sum(parameter.nbytes for parameter in model.parameters())
     if not from_disk and device.type == "cpu":
@@ -301,7 +305,7 @@ def _calibration(
     rows = [
         row
         for place in places
-        for row in _worst(peaks(table, device, budgets, place, fitted.depth, fitted.waiting), place)
+        for row in _worst(peaks(table, device, budgets, place, fitted.depth, fitted.waiting), place, forms)
         if row.total
     ]
     return Estimate(
@@ -320,14 +324,35 @@ def _calibration(
     )
 
 
-def _worst(found: Sequence[Peak], place: Place) -> list[Row]:
+def _calibration_forms(
+    model: PreTrainedModel, job: CalibrationJob, resolved: ResolvedRecipe, memory: MemoryConfig
+) -> Mapping[str, int]:
+    """By kind of moment what the closed form has of a device; empty where there is none."""
+    sizes = decoder(model.config, sum(parameter.numel() for parameter in model.parameters()), model.dtype.itemsize)
+    whole = sizes is not None and len(resolved.assignments) == 7 * sizes.layers
+    ways = {
+        (each.algorithm, each.scheme.input_activations is None, each.weights.num_bits, each.weights.group_size)
+        for each in resolved.assignments.values()
+    }
+    plain = (job.schedule, job.sequential_targets, memory.device_activation_budget, memory.device_budget)
+    if sizes is None or not whole or len(ways) != 1 or plain != (Schedule.STAGED, None, 0, None):
+        return {}
+    ((algorithm, reads_as_is, num_bits, group_size),) = ways
+    if not isinstance(algorithm, Gptq) or (algorithm.correct, algorithm.refit) != ("none", 0) or not reads_as_is:
+        return {}
+    packed = num_bits / 8 + (sizes.itemsize / group_size if group_size else 0)
+    return calibration_forms(sizes, job, memory.prefetch_depth, packed)
+
+
+def _worst(found: Sequence[Peak], place: Place, forms: Mapping[str, int]) -> list[Row]:
     """Of each kind of moment the worst."""
     rows = []
     for what in dict.fromkeys(peak.moment.what for peak in found):
         peak = max((peak for peak in found if peak.moment.what == what), key=lambda peak: peak.num_bytes)
         parts = {TITLES[part]: size for part, size in peak.parts.items()}
         modules = dict.fromkeys(name.rpartition(".")[2] for name in peak.moment.of.split(", ") if name)
-        rows.append(Row(what, place, parts, at=": ".join(filter(None, (peak.row.name, ", ".join(modules))))))
+        at = ": ".join(filter(None, (peak.row.name, ", ".join(modules))))
+        rows.append(Row(what, place, parts, forms.get(what) if place == "device" else None, at))
     return rows
 
 

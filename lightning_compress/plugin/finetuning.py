@@ -36,7 +36,7 @@ from lightning_compress.graph.configs import size_in
 from lightning_compress.memory.host import available_bytes
 from lightning_compress.memory.tracker import LiveMemory
 from lightning_compress.memory.work import WorkMeter
-from lightning_compress.plugin.estimate import dividing_heads, foreseeing, instantiated, largest_layer
+from lightning_compress.plugin.estimate import dividing_heads, foreseeing, instantiated, largest_layer, largest_stage
 from lightning_compress.plugin.models import load_config_only
 from lightning_compress.plugin.plan import machine_for, size_of
 from lightning_compress.plugin.planning import check_ranks, typed_keys
@@ -56,7 +56,7 @@ def run_finetuning_plan(config: DictConfig) -> PlannedFineTuning:
     if idle:
         raise CompressionError(
             f"{', '.join(idle)}: choices are those of a calibration. Of job=finetuning, layout.data, layout.zero, "
-            "layout.offload, layout.tensor and job.gradient_checkpointing fix what is given."
+            "layout.offload, layout.tensor, layout.pipeline and job.gradient_checkpointing fix what is given."
         )
     fixed = {str(name): value for name, value in config.layout.items() if value is not None}
     machine = machine_for(config.gpu, config.run_on, Path(config.output_dir))
@@ -157,6 +157,8 @@ def _with_ranks(machine: Machine, interconnect: int | None) -> Machine:
 
 def _task(model: PreTrainedModel, job: FineTuningJob, ranks: int) -> FineTuningTask:
     text = model.config.get_text_config(decoder=True)
+    head = model.get_output_embeddings()
+    stages = [2**power for power in range(ranks.bit_length())]
     return FineTuningTask(
         batch=job.batch_size * job.accumulate * ranks,
         length=job.length,
@@ -165,6 +167,8 @@ def _task(model: PreTrainedModel, job: FineTuningJob, ranks: int) -> FineTuningT
         hidden=size_in(text, "hidden_size") or 0,
         itemsize=torch.bfloat16.itemsize if job.precision == "bf16-mixed" else model.dtype.itemsize,
         largest_layer=largest_layer(model),
+        head=0 if head is None else head.weight.numel(),
+        stages={number: largest_stage(model, number) for number in stages},
     )
 
 
@@ -173,13 +177,13 @@ def _layouts(model: PreTrainedModel, ranks: int, job: FineTuningJob, fixed: Mapp
     Raises:
         CompressionError: there are none.
     """
-    heads = dividing_heads(model)
-    found = layouts(ranks, heads, job, fixed)
+    sizes = dividing_heads(model), size_in(model.config.get_text_config(decoder=True), "num_hidden_layers")
+    found = layouts(ranks, *sizes, job, fixed)
     if found:
         return found
     said = ", ".join(f"layout.{name}={value}" for name, value in fixed.items())
-    known = [field.name for field in fields(Layout) if field.name != "pipeline"]
-    possible = {name: sorted({getattr(each, name) for each in layouts(ranks, heads, job, {})}) for name in known}
+    known = [field.name for field in fields(Layout)]
+    possible = {name: sorted({getattr(each, name) for each in layouts(ranks, *sizes, job, {})}) for name in known}
     listed = "; ".join(f"layout.{name}: {', '.join(map(str, values))}" for name, values in possible.items())
     raise CompressionError(
         f"ranks={ranks} cannot be laid out with {said} for this model and job. What there is, by field: {listed}."

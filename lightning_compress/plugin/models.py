@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from lightning_compress.errors import CompressionError
 from lightning_compress.export.checkpoint import check_finished
+from lightning_compress.memory.files import stored_dtype
 from lightning_compress.memory.host import available_bytes
 from lightning_compress.memory.placement import MemoryConfig, memory_config
 from lightning_compress.memory.source import parameters_on_meta
@@ -181,7 +182,7 @@ def _class_and_options(config: DictConfig) -> tuple[Any, dict[str, str]]:
 def _on_meta(auto_class: Any, path: str, dtype: str, trust_remote_code: bool, **extra: Any) -> PreTrainedModel:
     """`from_pretrained` but for the parameters' values."""
     config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    wanted = config.dtype or torch.float32 if dtype == "auto" else getattr(torch, dtype)
+    wanted = config.dtype or stored_dtype(Path(path)) or torch.float32 if dtype == "auto" else getattr(torch, dtype)
     with parameters_on_meta():
         model: PreTrainedModel = auto_class.from_config(
             config, dtype=wanted, trust_remote_code=trust_remote_code, **extra

@@ -209,7 +209,7 @@ def _nothing_fits(tried: Sequence[Candidate], machine: Machine, situation: Situa
     said = ", ".join(f"{place}={gib(size)}" for place, size in given.items() if size is not None)
     needed = []
     for place, (choice, size) in smallest(tried, machine).items():
-        whole = size if place == "device" else size * situation.ranks
+        whole = size if place == "device" else size * situation.together
         card = f" for tensors, so a card of {gib(card_for(size))}" if place == "device" else ""
         needed.append(
             f"{place}={whole} ({gib(whole)}{card}), with batch size {choice.batch_size}, schedule {choice.schedule}, "

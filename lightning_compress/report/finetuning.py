@@ -53,7 +53,7 @@ def finetuning_lines(planned: PlannedFineTuning) -> list[str]:
 def finetuning_table(planned: PlannedFineTuning) -> Table:
     """The plan and those that come next."""
     table = Table(title="the plan, and the fastest of other kinds", box=box.SIMPLE, title_justify="left")
-    columns = ("data", "tensor", "ZeRO", "micro-batch", "per step", "checkpointing", "s per step", "tokens/s")
+    columns = ("data", "tensor", "stages", "ZeRO", "micro-batch", "per step", "checkpointing", "s per step", "tokens/s")
     for column in (*columns, "device GiB", "host GiB", "bottleneck"):
         is_text = column in ("ZeRO", "checkpointing", "bottleneck")
         table.add_column(column, justify="left" if is_text else "right", no_wrap=column == "tokens/s")
@@ -61,7 +61,8 @@ def finetuning_table(planned: PlannedFineTuning) -> Table:
         layout = step.layout
         zero = f"{layout.zero}{', offload' if layout.offload else ''}" if layout.zero else "-"
         sizes = [f"{step.peaks[place] / 2**30:.2f}" for place in step.peaks]
-        counts = (str(layout.data), str(layout.tensor), zero, str(step.micro_batch), str(step.accumulate))
+        ranks = (str(layout.data), str(layout.tensor), str(layout.pipeline))
+        counts = (*ranks, zero, str(step.micro_batch), str(step.accumulate))
         speed = (f"{step.seconds:.3g}", f"{step.tokens_per_s:,.0f}")
         table.add_row(*counts, "yes" if step.checkpoints else "no", *speed, *sizes, step.bottleneck)
     return table

@@ -20,7 +20,7 @@ def plan_lines(planned: Planned) -> list[str]:
     """The plan in words: what to do, how long it takes, what would help."""
     plan, situation = planned.best, planned.situation
     given = {"device": situation.device, "host": situation.host, "disk": situation.disk}
-    sizes = {place: size * (situation.ranks if place == "host" else 1) for place, size in plan.peaks.items()}
+    sizes = {place: size * (situation.together if place == "host" else 1) for place, size in plan.peaks.items()}
     most = [
         f"{place} {gib(size)}" + (f" of {gib(limit)}" if (limit := given.get(place)) is not None else "")
         for place, size in sizes.items()

@@ -1,20 +1,23 @@
 """What is foreseen of a run's memory, against what the run takes, storage by storage."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 from helpers import compress_in_memory, padded, prepare, ragged_batches, recipe, tiny_llama, token_batches
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from lightning_compress.calibration import loop
+from lightning_compress.calibration.flow import Flow
 from lightning_compress.calibration.footprint import _Meter, _worst_mixture, footprint
 from lightning_compress.calibration.loop import calibrate
 from lightning_compress.calibration.prepare import calibrating
 from lightning_compress.calibration.records import SubgraphRecord
 from lightning_compress.calibration.solve import QuantizedModule, Restored
 from lightning_compress.export.packing import PackedModule, nbytes, pack
-from lightning_compress.graph.stages import Subgraph
+from lightning_compress.graph.stages import Step, Subgraph
 from lightning_compress.graph.trace import flatten_batch
 from lightning_compress.memory.budget import Needs
 from lightning_compress.memory.placement import MemoryConfig
@@ -48,6 +51,11 @@ class Held:
     def __init__(self) -> None:
         self._packed: list[PackedModule] = []
 
+    @property
+    def num_bytes(self) -> int:
+        """Of what is kept."""
+        return sum(map(nbytes, self._packed))
+
     def restore(self, index: int, module: str) -> Restored:
         raise AssertionError("nothing is finished")
 
@@ -60,7 +68,7 @@ class Held:
         return record
 
 
-def taken(job: Job, memory: LiveMemory | None = None) -> list[int]:
+def taken(job: Job, memory: LiveMemory | None = None, output: Held | None = None) -> list[int]:
     """The peak of live bytes while each subgraph is at work; the model's home and the inputs do not count."""
     root = job.target.root
     inputs = [] if job.data is None else [tensor for batch in job.data.batches for tensor in flatten_batch(batch)[0]]
@@ -68,7 +76,7 @@ def taken(job: Job, memory: LiveMemory | None = None) -> list[int]:
     memory = memory or LiveMemory()
     with calibrating(root), memory:
         memory.ignore(*root.parameters(), *root.buffers(), *inputs)
-        for _ in calibrate(job.run, Held()):
+        for _ in calibrate(job.run, output or Held()):
             peaks.append(memory.peak_bytes)
             memory.reset_peak()
     return peaks
@@ -104,6 +112,43 @@ def test_never_less_than_the_run_takes_and_not_much_more(how: str, schedule: str
     ours, theirs = foreseen(table, 0, [0] * len(table)), taken(job)
     assert all(one >= other for one, other in zip(ours, theirs, strict=True)), (ours, theirs)
     assert max(ours) <= 1.25 * max(theirs), (ours, theirs)
+
+
+@pytest.mark.parametrize("schedule", ["staged", "block"])
+@pytest.mark.parametrize("how", ["gptq", "static"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "gemma2", "qwen3"])
+def test_batches_to_the_byte(family: str, how: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is alive while batches pass each step, but for what is packed by then (a closed form, see the test
+    above). Rounding to nearest runs batches for static ranges alone, with a few bytes for what quantizes inputs.
+
+    Seen to fail: without what waits; with the values of the later batches alone.
+    """
+    names = {"hidden_size": "n_embd", "intermediate_size": "n_inner", "num_hidden_layers": "n_layer"}
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 64}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16}
+    if family == "gpt2":
+        sizes = {names.get(name, name): size for name, size in sizes.items()} | {"n_head": 4}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes)).eval()
+    given = recipe(4, group_size=16) if how == "gptq" else HOW[how]
+    compress_in_memory(tiny_llama(1), token_batches(1), given)  # as below, of ranges that are kept for good
+    job = prepare(model, token_batches(3, rows=4, length=24), given, schedule=schedule)
+    memory, output, found = LiveMemory(), Held(), list[int]()
+    run_step = loop.run_step
+
+    def watched(flow: Flow, step: Step, *given: Any) -> Iterator[Any]:
+        memory.reset_peak()
+        yield from run_step(flow, step, *given)
+        if step.nodes or step.observe:
+            found.append(memory.peak_bytes - output.num_bytes)
+
+    with job.modules.in_place():
+        moments = [moment for row in table_of(job) for moment in row.moments if moment.what == "batch"]
+        monkeypatch.setattr(loop, "run_step", watched)
+        taken(job, memory, output)
+    ours = [each.waiting + each.fixed + each.batch + each.statistics for each in moments]
+    more = [one - other for one, other in zip(ours, found, strict=True)]
+    assert len(more) > 3
+    assert all(0 <= size <= (0 if how == "gptq" else 256) for size in more), more
 
 
 @pytest.mark.parametrize("schedule", ["staged", "block"])

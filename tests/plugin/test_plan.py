@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,8 @@ def test_a_plan_is_made_kept_and_run(command: Command, checkpoint: Path, tmp_pat
         command, "compress", *given, "data.batch_size=3"
     )
     assert "batch size 3," in command("plan", *where, "data.batch_size=3", "host=100GiB")
+    other = {"memory": "disk", "disk": "memory"}[best["choice"]["load"]]
+    assert f"weights from {other}," in command("plan", *where, f"model.load={other}", "host=100GiB"), "what was typed"
 
 
 def known() -> list[str]:
@@ -82,6 +85,17 @@ def test_compress_makes_its_own_plan(command: Command, checkpoint: Path, tmp_pat
     assert report["plan"]["choice"]["load"] == "disk"
     rows = {row["name"]: row for row in report["comparison"]}
     assert rows["disk_read"]["foreseen"] == rows["disk_read"]["measured"] > 0
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+def test_weights_that_are_elsewhere(command: Command, checkpoint: Path, tmp_path: Path) -> None:
+    """Are read from there, layer by layer. Seen to fail: with weights in memory, for there are no files in
+    model.path."""
+    (tmp_path / "bare").mkdir()
+    shutil.copy(checkpoint / "config.json", tmp_path / "bare")
+    where = (f"model.path={tmp_path / 'bare'}", f"model.weights={checkpoint}", f"model.tokenizer={checkpoint}")
+    given = (*where, *DATA, "trainer=cpu", f"output_dir={tmp_path / 'out'}", "data.batch_size=3")
+    assert "weights from disk," in command("compress", *given, "plan=auto", "calibration.schedule=block")
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
@@ -127,6 +141,13 @@ def test_another_machine(command: Command, tmp_path: Path) -> None:
         (["run_on=tpu"], "run_on=tpu is not known"),
         (["ranks=0"], "ranks=0 is no number of at least 1"),
         (["ranks=1000000000"], "plans are for 65536 ranks at most"),
+        (["ranks=3", "nodes=2"], "nodes=2 is no number of nodes with as many of the ranks=3 on each"),
+        (["ranks=2", "nodes=2", "job=inference"], "nodes=2: only calibrations are planned for more than one"),
+        (
+            ["data.batch_size=4", "choices.batch_size=[2,8]"],
+            r"data.batch_size=4 is not among choices.batch_size=\[2, 8\]",
+        ),
+        (["model.load=disk", "choices.load=[memory]"], r"model.load=disk is not among choices.load=\['memory'\]"),
         (["choices.batch_size=[0]"], "choices.batch_size=0: schedules are"),
         (["choices.batch_size=[4096]"], r"choices.batch_size=\[4096\]: no batch can have more than the [0-9]+ samples"),
         (["data.num_samples=0"], "data.num_samples=0 is no number of at least 1"),

@@ -95,6 +95,7 @@ def planned(command: Command, folder: Path, tmp_path: Path) -> Callable[..., dic
         ("ranks=2", "job.batch_size=2", "job.method=lora", "job.precision=bf16-mixed"),
         ("ranks=2", "job.accumulate=2", "job.method=qlora", "job.optimizer=adamw_8bit"),
         ("ranks=1", "job.batch_size=2", "job.optimizer=sgd_momentum", "layout.offload=true"),
+        ("ranks=4", "job.batch_size=2", "layout.pipeline=2", "interconnect=300GB"),
     ],
     ids=lambda options: " ".join(options),
 )
@@ -104,7 +105,7 @@ def test_memory_is_that_of_estimate(
     """To the byte, for the plan and those behind it.
 
     Seen to fail: with the moments of a step that does not accumulate for one that does; with a rank's host memory for
-    that of all.
+    that of all; with every stage of a pipeline as large as the others.
     """
     found = planned(*options)
     of_job = [option for option in options if option.startswith("job.") and "batch" not in option]
@@ -132,7 +133,7 @@ def test_a_plan_in_words(command: Command, folder: Path, tmp_path: Path) -> None
     said = command(*given, f"json={file}")
     found = json.loads(file.read_text())
     best, layout = found["best"], found["best"]["layout"]
-    assert layout["data"] * layout["tensor"] == 4
+    assert layout["data"] * layout["tensor"] * layout["pipeline"] == 4
     assert best["micro_batch"] * best["accumulate"] * layout["data"] == 12
     assert best["seconds"] == pytest.approx(sum(best["parts"].values()))
     assert best["tokens_per_s"] == pytest.approx(12 * 64 / best["seconds"])
@@ -149,6 +150,9 @@ def test_a_plan_in_words(command: Command, folder: Path, tmp_path: Path) -> None
     assert "link to the host" not in said
     assert ", no gradient checkpointing" in said
     assert ", gradient checkpointing" in command(*given, "job.gradient_checkpointing=true")
+    said = command(*given, "layout.pipeline=2", "layout.tensor=2")
+    assert "plan: 1 replica, 2 pipeline stages each, 2 tensor ranks each, micro-batches of " in said
+    assert ", bubble " in said
 
 
 def test_less_memory_is_slower_and_takes_other_ways(planned: Callable[..., dict[str, Any]]) -> None:

@@ -1,0 +1,248 @@
+"""A compression that runs a plan: a file's, or one that is made for it.
+
+The first rank reads or makes it, from what all of them say that there is, and the others get it: made by each for
+itself, plans could differ by what is free at that moment.
+"""
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast, final
+
+import lightning.pytorch as pl
+import torch
+from omegaconf import DictConfig, OmegaConf
+from transformers import PreTrainedModel
+
+from lightning_compress.distributed.collective import Collective
+from lightning_compress.errors import CompressionError
+from lightning_compress.foresight.plan import Plan
+from lightning_compress.foresight.planned import Planned, Situation, load_planned, tensors_on
+from lightning_compress.memory.files import free_bytes, has_safetensors
+from lightning_compress.memory.host import available_bytes
+from lightning_compress.memory.tracker import resident_bytes
+from lightning_compress.plugin.callback import check_ranks
+from lightning_compress.plugin.models import load_config_only, memory_options
+from lightning_compress.plugin.plan import Choices, machine_for, plan_calibration
+from lightning_compress.plugin.planning import choices_left, max_length, plain, plain_value, typed_keys
+from lightning_compress.recipe.load import load_recipe
+
+
+@final
+@dataclass(frozen=True)
+class Rank:
+    """What a rank finds where it runs, and may choose from.
+
+    Attributes:
+        kind: of its device.
+        device: bytes that tensors may take of that; None: of a CPU, which has no memory apart.
+        host: bytes that all ranks of its node may take together.
+        disk: bytes that are free for the checkpoint.
+        choices: what the command leaves open, and is possible there.
+    """
+
+    kind: str
+    device: int | None
+    host: int
+    disk: int
+    choices: Choices
+
+
+def plan_for_run(
+    config: DictConfig, trainer: pl.Trainer, device: torch.device, output_dir: Path, ranks: Collective
+) -> Planned:
+    """The plan that a compression is to follow, the same on all ranks.
+
+    Raises:
+        CompressionError: a file that is for something else; ranks that differ; nothing fits.
+    """
+    if trainer.world_size > 1:
+        check_ranks(trainer)
+    model = load_config_only(config.model)
+    typed = typed_keys()
+    of_ranks: list[Rank] = []
+    if config.plan == "auto":
+        of_ranks = ranks.gather(_rank(config, trainer, device, output_dir, typed), "comparing the ranks")
+        _check_alike(of_ranks)
+    planned: Planned | CompressionError | None = None
+    if ranks.rank == 0:
+        try:
+            planned = _found(config, trainer, model, of_ranks, output_dir)
+        except CompressionError as error:
+            planned = error  # for all to say, as what it is
+    planned = ranks.broadcast(planned, f"waiting for rank 0's plan={config.plan}")
+    if not isinstance(planned, Planned):
+        assert planned is not None
+        raise planned
+    size = sum(parameter.numel() for parameter in model.parameters())
+    _check_same(config, planned, size, device, trainer)
+    if config.plan != "auto":
+        _check_typed(config, planned, typed)
+    ranks.gather(None, "comparing the plan and the command")  # nobody begins what another one refuses
+    return planned
+
+
+def _found(
+    config: DictConfig, trainer: pl.Trainer, model: PreTrainedModel, of_ranks: Sequence[Rank], output_dir: Path
+) -> Planned:
+    """The file's plan, or a new one."""
+    if config.plan != "auto":
+        planned = load_planned(Path(config.plan))
+        _check_plan(config.plan, planned.best)
+        return planned
+    situation, choices = _situation(config, trainer, of_ranks), _possible(of_ranks)
+    return plan_calibration(model, situation, choices, machine_for(None, of_ranks[0].kind, output_dir))
+
+
+def _rank(config: DictConfig, trainer: pl.Trainer, device: torch.device, output_dir: Path, typed: Set[str]) -> Rank:
+    memory, here = memory_options(config.memory), trainer.world_size // trainer.num_nodes
+    on_device = memory.num_bytes("device_budget", device) if device.type == "cuda" else None
+    if on_device is None and device.type == "cuda":
+        on_device = tensors_on(torch.cuda.mem_get_info(device)[0])
+    budget = memory.num_bytes("host_budget", device)
+    choices = _choices_left(config, typed)
+    if len(choices.load) > 1 and not has_safetensors(Path(config.model.path)):
+        choices = replace(choices, load=("memory",))  # of other files, or of a name on the Hub
+    return Rank(
+        kind=device.type,
+        device=on_device,
+        host=available_bytes() + here * resident_bytes() if budget is None else here * budget,
+        disk=free_bytes(output_dir),
+        choices=choices,
+    )
+
+
+def _check_alike(of_ranks: Sequence[Rank]) -> None:
+    """What a plan is for may differ in sizes only."""
+    for number, rank in enumerate(of_ranks):
+        here, there = ((each.kind, replace(each.choices, load=("disk",))) for each in (rank, of_ranks[0]))
+        if here != there:
+            raise CompressionError(
+                f"plan=auto: rank {number} runs on {rank.kind} and may choose from {rank.choices}, and rank 0 on "
+                f"{of_ranks[0].kind} from {of_ranks[0].choices}. Every rank has to be given the same."
+            )
+
+
+def _possible(of_ranks: Sequence[Rank]) -> Choices:
+    """What all ranks may choose."""
+    choices = of_ranks[0].choices
+    load = tuple(way for way in choices.load if all(way in rank.choices.load for rank in of_ranks))
+    if not load:
+        raise CompressionError(
+            "plan=auto: some ranks find no safetensors files in model.path, so they can read weights into memory only, "
+            "and others are to read them from disk."
+        )
+    return replace(choices, load=load)
+
+
+def _situation(config: DictConfig, trainer: pl.Trainer, of_ranks: Sequence[Rank]) -> Situation:
+    """What the plan is for, with the least that there is on any rank."""
+    on_devices = [rank.device for rank in of_ranks if rank.device is not None]
+    return Situation(
+        recipe=load_recipe(plain(config.recipe)),
+        num_samples=config.data.num_samples,
+        max_length=max_length(config),
+        ranks=trainer.world_size,
+        nodes=trainer.num_nodes,
+        verify=config.calibration.verify,
+        device=min(on_devices, default=None),
+        host=min(rank.host for rank in of_ranks),
+        disk=min(rank.disk for rank in of_ranks),
+    )
+
+
+def _check_plan(file: str, plan: Plan) -> None:
+    """A file may have been edited."""
+    choice, budgets = plan.choice, (plan.waiting.device, plan.waiting.host)
+    if any(size is not None and (type(size) is not int or size < 0) for size in budgets):
+        raise CompressionError(f"plan={file}: waiting.device={budgets[0]} and waiting.host={budgets[1]} are no bytes.")
+    names = ("batch_size", "schedule", "prefetch_depth", "load", "expert_parts")
+    try:
+        Choices(**{name: (getattr(choice, name),) for name in names})
+    except CompressionError as error:
+        raise CompressionError(f"plan={file}: {error}") from error
+
+
+def with_plan(config: DictConfig, planned: Planned) -> DictConfig:
+    """The configuration that runs a plan, within the budgets that were given for it unless it has its own."""
+    choice, waiting = planned.best.choice, planned.best.waiting
+    given = {f"{place}_budget": getattr(planned.situation.resources, place) for place in planned.situation.budgets}
+    budgets = {name: size for name, size in given.items() if name in config.memory and config.memory[name] is None}
+    targets = None if choice.sequential_targets is None else list(choice.sequential_targets)
+    return cast(
+        DictConfig,
+        OmegaConf.merge(
+            config,
+            {
+                "model": {"load": choice.load},
+                "data": {"batch_size": choice.batch_size},
+                "calibration": {
+                    "schedule": choice.schedule,
+                    "sequential_targets": targets,
+                    "expert_parts": choice.expert_parts,
+                },
+                "memory": {
+                    **budgets,
+                    "prefetch_depth": choice.prefetch_depth,
+                    "device_activation_budget": waiting.device,
+                    "activation_budget": waiting.host,
+                },
+            },
+        ),
+    )
+
+
+def _choices_left(config: DictConfig, typed: Set[str]) -> Choices:
+    """What a new plan may choose from: not what the user has chosen.
+
+    Raises:
+        CompressionError: a budget of activations, which is what the plan is about.
+    """
+    budgets = sorted(typed & {"memory.activation_budget", "memory.device_activation_budget"})
+    if budgets:
+        raise CompressionError(
+            f"plan=auto chooses {', '.join(budgets)}; leave it out, or the plan. memory.host_budget and "
+            "memory.device_budget are what it has to keep."
+        )
+    return choices_left(config, Choices(), typed)
+
+
+def _check_typed(config: DictConfig, planned: Planned, typed: Set[str]) -> None:
+    """What the user typed is what the plan says."""
+    after = with_plan(config, planned)
+    keys = [
+        *("model.load", "data.batch_size", "calibration.schedule", "calibration.sequential_targets"),
+        "calibration.expert_parts",
+        *("memory.prefetch_depth", "memory.activation_budget", "memory.device_activation_budget"),
+    ]
+    pairs = [(key, plain_value(config, key), plain_value(after, key)) for key in keys if key in typed]
+    left = ("calibration.expert_parts", None)  # to whoever chooses
+    different = [
+        f"{key}={here}, and the plan {there}" for key, here, there in pairs if here != there and (key, here) != left
+    ]
+    if different:
+        raise CompressionError(
+            f"plan={config.plan} and the command differ: the command says {'; '.join(different)}. Leave it out, or "
+            "make a plan with it (choices.batch_size=[4] and the like)."
+        )
+
+
+def _check_same(
+    config: DictConfig, planned: Planned, num_parameters: int, device: torch.device, trainer: pl.Trainer
+) -> None:
+    situation = planned.situation
+    pairs = {
+        "parameters of the model": (planned.num_parameters, num_parameters),
+        "data.num_samples": (situation.num_samples, config.data.num_samples),
+        "data.max_length": (situation.max_length, max_length(config)),
+        "recipe": (situation.recipe.to_dict(), load_recipe(plain(config.recipe)).to_dict()),
+        "ranks": (situation.ranks, trainer.world_size),
+        "nodes": (situation.nodes, trainer.num_nodes),
+        "kind of device": (planned.machine.device, device.type),
+    }
+    different = [
+        f"{name} {of_plan} in the plan, {here} here" for name, (of_plan, here) in pairs.items() if of_plan != here
+    ]
+    if different:
+        remedy = "Make a new one, or use plan=auto." if config.plan != "auto" else "Give every rank the same."
+        raise CompressionError(f"plan={config.plan} is for something else: {'; '.join(different)}. {remedy}")
