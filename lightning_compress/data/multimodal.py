@@ -133,11 +133,7 @@ class _Collate:
         if column is None:
             return []
         found = row[column] if isinstance(row[column], list) else [row[column]]
-        if any(image is None for image in found):
-            raise CalibrationDataError(
-                f"data.image_column={column!r} of {self.config.path!r} has a row without an image."
-            )
-        return [self._decoded(image) for image in found]
+        return [self._decoded(image) for image in found if image is not None]
 
     def _decoded(self, image: Any) -> Image.Image:
         """Paths, relative ones from where the data set is, and encoded bytes become images."""
