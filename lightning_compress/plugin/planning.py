@@ -10,6 +10,7 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_compress.data.config import CustomConfig
 from lightning_compress.errors import CompressionError
 from lightning_compress.foresight.compare import factors
 from lightning_compress.foresight.generation_cost import Task
@@ -24,6 +25,7 @@ from lightning_compress.plugin.estimate import instantiated
 from lightning_compress.plugin.generation import PlannedGeneration, plan_generation
 from lightning_compress.plugin.models import load_config_only, memory_options, reads_from_disk
 from lightning_compress.plugin.plan import Choices, device_kind, machine_for, plan_calibration, probed, size_of
+from lightning_compress.plugin.samples import processor_for
 from lightning_compress.recipe.load import load_recipe
 
 _MOST_RANKS = 1 << 16
@@ -60,8 +62,11 @@ def run_plan(config: DictConfig) -> Planned:
         host=available_bytes() + resident_bytes() if config.host == "auto" else host,
         disk=free_bytes(folder) if config.disk == "auto" else disk,
         budgets=tuple(name for name, size in sizes.items() if size not in ("auto", None)),
+        num_images=config.num_images,
+        image_size=_plain_value(config, "image_size"),
     )
-    return plan_calibration(load_config_only(config.model), situation, choices, machine)
+    processor = processor_for(config.model, config.num_images)
+    return plan_calibration(load_config_only(config.model), situation, choices, machine, processor)
 
 
 def check_ranks(config: DictConfig) -> None:
@@ -99,8 +104,10 @@ def run_generation_plan(config: DictConfig) -> PlannedGeneration:
             "estimate` says what other jobs take."
         )
     only_for_fine_tuning(config)
-    if job.weight_bits is not None or config.ranks != 1:
-        raise CompressionError("job=inference is planned for one rank, and for weights as the model has them.")
+    if job.weight_bits is not None or config.ranks != 1 or job.num_images or config.num_images:
+        raise CompressionError(
+            "job=inference is planned for one rank, for prompts without images, and for weights as the model has them."
+        )
     folder = Path(config.output_dir)
     machine = machine_for(config.gpu, config.run_on, folder)
     if machine.device == "cpu":
@@ -301,8 +308,9 @@ def _max_length(config: DictConfig) -> int:
     """Tokens of each sample."""
     if "max_length" not in config.data:
         raise CompressionError(
-            f"data.source={config.data.source} does not say how long its samples are, so no plan can be made of it: "
-            "plan with data=docs and a data.max_length like theirs, or compress without a plan."
+            f"data.source={config.data.source} does not say how long its samples are, so no plan can be made of it. "
+            "Plan for samples like them, `lightning-compress plan data=docs data.max_length=... num_images=... "
+            "json=plan.json`, and give plan=plan.json; or compress without a plan."
         )
     return int(config.data.max_length)
 
@@ -314,7 +322,8 @@ def _check_same(
     pairs = {
         "parameters of the model": (planned.num_parameters, num_parameters),
         "data.num_samples": (situation.num_samples, config.data.num_samples),
-        "data.max_length": (situation.max_length, _max_length(config)),
+        "data.max_length": (situation.max_length, config.data.get("max_length", situation.max_length)),
+        "images in the data": (bool(situation.num_images), _has_images(config.data, bool(situation.num_images))),
         "recipe": (situation.recipe.to_dict(), load_recipe(_plain(config.recipe)).to_dict()),
         "ranks": (situation.ranks, num_ranks),
         "kind of device": (planned.machine.device, device.type),
@@ -326,6 +335,11 @@ def _check_same(
         raise CompressionError(
             f"plan={config.plan} is for something else: {'; '.join(different)}. Make a new one, or use plan=auto."
         )
+
+
+def _has_images(data: DictConfig, planned: bool) -> bool:
+    """Whether samples have images; what is planned, where nobody knows."""
+    return planned if data.source == CustomConfig.source else data.get("image_column") is not None
 
 
 def _choices(config: DictConfig) -> Choices:

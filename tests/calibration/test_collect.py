@@ -85,8 +85,8 @@ def test_batches_with_and_without_images(absent: dict[str, Any]) -> None:
     """All are named, at once, and what to do. Seen to fail: the first alone, as a batch of other keys."""
     image, text = {"input_ids": IDS, "pixel_values": torch.ones(1, 3, 2, 2)}, {"input_ids": IDS, **absent}
     message = (
-        r"Of 13 calibration batches 3 have pixel_values \(batches 1, 2, 5\) and 10 have not \(batches 0, 3, 4, 6, 7, 8, "
-        r"9, 10 and 2 more\).* Leave the batches without out; or .*larger batch_size.*; or leave the images out of all"
+        r"Of 13 calibration batches 3 have pixel_values \(batches 1, 2, 5\) and 10 have not \(batches 0, 3, 4, 6, 7, "
+        r"8, 9, 10 and 2 more\).* Leave the batches without out; or .*larger batch_size.*; or leave the images out of"
     )
     with pytest.raises(CalibrationDataError, match=message):
         collect([image if number in (1, 2, 5) else text for number in range(13)])
