@@ -28,9 +28,15 @@ def samples(model: PreTrainedModel, job: CalibrationJob, processor: Any) -> Cali
         processor: the model's; None: sizes are those of its configuration.
 
     Raises:
-        CompressionError: what the model takes is not known, or has no room in the samples.
+        CompressionError: what the model takes is not known, or has no room in the samples; batches with images of which
+            the last one is smaller.
     """
     whole, rest = divmod(job.num_samples, job.batch_size)
+    if job.num_images and rest:
+        raise CompressionError(
+            f"batch_size={job.batch_size} does not divide num_samples={job.num_samples}: models that make a list of "
+            "their images need as many rows in every batch."
+        )
     sizes = [job.batch_size] * min(whole, 1) + [rest] * min(rest, 1)
     made = collect([_batch(model, job, processor, rows, job.max_length) for rows in sizes])
     return CalibrationSet(made.batches[:1] * whole + made.batches[min(whole, 1) :], made.has_padding)
