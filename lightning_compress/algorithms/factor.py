@@ -82,10 +82,12 @@ def cholesky(matrix: Tensor, added: float) -> Tensor | None:
         lower[start:, start:end].addmm_(lower[start:, :start], lower[start:end, :start].t(), alpha=-1)
         with _one_thread():
             corner, info = torch.linalg.cholesky_ex(lower[start:end, start:end])
-            if int(info) != 0 or not bool(torch.isfinite(corner).all()):
+            if int(info) != 0 or not bool(torch.isfinite(corner.diagonal()).all()):  # which all of its row enters
                 return None
+            lower[start:end, start:end] = corner
+            if end == size:
+                break
             inverse = torch.linalg.solve_triangular(corner, torch.eye(end - start), upper=False)
-        lower[start:end, start:end] = corner
         lower[end:, start:end] = lower[end:, start:end] @ inverse.t()
         lower[start:end, end:] = 0
     return lower

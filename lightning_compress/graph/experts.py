@@ -252,7 +252,7 @@ class Experts(nn.Module):
     def _of_chosen(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         num_tokens, num_chosen = chosen.shape
         of_row, order = chosen.reshape(-1).sort(stable=True)
-        token, back = torch.div(order, num_chosen, rounding_mode="floor"), order.argsort()
+        token, back = torch.div(order, num_chosen, rounding_mode="trunc"), order.argsort()
         counts = self._counts(of_row)
 
         def of_tokens(number: int) -> Tensor:
