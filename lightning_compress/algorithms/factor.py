@@ -91,12 +91,14 @@ def cholesky(matrix: Tensor, added: float, by_rows: ByRows = here) -> Tensor | N
         lower[start:end, start:end].addmm_(lower[start:end, :start], done, alpha=-1)
         with one_thread():
             corner, info = torch.linalg.cholesky_ex(lower[start:end, start:end])
-            if int(info) != 0 or not bool(torch.isfinite(corner).all()):
+            if int(info) != 0 or not bool(torch.isfinite(corner.diagonal()).all()):  # which all of its row enters
                 return None
+            lower[start:end, start:end] = corner
+            if end == size:
+                break
             inverse = torch.linalg.solve_triangular(corner, torch.eye(end - start), upper=False)
         below = partial(_below, lower, slice(start, end), done, inverse.t())
         by_rows(below, _tiles(end, size), lower[:, start:end])
-        lower[start:end, start:end] = corner
         lower[start:end, end:] = 0
     return lower
 

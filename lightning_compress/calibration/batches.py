@@ -4,7 +4,7 @@ Whether there is padding is one decision for the whole run: without it the mask 
 attention keeps its fast causal path.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -49,6 +49,7 @@ def collect(batches: Iterable[Any], limit: int | None = None, keeps_masks: bool 
             "The calibration dataloader is empty. Give it at least one batch, or use a recipe that needs no data "
             "(algorithm: rtn)."
         )
+    _check_all_or_none(collected)
     for number, batch in enumerate(collected):
         _check_like_first(collected[0], batch, number)
         _check_values(batch, number)
@@ -87,13 +88,39 @@ def _as_plain(batch: Any) -> Any:
     return dict(batch) if isinstance(batch, Mapping) else batch
 
 
-def _of_images(fields: Iterable[str]) -> str:
-    """What to do about fields that some batches lack, where those are images or sounds."""
-    if not any(word in field for field in fields for word in ("pixel", "image", "video", "audio", "input_features")):
-        return ""
-    return (
-        " With images (or sounds) and without, a model takes two ways, and a run knows one: let every batch have some, "
-        "or none."
+_MEDIA = ("pixel", "image", "video", "audio", "input_features")
+_SHOWN = 8
+"""Numbers of batches in a message, at most."""
+
+
+def counted(numbers: Sequence[int]) -> str:
+    """Batches by their numbers.
+
+    >>> counted([3]), counted([0, 2]), counted(range(20))
+    ('batch 3', 'batches 0, 2', 'batches 0, 1, 2, 3, 4, 5, 6, 7 and 12 more')
+    """
+    more = f" and {len(numbers) - _SHOWN} more" if len(numbers) > _SHOWN else ""
+    return f"batch{'es' if len(numbers) > 1 else ''} {', '.join(map(str, numbers[:_SHOWN]))}{more}"
+
+
+def _check_all_or_none(batches: Sequence[Any]) -> None:
+    """Batches with images (or sounds) and without: the model takes two ways, of which a graph has one.
+
+    Raises:
+        CalibrationDataError: there are both.
+    """
+    fields = [_tensors_by_path(batch).keys() for batch in batches]
+    media = {path for path in set().union(*fields) if any(word in path for word in _MEDIA)}
+    some = sorted(path for path in media if any(path not in each for each in fields))
+    without = [number for number, each in enumerate(fields) if media.isdisjoint(each)]
+    if not some or not without:
+        return
+    having = [number for number, each in enumerate(fields) if not media.isdisjoint(each)]
+    raise CalibrationDataError(
+        f"Of {len(batches)} calibration batches {len(having)} have {', '.join(some)} ({counted(having)}) and "
+        f"{len(without)} have not ({counted(without)}). With images (or sounds) and without, a model takes two ways, "
+        "and a run knows one. Leave the batches without out; or put their rows into batches that have some "
+        "(a larger batch_size), where the model reads such; or leave the images out of all, to calibrate on text alone."
     )
 
 
@@ -102,7 +129,6 @@ def _check_like_first(first: Any, batch: Any, number: int) -> None:
         raise CalibrationDataError(
             f"Batch {number} of the calibration data has the keys {sorted(batch)}, but batch 0 has {sorted(first)}. "
             "Make the collate function return the same fields for every batch."
-            + _of_images(first.keys() ^ batch.keys())
         )
     leaves, spec = pytree.tree_flatten(batch)
     first_leaves, first_spec = pytree.tree_flatten(first)
@@ -115,7 +141,6 @@ def _check_like_first(first: Any, batch: Any, number: int) -> None:
         if isinstance(mine, Tensor) != isinstance(other, Tensor):
             raise CalibrationDataError(
                 f"The field {path} of batch {number} is a tensor where batch 0 has none, or the other way round."
-                + _of_images([path])
             )
         if isinstance(mine, Tensor) and (mine.dtype, mine.ndim) != (other.dtype, other.ndim):
             raise CalibrationDataError(

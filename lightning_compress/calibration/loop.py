@@ -110,7 +110,9 @@ def calibrate(run: Calibration, output: Output, keep_in: SharedFolder | None = N
         A record of each finished subgraph. The model holds the quantized weights of all subgraphs yielded so far.
     """
     flow = run.flow
-    progress = _Progress(run, output, {}, len(output.finished))
+    nodes = flow.traced.graph.nodes if flow.traced is not None else ()
+    num_calls = Counter(node.target.weights_of for node in nodes if isinstance(node.target, Leaf))
+    progress = _Progress(run, output, {}, len(output.finished), num_calls)
     if flow.traced is None or progress.num_finished == len(flow.subgraphs):
         keep_in = None  # nothing flows
     of_rank = (run.share, run.collective)
@@ -159,12 +161,14 @@ class _Progress:
 
     Attributes:
         num_finished: subgraphs that an earlier run finished.
+        num_calls: of each module in one forward.
     """
 
     run: Calibration
     output: Output
     statistics: Statistics
     num_finished: int
+    num_calls: Counter[str]
 
 
 def _solve(
@@ -208,7 +212,7 @@ def _solve_groups(
     for quantized in solve_groups(groups, run.flow.root, run.resolved, merged, run.collective):
         packed = progress.output.pack(quantized)
         group = group_of[quantized.module]
-        record = _record(run, subgraph, group, quantized, progress.statistics, packed)
+        record = _record(progress, subgraph, group, quantized, packed)
         if run.flow.reference is not None:
             run.flow.reference.keep(quantized.module, run.flow.root, index)
         apply(quantized, run.flow.root, run.flow.store)
@@ -289,18 +293,12 @@ def _num_lent(group: Group, statistics: Statistics) -> int | None:
 
 
 def _record(
-    run: Calibration,
-    subgraph: Subgraph,
-    group: Group,
-    quantized: QuantizedModule,
-    statistics: Statistics,
-    packed: int,
+    progress: _Progress, subgraph: Subgraph, group: Group, quantized: QuantizedModule, packed: int
 ) -> ModuleRecord:
+    run, statistics = progress.run, progress.statistics
     weight: Tensor = run.flow.root.get_submodule(quantized.module).get_parameter("weight")
-    nodes = run.flow.traced.graph.nodes if run.flow.traced is not None else ()
     num_tokens = _num_tokens(group, statistics)
     is_unreached = not num_tokens and any(run.needs[source] for source in group.sources)
-    calls = sum(1 for node in nodes if isinstance(node.target, Leaf) and node.target.weights_of == quantized.module)
     return ModuleRecord(
         module=quantized.module,
         subgraph=subgraph.name,
@@ -309,7 +307,7 @@ def _record(
         shape=tuple(weight.shape),
         error=quantized.solved.error,
         num_tokens=num_tokens,
-        num_calls=calls,
+        num_calls=progress.num_calls[quantized.module],
         solved_with=tuple(name for name in group.members if name != quantized.module),
         damping=quantized.solved.damping,
         bytes_before=weight.nbytes,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from lightning_compress.calibration.batches import CalibrationSet, num_elements
+from lightning_compress.calibration.batches import CalibrationSet, counted, num_elements
 from lightning_compress.calibration.flow import Flow, last_uses
 from lightning_compress.calibration.loop import Calibration
 from lightning_compress.calibration.reference import Kinds, Reference, correctable, reference_for
@@ -213,7 +213,7 @@ def trace_on(
     if source is not None:
         store = WeightStore(target.root, Lane(torch.device("cpu")), source)
         onloading = partial(onloaded_when_called, target.root, boundaries, store, stay={})
-    problems: list[str] = []
+    problems: dict[int, list[str]] = {}
     for batch in sorted(data.batches, key=num_elements, reverse=True)[:_TRIED]:
         traced = trace(
             target.root,
@@ -224,15 +224,17 @@ def trace_on(
             others=data.batches,
             onloading=onloading,
         )
-        found = ((number, violated_guards(traced, other)) for number, other in enumerate(data.batches))
-        number, violated = next(((number, each) for number, each in found if each), (0, []))
-        if not violated:
+        found = {number: violated_guards(traced, other) for number, other in enumerate(data.batches)}
+        others = [number for number, violated in found.items() if violated]
+        if not others:
             return traced
-        problems = problems or [f"Batch {number}", "; ".join(violated[:3])]
+        if not problems or len(others) < len(problems):
+            problems = {number: found[number] for number in others}
+    first, violated = next(iter(problems.items()))
     raise CalibrationDataError(
-        f"{problems[0]} of the calibration data would take another path through the model than the one recorded "
-        f"({problems[1]}). Bring the batches to one form: one length, as many rows (drop_last) and images in each, of "
-        "one size; or leave this one out."
+        f"{len(problems)} of {len(data.batches)} calibration batches ({counted(list(problems))}) would take another "
+        f"path through the model than the one recorded (batch {first}: {'; '.join(violated[:3])}). Bring the batches "
+        "to one form: one length, as many rows (drop_last) and images in each, of one size; or leave these out."
     )
 
 

@@ -133,7 +133,7 @@ class MultimodalConfig(DataConfig):
 
     path, name, split: as of `HfConfig`.
     text_column: strings, or chats (lists of {role, content}); null: none.
-    image_column: an image, a list of them, or paths; null: none.
+    image_column: an image, a list of them, or paths; null: none. A row's may be null, or empty.
     audio_column: likewise sounds; they go through the processor one at a time.
     """
 

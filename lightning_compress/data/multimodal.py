@@ -18,6 +18,7 @@ from lightning_compress.data.sounds import decoded, undecoded
 from lightning_compress.data.sources import check_columns, is_chat, load_rows
 from lightning_compress.errors import CalibrationDataError
 
+_WORD = "image"
 _BLANK = 336
 """Height and width of a blank image; processors make of it what the model takes."""
 
@@ -65,14 +66,36 @@ def takes_images(processor: Any) -> bool:
     return getattr(processor, "image_processor", None) is not None and getattr(processor, "tokenizer", None) is not None
 
 
-def blank_images(processor: Any, rows: int) -> dict[str, Any]:
-    """A batch of a black image and a word in each row.
+def blank_images(
+    processor: Any, rows: int, num_images: int = 1, size: Sequence[int] | None = None, length: int | None = None
+) -> dict[str, Any]:
+    """A batch of black images and words in each row.
+
+    Args:
+        processor: of the model.
+        rows: of the batch.
+        num_images: in each row.
+        size: height and width of each; None: 336 and 336.
+        length: tokens of each row, as near below as whole words allow, images among them; None: with a single word.
 
     Raises:
-        CalibrationDataError: the processor refuses them.
+        CalibrationDataError: the processor refuses them, or there is no room for them.
     """
-    row = {"text": "an image", "image": Image.new("RGB", (_BLANK, _BLANK))}
-    return _Collate(MultimodalConfig(path="."), processor)([row] * rows)
+    height, width = size or (_BLANK, _BLANK)
+    images, collate = [Image.new("RGB", (width, height))] * num_images, _Collate(MultimodalConfig(path="."), processor)
+
+    def made(num_words: int, rows: int = 1) -> dict[str, Any]:
+        return collate([{"text": " ".join([_WORD] * num_words), "image": images}] * rows)
+
+    if length is None:
+        return made(1, rows)
+    one, two = (made(num_words)["input_ids"].shape[1] for num_words in (1, 2))
+    if one > length:
+        raise CalibrationDataError(
+            f"{num_images} images of {height} x {width} and a word are {one} tokens to {type(processor).__name__}, and "
+            f"samples have {length}. Give longer samples, or fewer or smaller images."
+        )
+    return made(1 + (length - one) // max(two - one, 1), rows)
 
 
 @final
@@ -133,11 +156,7 @@ class _Collate:
         if column is None:
             return []
         found = row[column] if isinstance(row[column], list) else [row[column]]
-        if any(image is None for image in found):
-            raise CalibrationDataError(
-                f"data.image_column={column!r} of {self.config.path!r} has a row without an image."
-            )
-        return [self._decoded(image) for image in found]
+        return [self._decoded(image) for image in found if image is not None]
 
     def _decoded(self, image: Any) -> Image.Image:
         """Paths, relative ones from where the data set is, and encoded bytes become images."""

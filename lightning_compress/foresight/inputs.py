@@ -1,16 +1,21 @@
 """What a transformers model takes at least, as far as its configuration says: zeros, of which only the sizes count."""
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from lightning_compress.errors import CompressionError
-from lightning_compress.foresight.jobs import FineTuningJob, InferenceJob
+from lightning_compress.foresight.jobs import FineTuningJob, InferenceJob, on_fakes
+from lightning_compress.graph.compat import pytree
 from lightning_compress.graph.configs import size_in
 
+_UNKNOWN: Final = (
+    "What images are to {} cannot be known from its configuration alone; put its processor (processor_config.json or "
+    "preprocessor_config.json, and the tokenizer) into model.path"
+)
 _WITH_DATA: Final = "lightning_compress.MemoryReportCallback foresees a training of any model on its own data"
 
 
@@ -42,6 +47,48 @@ def inputs_of(model: PreTrainedModel, rows: int, length: int) -> dict[str, Tenso
         most = size_in(config, "max_target_positions") or length
         given["decoder_input_ids"] = torch.zeros(rows, min(length, most), dtype=torch.long)
     return given
+
+
+def with_images(model: PreTrainedModel, rows: int, length: int, num_images: int) -> dict[str, Tensor]:
+    """As `inputs_of`, with images of the size that the configuration says in each row; how many tokens these are, the
+    model's `get_image_features` says on tensors without values.
+
+    Raises:
+        CompressionError: the configuration and that do not say it all (sizes of grids, tiles, masks), or there is no
+            room for the images' tokens.
+    """
+    config, name = model.config, type(model).__name__
+    token = size_in(config, "image_token_id") or size_in(config, "image_token_index")
+    shape = _image(getattr(config, "vision_config", config))
+    if token is None or None in shape or not hasattr(model, "get_image_features"):
+        raise CompressionError(f"{_UNKNOWN.format(name)}: its configuration has no image token or size of images.")
+    pixels = torch.zeros(num_images, *shape, dtype=model.dtype)
+    try:
+        with on_fakes(model) as fake, torch.no_grad():
+            found = cast(Any, model).get_image_features(pixel_values=fake(pixels))
+            features = pytree.tree_leaves(getattr(found, "pooler_output", found))
+            width = cast(Tensor, model.get_input_embeddings().weight).shape[-1]
+            num_tokens = sum(each.numel() for each in features if isinstance(each, Tensor)) // width
+    except Exception as error:  # the model's own code
+        raise CompressionError(
+            f"{_UNKNOWN.format(name)}: by itself get_image_features fails ({type(error).__name__}: {error})."
+        ) from error
+    if num_tokens > length:
+        raise CompressionError(
+            f"{num_images} images are {num_tokens} tokens to {name}, and samples have {length}. Give longer samples, "
+            "or fewer images."
+        )
+    ids = torch.full((rows, length), int(token == 0), dtype=torch.long)
+    ids[:, :num_tokens] = token
+    return {"input_ids": ids, "pixel_values": pixels.repeat(rows, *[1] * len(shape))}
+
+
+def images_left_out(model: PreTrainedModel, num_images: int) -> str:
+    """What there is to say where a model reads images and is given none; "" otherwise."""
+    reads = any(hasattr(model.config, name) for name in ("image_token_id", "image_token_index", "vision_config"))
+    if num_images or not reads or model.main_input_name != "input_ids":
+        return ""
+    return "Of text alone: images, which this model reads, are not counted."
 
 
 def check_takes_tokens(model: PreTrainedModel, job: InferenceJob | FineTuningJob) -> None:

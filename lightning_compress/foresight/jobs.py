@@ -9,9 +9,11 @@ Fake tensors are of the CPU, so the CPU's operators say what they return; those 
 """
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from inspect import signature
 from typing import Any, Literal, final, get_args
 
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 
 from lightning_compress.errors import CompressionError
 from lightning_compress.graph.compat import (
+    fake_like,
     new_fake_mode,
     replace_by_fakes,
     traceable_transformers,
@@ -28,6 +31,7 @@ from lightning_compress.graph.restore import assigned, attributes_restored
 from lightning_compress.graph.stages import Schedule
 from lightning_compress.memory.tracker import LiveMemory
 
+_SWITCH = "TRANSFORMERS_DISABLE_TORCH_CHECK"
 _TOGETHER = 128
 """So many of the tokens between the first and the last one that are generated run at a time."""
 Optimizer = Literal["sgd", "sgd_momentum", "adamw", "adamw_8bit"]
@@ -91,15 +95,20 @@ class InferenceJob:
         context: tokens of each prompt.
         new_tokens: tokens that are generated for each; the last one is not read again.
         weight_bits: of linear layers that are packed, 1 to 8; None: as the model has them.
+        num_images: in each prompt; their tokens are among `context`.
+        image_size: as of `CalibrationJob`.
     """
 
     batch_size: int = 1
     context: int = 2048
     new_tokens: int = 128
     weight_bits: int | None = None
+    num_images: int = 0
+    image_size: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         _check_positive(self, "batch_size", "context", "new_tokens")
+        check_images("job.", self.num_images, self.image_size)
         if self.weight_bits is not None and (type(self.weight_bits) is not int or self.weight_bits not in range(1, 9)):
             raise CompressionError(f"job.weight_bits={self.weight_bits} is neither null nor 1 to 8.")
 
@@ -150,13 +159,15 @@ class CalibrationJob:
 
     Attributes:
         num_samples: of all ranks.
-        max_length: tokens of each.
+        max_length: tokens of each, those of its images among them.
         batch_size: samples per forward.
         schedule: as of `compress`.
         sequential_targets: likewise.
         expert_parts: in how many parts the experts of a layer are onloaded and solved.
         ranks: processes that share the batches.
         verify: a checkpoint whose model is in memory is loaded a second time at the end.
+        num_images: in each sample.
+        image_size: height and width that the processor is given; None: some size of its own.
     """
 
     num_samples: int = 512
@@ -167,9 +178,12 @@ class CalibrationJob:
     expert_parts: int = 1
     ranks: int = 1
     verify: bool = True
+    num_images: int = 0
+    image_size: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         _check_positive(self, "num_samples", "max_length", "batch_size", "expert_parts", "ranks")
+        check_images("job.", self.num_images, self.image_size)
         if self.schedule not in list(Schedule):
             raise CompressionError(f"job.schedule={self.schedule} is none of {', '.join(Schedule)}.")
 
@@ -181,26 +195,55 @@ def _check_positive(job: object, *names: str) -> None:
             raise CompressionError(f"job.{name}={value} is no number of at least 1.")
 
 
+def check_images(prefix: str, number: object, size: object) -> None:
+    """
+    Raises:
+        CompressionError: `num_images` or `image_size`, behind `prefix`, is none.
+    """
+    if type(number) is not int or number < 0:
+        raise CompressionError(f"{prefix}num_images={number} is no number of images.")
+    sides = list(size) if isinstance(size, Sequence) and not isinstance(size, str) else []
+    if size is not None and (len(sides) != 2 or any(type(side) is not int or side < 1 for side in sides)):
+        raise CompressionError(f"{prefix}image_size={size} is no height and width, as in [336, 336].")
+
+
 @contextmanager
-def on_fakes(model: nn.Module) -> Iterator[None]:
+def on_fakes(model: nn.Module) -> Iterator[Callable[[Tensor], Tensor]]:
     """Within: the model has fake parameters and buffers, tensors that are made are fake, and transformers takes the
-    paths that it takes on unpadded sequences."""
+    paths that it takes on unpadded sequences, without checking values (are there as many image tokens as features?).
+    Yields what makes fakes of tensors from outside."""
     mode = new_fake_mode(symbolic=False)
     with attributes_restored(model):
         replace_by_fakes(model, mode)
         # it logs a failure at length before raising it
         quiet = assigned(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
-        with quiet, traceable_transformers(model, packed_sequences=False), mode:
-            yield
+        with quiet, _unchecked(), traceable_transformers(model, packed_sequences=False), mode:
+            yield partial(fake_like, mode)
 
 
-def infer(model: nn.Module, job: InferenceJob, memory: LiveMemory) -> list[Phase]:
+@contextmanager
+def _unchecked() -> Iterator[None]:
+    """Within: transformers leaves its checks of values out, by its own switch."""
+    before = os.environ.get(_SWITCH)
+    os.environ[_SWITCH] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_SWITCH]
+        if before is not None:
+            os.environ[_SWITCH] = before
+
+
+def infer(
+    model: nn.Module, job: InferenceJob, memory: LiveMemory, prompt: Mapping[str, Tensor] | None = None
+) -> list[Phase]:
     """Run the prompt, and the last of the tokens that are generated, as `generate` does.
 
     Args:
         model: a causal language model of transformers; on real or on fake tensors.
         job: what to run.
         memory: follows it.
+        prompt: all that the model takes of it, with images; None: `job.context` tokens.
 
     Raises:
         CompressionError: the model takes no token ids, or gives no cache.
@@ -211,14 +254,18 @@ def infer(model: nn.Module, job: InferenceJob, memory: LiveMemory) -> list[Phase
     with torch.no_grad(), memory:
         weights = follow(model, memory)
 
+        def run(given: Mapping[str, Tensor], cache: Any = None) -> Any:
+            return getattr(model(**given, past_key_values=cache, use_cache=True, **keep), "past_key_values", None)
+
         def cached(length: int, cache: Any = None) -> Any:
-            ids = torch.zeros(job.batch_size, length, dtype=torch.long, device=device)
-            return getattr(model(input_ids=ids, past_key_values=cache, use_cache=True, **keep), "past_key_values", None)
+            return run({"input_ids": torch.zeros(job.batch_size, length, dtype=torch.long, device=device)}, cache)
 
         if cached(1) is None:
             raise CompressionError(f"{type(model).__name__} gives no past_key_values: inference is not foreseen.")
+        for tensor in (prompt or {}).values():  # whoever generates keeps them to the end
+            memory.track(tensor)
         memory.reset_peak()
-        cache = cached(job.context)
+        cache = cached(job.context) if prompt is None else run(prompt)
         phases = [_phase("prefill", memory, weights, cache=num_bytes(_cached(cache)))]
         for done in range(0, job.new_tokens - 3, min(job.context, _TOGETHER)):  # some at a time, and one alone
             cache = cached(min(job.context, _TOGETHER, job.new_tokens - 3 - done), cache)

@@ -1,7 +1,7 @@
 """A plan with what it is for and what it was chosen from; as a file."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, final
@@ -37,6 +37,7 @@ class Situation:
     Attributes:
         recipe: to be run.
         num_samples, max_length: of the calibration set; every sample is taken to be full.
+        num_images, image_size: in each sample, as of `CalibrationJob`.
         ranks: processes that share the batches.
         nodes: that they are spread over evenly.
         verify: the checkpoint of a model in memory is loaded a second time at the end.
@@ -55,6 +56,8 @@ class Situation:
     host: int | None = None
     disk: int | None = None
     budgets: tuple[str, ...] = ()
+    num_images: int = 0
+    image_size: Sequence[int] | None = None
 
     @property
     def together(self) -> int:

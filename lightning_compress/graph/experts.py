@@ -125,7 +125,8 @@ class GroupedLinear(nn.Module):
             counts: int64 [E], how many rows each expert has; there may be more behind those, which are nobody's.
         """
         first = self.experts.linears(self.part[0], self.projections)
-        result = x.new_empty(token.shape[0], sum(linear.out_features for linear in first))
+        sizes = [linear.out_features for linear in first]
+        result = x.new_empty(token.shape[0], sum(sizes))
         if is_symbolic(result.shape[0]):
             return result
         bounds = [0, *accumulate(sizes_of(counts, token.shape[0]))]
@@ -134,12 +135,13 @@ class GroupedLinear(nn.Module):
                 f"Experts are given {bounds[-1]} rows that are not zero, and at most {token.shape[0]} were expected: "
                 "for each token no more than `num_experts_per_tok` of the model's configuration says."
             )
+        places = result.unflatten(-1, (-1, len(sizes))).unbind(-1) if self.interleaved else result.split(sizes, -1)
         for number in self.part:
             rows = slice(*bounds[number : number + 2])
             if rows.start < rows.stop:
                 inputs = x[token[rows]] if self.gathers else x[rows]
-                outputs = [linear(inputs) for linear in self.experts.linears(number, self.projections)]
-                result[rows] = torch.stack(outputs, -1).flatten(-2) if self.interleaved else torch.cat(outputs, -1)
+                for place, linear in zip(places, self.experts.linears(number, self.projections), strict=True):
+                    place[rows] = linear(inputs)
         result[: bounds[self.part.start]] = 0
         result[bounds[self.part.stop] :] = 0
         return result
@@ -250,7 +252,7 @@ class Experts(nn.Module):
     def _of_chosen(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         num_tokens, num_chosen = chosen.shape
         of_row, order = chosen.reshape(-1).sort(stable=True)
-        token, back = torch.div(order, num_chosen, rounding_mode="floor"), order.argsort()
+        token, back = torch.div(order, num_chosen, rounding_mode="trunc"), order.argsort()
         counts = self._counts(of_row)
 
         def of_tokens(number: int) -> Tensor:

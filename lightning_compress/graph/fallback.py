@@ -78,11 +78,9 @@ def fall_back(
         told = [Fallback(name, f"its output shape is taken from a run of it: {reason}")]
         return replace(cut, bodies={**cut.bodies, **dict.fromkeys(mates, Body(body + 1))}), fixed, told
     opaque = _opaque_instead(cut, name, targets)
-    if opaque:
-        told = [Fallback(n, f"recorded as a single call: {reason}", _inside([n], targets)) for n in opaque]
-        containers = {key: module for key, module in cut.containers.items() if key not in opaque}
-        bodies = {**cut.bodies, **dict.fromkeys(opaque, Body.STATIC)}  # on symbolic sizes they just failed
-        return replace(cut, leaves={**cut.leaves, **opaque}, containers=containers, bodies=bodies), fixed, told
+    hidden = [each for each in cut.boundaries if f"{each}.".startswith(tuple(f"{n}." for n in opaque))]
+    if opaque and (not hidden or len(hidden) < len(cut.boundaries)):
+        return _with_opaque(cut, opaque), fixed, _told_of_opaque(opaque, reason, targets)
     running = [
         f"{name}.{method}" if name else method for method in running_methods(cut.containers[name], failure.error)
     ]
@@ -97,7 +95,19 @@ def fall_back(
     if isinstance(failure.error, GuardOnDataDependentSymNode) and not cut.decides:
         told = [Fallback(name, f"it takes the branches that all batches take: {reason}")]
         return replace(cut, decides=True), fixed, told
+    if opaque:  # with all layers, which is the last resort
+        return _with_opaque(cut, opaque), fixed, _told_of_opaque(opaque, reason, targets)
     raise untraceable(root, failure)
+
+
+def _with_opaque(cut: Cut, opaque: Mapping[str, nn.Module]) -> Cut:
+    containers = {key: module for key, module in cut.containers.items() if key not in opaque}
+    bodies = {**cut.bodies, **dict.fromkeys(opaque, Body.STATIC)}  # on symbolic sizes they just failed
+    return replace(cut, leaves={**cut.leaves, **opaque}, containers=containers, bodies=bodies)
+
+
+def _told_of_opaque(opaque: Collection[str], reason: str, targets: Collection[str]) -> list[Fallback]:
+    return [Fallback(n, f"recorded as a single call: {reason}", _inside([n], targets)) for n in opaque]
 
 
 def _inside(names: Sequence[str], targets: Collection[str]) -> tuple[str, ...]:

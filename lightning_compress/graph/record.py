@@ -211,7 +211,7 @@ class Attempt:
         if fixed:
             size = env.replacements[fixed[0]]
             raise compat.SpecializedSizeError(f"it takes a size of the batch ({size}) for a constant", fixed[0])
-        equalities = [condition for condition in new if condition.has(sympy.Eq)]
+        equalities = [each for each in new if each.has(sympy.Eq) and each.free_symbols & self.symbols]
         if equalities and self.inside_boundary:
             raise compat.SpecializedSizeError(f"it fixes sizes of the batch: {equalities[0]}")
 

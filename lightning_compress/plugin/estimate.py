@@ -1,6 +1,6 @@
 """`lightning-compress estimate`: what a job will take of memory, from a model's configuration alone."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from math import gcd
@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel, pytorch_utils
 
 from lightning_compress.algorithms.gptq import Gptq
@@ -27,7 +27,7 @@ from lightning_compress.foresight.closed_form import (
     rules_of_thumb,
 )
 from lightning_compress.foresight.estimate import Estimate, Row
-from lightning_compress.foresight.inputs import beyond_positions, check_takes_tokens
+from lightning_compress.foresight.inputs import beyond_positions, check_takes_tokens, images_left_out
 from lightning_compress.foresight.jobs import (
     CalibrationJob,
     FineTuningJob,
@@ -48,6 +48,7 @@ from lightning_compress.memory.budget import TITLES, Budgets, Peak, Place, fit, 
 from lightning_compress.memory.placement import MemoryConfig
 from lightning_compress.memory.tracker import LiveMemory, resident_bytes
 from lightning_compress.plugin.measure import measured
+from lightning_compress.plugin.samples import processor_for, prompts
 from lightning_compress.recipe.load import load_recipe
 from lightning_compress.recipe.resolve import ResolvedRecipe, named_by, resolve
 
@@ -81,25 +82,27 @@ def estimate(model: PreTrainedModel, config: DictConfig, memory: MemoryConfig, f
         check_takes_tokens(model, job)
         if memory.device_budget is not None or memory.host_budget is not None:
             raise CompressionError("memory.device_budget and memory.host_budget are for job=calibration.")
-        return _of_one_rank_or_shared(model, job, layout, "device" if config.device == "cuda" else "host")
+        place: Place = "device" if config.device == "cuda" else "host"
+        return _of_one_rank_or_shared(model, job, layout, place, config.model)
     if layout != Layout():
         raise CompressionError("layout is for inference and fine-tuning; a calibration has job.ranks.")
     return _calibration(model, job, config, memory, from_disk)
 
 
 def _of_one_rank_or_shared(
-    model: PreTrainedModel, job: InferenceJob | FineTuningJob, layout: Layout, place: Place
+    model: PreTrainedModel, job: InferenceJob | FineTuningJob, layout: Layout, place: Place, where: DictConfig
 ) -> Estimate:
     check_shares(model, job, layout)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     sizes = decoder(model.config, num_parameters, model.dtype.itemsize)
     followed = LiveMemory()
-    phases, forms = _on_fakes(model, job, followed), list[Phase]()
+    phases, forms = _on_fakes(model, job, followed, where), list[Phase]()
     if sizes is not None:
         forms = inference_phases(sizes, job) if isinstance(job, InferenceJob) else finetuning_phases(sizes, job)
     notes = [_FAKES]
     if sizes is not None and not forms:
         notes.append("There is no closed form for adapters beside some linear layers only, or under autocast.")
+    notes += filter(None, [images_left_out(model, _num_images(job))])
     if sizes is None:
         kind = "plain decoder of gated layers with RMS norms"
         notes.append(f"There is no closed form for {type(model).__name__}: it is no {kind}.")
@@ -160,21 +163,33 @@ def _length(job: InferenceJob | FineTuningJob) -> int:
     return job.context + job.new_tokens if isinstance(job, InferenceJob) else job.length
 
 
-def _on_fakes(model: PreTrainedModel, job: InferenceJob | FineTuningJob, followed: LiveMemory) -> list[Phase]:
-    with foreseeing(model, _length(job)):
-        return infer(model, job, followed) if isinstance(job, InferenceJob) else finetune(model, job, followed)
+def _num_images(job: object) -> int:
+    return job.num_images if isinstance(job, InferenceJob | CalibrationJob) else 0
+
+
+def _on_fakes(
+    model: PreTrainedModel, job: InferenceJob | FineTuningJob, followed: LiveMemory, where: DictConfig
+) -> list[Phase]:
+    prompt = None
+    if isinstance(job, InferenceJob):
+        prompt = prompts(model, job, processor_for(where, job.num_images))
+    with foreseeing(model, _length(job)) as fake:
+        if not isinstance(job, InferenceJob):
+            return finetune(model, job, followed)
+        given = None if prompt is None else {name: fake(tensor) for name, tensor in prompt.items()}
+        return infer(model, job, followed, given)
 
 
 @contextmanager
-def foreseeing(model: PreTrainedModel, length: int) -> Iterator[None]:
-    """Within: the model is on fake tensors, and may be given so many tokens.
+def foreseeing(model: PreTrainedModel, length: int) -> Iterator[Callable[[Tensor], Tensor]]:
+    """Within: the model is on fake tensors (see `on_fakes`), and may be given so many tokens.
 
     Raises:
         CompressionError: its own code fails there, called as a causal language model.
     """
     try:
-        with on_fakes(model):
-            yield
+        with on_fakes(model) as fake:
+            yield fake
     except CompressionError:
         raise
     except Exception as error:
@@ -285,7 +300,8 @@ def _calibration(
     recipe = load_recipe(cast(Any, OmegaConf.to_container(config.recipe, resolve=True)))
     with unfolded(target.root, named_by(recipe), job.expert_parts):
         resolved = resolve(recipe, target.root)
-        found = measured(target, resolved, job, device, verifies=job.verify and not from_disk, memory=memory)
+        verifies, processor = job.verify and not from_disk, processor_for(config.model, job.num_images)
+        found = measured(target, resolved, job, device, verifies=verifies, memory=memory, processor=processor)
         forms = _calibration_forms(model, job, resolved, memory)
     table = [*found.table, *found.end]
     in_memory = sum(parameter.nbytes for parameter in model.parameters())
@@ -319,6 +335,7 @@ def _calibration(
             _FAKES,
             f"Weights are {'on disk' if from_disk else 'in host memory'} before the run.",
             *([_OF_ONE_RANK] if job.ranks > 1 else []),
+            *filter(None, [images_left_out(model, job.num_images)]),
             *fitted.notes,
         ),
     )
@@ -359,6 +376,7 @@ def _worst(found: Sequence[Peak], place: Place, forms: Mapping[str, int]) -> lis
 def _described(job: Any, model: PreTrainedModel) -> str:
     adapts = isinstance(job, FineTuningJob) and job.method != "full"
     names = [field.name for field in fields(job) if adapts or not field.name.startswith("lora_")]
+    names = [name for name in names if _num_images(job) or name not in ("num_images", "image_size")]
     options = ", ".join(f"{name}={getattr(job, name)}" for name in names)
     return f"{type(job).__name__.removesuffix('Job').lower()} in {str(model.dtype).removeprefix('torch.')}, {options}"
 

@@ -2,27 +2,27 @@
 
 import time
 from dataclasses import dataclass, replace
-from typing import cast, final
+from typing import Any, cast, final
 
 import torch
 from transformers import PreTrainedModel
 
-from lightning_compress.calibration.batches import CalibrationSet
 from lightning_compress.calibration.footprint import footprint
 from lightning_compress.calibration.loop import Calibration
 from lightning_compress.calibration.prepare import calibrating, needs_data, prepare
 from lightning_compress.calibration.target import Target
 from lightning_compress.distributed.collective import SingleProcess
 from lightning_compress.errors import UntraceableModelError
-from lightning_compress.foresight.inputs import beyond_positions, inputs_of
+from lightning_compress.foresight.inputs import beyond_positions
 from lightning_compress.foresight.jobs import CalibrationJob
 from lightning_compress.graph.stages import Schedule
 from lightning_compress.graph.targets import as_patterns
-from lightning_compress.graph.trace import Traced, flatten_batch
+from lightning_compress.graph.trace import Traced, flatten_batch, violated_guards
 from lightning_compress.graph.unfold import unfolded
 from lightning_compress.memory.budget import Needs
 from lightning_compress.memory.placement import MemoryConfig, placement
 from lightning_compress.plugin.budget import at_the_end
+from lightning_compress.plugin.samples import samples
 from lightning_compress.recipe.resolve import ResolvedRecipe, named_by
 
 
@@ -60,6 +60,7 @@ def measured(
     *,
     verifies: bool,
     memory: MemoryConfig | None = None,
+    processor: Any = None,
     traced: Traced | None = None,
 ) -> Measured:
     """The table of a job on a model whose parameters are on the meta device.
@@ -71,16 +72,16 @@ def measured(
         device: where subgraphs run; it need not be here.
         verifies: the checkpoint is loaded a second time at the end.
         memory: what the user says about it.
-        traced: the graph, if it is known.
+        processor: of the model, where samples have images.
+        traced: the graph, if one is known; it is recorded anew where that does not serve the job's batches.
 
     Raises:
         CompressionError: a job that cannot be prepared, or a model whose inputs are not known.
     """
     model = cast(PreTrainedModel, target.root)
-    batch = inputs_of(model, job.batch_size, job.max_length)
-    whole, rest = divmod(job.num_samples, job.batch_size)
-    batches = (batch,) * whole + (({name: tensor[:rest] for name, tensor in batch.items()},) if rest else ())
-    data = CalibrationSet(batches, has_padding=False)
+    data = samples(model, job, processor)
+    if traced is not None and any(violated_guards(traced, data.batches[number]) for number in (0, -1)):
+        traced = None
     where = replace(placement(memory or MemoryConfig(), device, None), device_activation_budget=0)
     has_data, start = needs_data(resolved), time.perf_counter()
     with calibrating(target.root), unfolded(target.root, named_by(resolved.recipe), job.expert_parts):

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import torch
 from transformers import PreTrainedModel
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from lightning_compress.calibration.prepare import needs_data
 from lightning_compress.calibration.target import Target, find_target
 from lightning_compress.errors import BudgetError, CompressionError
-from lightning_compress.foresight.jobs import CalibrationJob
+from lightning_compress.foresight.jobs import CalibrationJob, check_images
 from lightning_compress.foresight.machine import Machine, cache_file, load_machine, named_gpu, save_machine
 from lightning_compress.foresight.plan import Candidate, Choice, Plan
 from lightning_compress.foresight.planned import Planned, Situation, card_for
@@ -73,7 +73,9 @@ class Choices:
             )
 
 
-def plan_calibration(model: PreTrainedModel, situation: Situation, choices: Choices, machine: Machine) -> Planned:
+def plan_calibration(
+    model: PreTrainedModel, situation: Situation, choices: Choices, machine: Machine, processor: Any = None
+) -> Planned:
     """The fastest way to run a calibration within what there is.
 
     Args:
@@ -81,6 +83,7 @@ def plan_calibration(model: PreTrainedModel, situation: Situation, choices: Choi
         situation: what it is for.
         choices: what may be chosen from.
         machine: how fast it is.
+        processor: of the model, where samples have images.
 
     Raises:
         BudgetError: nothing fits; says the smallest budgets that would.
@@ -90,7 +93,8 @@ def plan_calibration(model: PreTrainedModel, situation: Situation, choices: Choi
     for name in ("num_samples", "max_length"):
         if getattr(situation, name) < 1:
             raise CompressionError(f"data.{name}={getattr(situation, name)} is no number of at least 1.")
-    choices = replace(choices, batch_size=_possible(choices.batch_size, situation.num_samples))
+    check_images("", situation.num_images, situation.image_size)
+    choices = replace(choices, batch_size=_possible(choices.batch_size, situation))
     target = find_target(model)
     resources = situation.resources
     tried: list[Candidate] = []
@@ -100,7 +104,8 @@ def plan_calibration(model: PreTrainedModel, situation: Situation, choices: Choi
     for targets, number in product(choices.sequential_targets, parts):
         with unfolded(target.root, named_by(situation.recipe), number):
             resolved = resolve(situation.recipe, target.root)
-            here = list(_candidates(target, resolved, situation, choices, machine.device, targets, number))
+            described = (situation, choices, machine.device, targets, number)
+            here = list(_candidates(target, resolved, *described, processor))
         tried += here
         found = plans(here, machine, resources)
         if found:
@@ -124,16 +129,24 @@ def plan_calibration(model: PreTrainedModel, situation: Situation, choices: Choi
     )
 
 
-def _possible(batch_sizes: Sequence[int], num_samples: int) -> tuple[int, ...]:
+def _possible(batch_sizes: Sequence[int], situation: Situation) -> tuple[int, ...]:
     """
     Raises:
         CompressionError: none of them.
     """
-    found = tuple(size for size in batch_sizes if size <= num_samples)
+    number = situation.num_samples
+    found = tuple(size for size in batch_sizes if size <= number)
     if not found:
         raise CompressionError(
-            f"choices.batch_size={list(batch_sizes)}: no batch can have more than the {num_samples} samples that there "
-            "are (data.num_samples)."
+            f"choices.batch_size={list(batch_sizes)}: no batch can have more than the {number} samples that there are "
+            "(data.num_samples)."
+        )
+    if situation.num_images:  # many models need as many rows in each
+        found = tuple(size for size in found if number % size == 0)
+    if not found:
+        raise CompressionError(
+            f"choices.batch_size={list(batch_sizes)}: none divides data.num_samples={number}, which batches with "
+            "images have to."
         )
     return found
 
@@ -156,6 +169,7 @@ def _candidates(
     device: str,
     targets: Sequence[str] | None,
     expert_parts: int,
+    processor: Any,
 ) -> Iterator[Candidate]:
     """All that can be chosen with these sequential targets and parts; the model is recorded once for them."""
     traced: Traced | None = None
@@ -173,9 +187,12 @@ def _candidates(
             sequential_targets=targets,
             expert_parts=expert_parts,
             ranks=situation.ranks,
+            num_images=situation.num_images,
+            image_size=situation.image_size,
         )
-        found = measured(target, resolved, job, torch.device(device), verifies=situation.verify, traced=traced)
-        if traced is None:
+        what = (target, resolved, job, torch.device(device))
+        found = measured(*what, verifies=situation.verify, processor=processor, traced=traced)
+        if found.run.flow.traced is not traced:
             prepare_s = found.prepare_s
             traced = found.run.flow.traced
         for load, depth in product(choices.load, choices.prefetch_depth):

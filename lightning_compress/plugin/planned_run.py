@@ -14,6 +14,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedModel
 
+from lightning_compress.data.config import CustomConfig
 from lightning_compress.distributed.collective import Collective
 from lightning_compress.errors import CompressionError
 from lightning_compress.foresight.plan import Plan
@@ -234,7 +235,8 @@ def _check_same(
     pairs = {
         "parameters of the model": (planned.num_parameters, num_parameters),
         "data.num_samples": (situation.num_samples, config.data.num_samples),
-        "data.max_length": (situation.max_length, max_length(config)),
+        "data.max_length": (situation.max_length, config.data.get("max_length", situation.max_length)),
+        "images in the data": (bool(situation.num_images), _has_images(config.data, bool(situation.num_images))),
         "recipe": (situation.recipe.to_dict(), load_recipe(plain(config.recipe)).to_dict()),
         "ranks": (situation.ranks, trainer.world_size),
         "nodes": (situation.nodes, trainer.num_nodes),
@@ -246,3 +248,8 @@ def _check_same(
     if different:
         remedy = "Make a new one, or use plan=auto." if config.plan != "auto" else "Give every rank the same."
         raise CompressionError(f"plan={config.plan} is for something else: {'; '.join(different)}. {remedy}")
+
+
+def _has_images(data: DictConfig, planned: bool) -> bool:
+    """Whether samples have images; what is planned, where nobody knows."""
+    return planned if data.source == CustomConfig.source else data.get("image_column") is not None

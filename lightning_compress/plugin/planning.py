@@ -23,6 +23,7 @@ from lightning_compress.plugin.estimate import instantiated
 from lightning_compress.plugin.generation import PlannedGeneration, plan_generation
 from lightning_compress.plugin.models import load_config_only, reads_from_disk
 from lightning_compress.plugin.plan import Choices, device_kind, machine_for, plan_calibration, probed, size_of
+from lightning_compress.plugin.samples import processor_for
 from lightning_compress.recipe.load import load_recipe
 
 _MOST_RANKS = 1 << 16
@@ -58,8 +59,11 @@ def run_plan(config: DictConfig) -> Planned:
         host=available_bytes() + resident_bytes() if config.host == "auto" else host,
         disk=free_bytes(folder) if config.disk == "auto" else disk,
         budgets=tuple(name for name, size in sizes.items() if size not in ("auto", None)),
+        num_images=config.num_images,
+        image_size=plain_value(config, "image_size"),
     )
-    return plan_calibration(load_config_only(config.model), situation, choices, machine)
+    processor = processor_for(config.model, config.num_images)
+    return plan_calibration(load_config_only(config.model), situation, choices, machine, processor)
 
 
 def check_ranks(config: DictConfig) -> None:
@@ -104,8 +108,10 @@ def run_generation_plan(config: DictConfig) -> PlannedGeneration:
         )
     check_ranks(config)
     only_for_fine_tuning(config)
-    if job.weight_bits is not None or config.ranks != 1:
-        raise CompressionError("job=inference is planned for one rank, and for weights as the model has them.")
+    if job.weight_bits is not None or config.ranks != 1 or job.num_images or config.num_images:
+        raise CompressionError(
+            "job=inference is planned for one rank, for prompts without images, and for weights as the model has them."
+        )
     folder = Path(config.output_dir)
     machine = machine_for(config.gpu, config.run_on, folder)
     if machine.device == "cpu":
@@ -216,8 +222,9 @@ def max_length(config: DictConfig) -> int:
     """
     if "max_length" not in config.data:
         raise CompressionError(
-            f"data.source={config.data.source} does not say how long its samples are, so no plan can be made of it: "
-            "plan with data=docs and a data.max_length like theirs, or compress without a plan."
+            f"data.source={config.data.source} does not say how long its samples are, so no plan can be made of it. "
+            "Plan for samples like them, `lightning-compress plan data=docs data.max_length=... num_images=... "
+            "json=plan.json`, and give plan=plan.json; or compress without a plan."
         )
     return int(config.data.max_length)
 

@@ -90,11 +90,10 @@ class GramSum:
         self.sum.read()
         gram = torch.empty(self.num_channels, self.num_channels, device=self.sum.values.device)
         for (start, end), block in zip(_spans(self.num_channels), self.blocks, strict=True):
-            rows = block.div(max(count, 1)).float()
-            gram[start:end, :start] = rows[:, :start]
-            gram[:start, start:end] = rows[:, :start].t()
-            corner = rows[:, start:].tril()
-            gram[start:end, start:end] = corner + corner.tril(-1).t()
+            torch.div(block, max(count, 1), out=gram[start:end, :end])
+            gram[:start, start:end] = gram[start:end, :start].t()
+            corner = gram[start:end, start:end].tril_()
+            corner.add_(corner.tril(-1).t())
         return gram
 
 

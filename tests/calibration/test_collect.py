@@ -80,6 +80,25 @@ def test_mistakes(batches: list[Any], message: str) -> None:
         collect(batches)
 
 
+@pytest.mark.parametrize("absent", [{}, {"pixel_values": None}], ids=["no key", "nothing there"])
+def test_batches_with_and_without_images(absent: dict[str, Any]) -> None:
+    """All are named, at once, and what to do. Seen to fail: the first alone, as a batch of other keys."""
+    image, text = {"input_ids": IDS, "pixel_values": torch.ones(1, 3, 2, 2)}, {"input_ids": IDS, **absent}
+    message = (
+        r"Of 13 calibration batches 3 have pixel_values \(batches 1, 2, 5\) and 10 have not \(batches 0, 3, 4, 6, 7, "
+        r"8, 9, 10 and 2 more\).* Leave the batches without out; or .*larger batch_size.*; or leave the images out of"
+    )
+    with pytest.raises(CalibrationDataError, match=message):
+        collect([image if number in (1, 2, 5) else text for number in range(13)])
+    assert len(collect([image] * 2).batches) == len(collect([text] * 2).batches) == 2
+
+
+def test_batches_of_several_kinds() -> None:
+    """None is without: that is another mistake."""
+    with pytest.raises(CalibrationDataError, match=r"Batch 1 .* has the keys \['image'\], but batch 0 has \['audio'\]"):
+        collect([{"audio": IDS}, {"image": IDS}])
+
+
 def test_no_data_at_all() -> None:
     with pytest.raises(CalibrationDataError, match="This recipe needs calibration data"):
         compress_in_memory(tiny_llama(1), None, recipe(4))

@@ -179,3 +179,51 @@ def test_what_is_called_with_a_module() -> None:
     graph = traced(model, toy_batch(2, 9))
     assert [node.target.name for node in leaf_nodes(graph)] == ["first", "last"]
     assert_same(model, graph, toy_batch(3, 4))
+
+
+class Heads(nn.Module):
+    """A layer of attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.first(x).view(*x.shape[:2], 2, 4).transpose(1, 2)
+        seen = nn.functional.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).contiguous()
+        y: Tensor = x + self.second(seen.reshape(x.shape))
+        return y
+
+
+class Unrolled(nn.Module):
+    """Goes through the rows one by one behind its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Heads(), Heads()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return torch.stack([row * 2 for row in x])
+
+
+class UnrolledWithHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone, self.head = Unrolled(), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, ids: Tensor) -> dict[str, Tensor]:
+        return {"logits": self.head(self.backbone(x)) + ids[..., None]}
+
+
+def test_all_layers_are_hidden_in_the_end_only() -> None:
+    """Rather batches of one size than a single call of all layers. Seen to fail: a single call, because the head is
+    outside."""
+    torch.manual_seed(0)
+    model = UnrolledWithHead()
+    graph = traced(model, toy_batch(3, 9), boundary_names=["backbone.layers.0", "backbone.layers.1"])
+    assert [span.name for span in graph.spans] == ["backbone.layers.0", "backbone.layers.1"]
+    assert [(fallback.module, fallback.hidden) for fallback in graph.fallbacks] == [("backbone", ())]
+    assert violated_guards(graph, toy_batch(2, 9))
+    assert_same(model, graph, toy_batch(3, 9), toy_batch(3, 5))

@@ -37,6 +37,7 @@ from lightning_compress import CompressionError, Compressor, load_compressed
 from lightning_compress.plugin.cli import run_compress
 from lightning_compress.plugin.models import _processor
 from lightning_compress.recipe.load import config_dir
+from lightning_compress.report.report import Report
 
 SCHEME = {"weights": {"num_bits": 4, "strategy": "channel"}}
 
@@ -92,6 +93,29 @@ def test_images_with_text(pairs: Path, tmp_path: Path) -> None:
     assert report.verification.passed
     assert report.verification.loaded_with == "transformers LlavaForConditionalGeneration.from_pretrained"
     assert isinstance(AutoProcessor.from_pretrained(tmp_path / "out"), LlavaProcessor)
+
+
+def test_rows_with_and_without_images(pairs: Path, tmp_path: Path) -> None:
+    """In one batch they are handled, as many images in each; in batches of their own they are refused, before any work,
+    and so are batches of which one has more images."""
+    llava(tmp_path / "model")
+    texts = ("a cat", "two dogs", "a", "two cat dogs a cat")
+
+    def run(given: str, *with_image: int) -> Report:
+        rows = [{"text": text, "image": f"{n}.png" if n in with_image else None} for n, text in enumerate(texts)]
+        pairs.write_text("\n".join(map(json.dumps, rows)))
+        return run_compress(composed(tmp_path / "model", pairs, given), tmp_path / "out")
+
+    message = r"Of 4 calibration batches 3 have pixel_values \(.*\) and 1 have not"
+    with pytest.raises(CompressionError, match=message):
+        run("data.batch_size=1", 0, 1, 3)
+    with pytest.raises(CompressionError, match=r"1 of 2 calibration batches \(batch .\) would take another path"):
+        run("data.batch_size=2", 0, 1, 3)
+    assert not (tmp_path / "out").exists()
+    report = run("data.batch_size=4", 0, 3)
+    assert report.modules[0].num_tokens == 2 * 16 + sum(len(text.split()) for text in texts)
+    assert report.verification is not None
+    assert report.verification.passed
 
 
 def test_no_plan_for_samples_of_unknown_length(pairs: Path, tmp_path: Path) -> None:
