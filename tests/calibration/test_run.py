@@ -189,10 +189,10 @@ class Holder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.spare = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.layers = nn.ModuleList([Branching()])
+        self.layers = nn.ModuleList([Branching(), nn.Linear(8, 8)])
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layers[0](self.first(x))
+        return self.layers[1](self.layers[0](self.first(x)))
 
 
 @pytest.mark.filterwarnings("ignore:.*recorded as a single call", "ignore::UserWarning")
@@ -212,6 +212,7 @@ def test_modules_that_are_never_called() -> None:
         "first": (),
         "layers.0.often": (),
         "layers.0.never": (UNREACHED,),
+        "layers.1": (),
     }
     assert [each.module for each in report.excluded] == ["spare"]
     assert "never calls it" in report.excluded[0].reason
