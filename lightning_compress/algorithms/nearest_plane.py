@@ -71,7 +71,7 @@ def _walk(
         if gptq_triton.usable(places):
             gptq_triton.quantize_block(t, w, within[0], *block)
         else:
-            with one_thread():  # sharing out a channel's rows takes longer than computing them
+            with one_thread():  # sharing out a channel's rows gains nothing, and loses beside other work
                 quantize_block(t, w, within, *block, heights)
         codes[start:end].copy_(q)
         t.sub_(w).add_(d).square_()

@@ -18,7 +18,6 @@ from lightning_compress.graph.shadow import Key, node_of, with_shadows
 from lightning_compress.graph.stages import Source, Step, Subgraph, last_steps
 from lightning_compress.graph.trace import Traced
 from lightning_compress.memory.activations import ActivationCache, versions
-from lightning_compress.memory.buffers import keeping_heap
 from lightning_compress.memory.placement import Placement
 from lightning_compress.memory.store import WeightStore
 
@@ -81,12 +80,6 @@ def onloaded(flow: Flow, index: int) -> AbstractContextManager[None]:
     """Within: the weights of a subgraph are on the device."""
     subgraph = flow.subgraphs[index]
     return flow.store.onload(subgraph.modules, subgraph.tensors, stay=flow.placement.weights.get(index))
-
-
-def heap_of(flow: Flow) -> AbstractContextManager[None]:
-    """Within: the C heap keeps what batches free, for those behind them, unless a budget asks for it."""
-    is_kept = flow.device.type == "cpu" and not flow.placement.is_tight
-    return keeping_heap() if is_kept else nullcontext()
 
 
 def prefetch(flow: Flow, index: int) -> None:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from lightning_compress.calibration.boundary import restore_boundary, save_boundary
-from lightning_compress.calibration.flow import Flow, Values, heap_of, onloaded, prefetch, run_step
+from lightning_compress.calibration.flow import Flow, Values, onloaded, prefetch, run_step
 from lightning_compress.calibration.observe import (
     Statistics,
     begin_statistics,
@@ -118,31 +118,30 @@ def calibrate(run: Calibration, output: Output, keep_in: SharedFolder | None = N
     of_rank = (run.share, run.collective)
     restored = -1 if keep_in is None else restore_boundary(keep_in, flow, progress.num_finished, *of_rank)
     first_step = 0
-    with heap_of(flow):
-        for index, subgraph in enumerate(flow.subgraphs):
-            is_finished = index < progress.num_finished
-            if is_finished and flow.reference is None:  # which asks for the original weights first
+    for index, subgraph in enumerate(flow.subgraphs):
+        is_finished = index < progress.num_finished
+        if is_finished and flow.reference is None:  # which asks for the original weights first
+            _take_from_output(flow, subgraph, index, output)
+        clock = _Clock(flow.device)
+        reset_peak(flow.device)
+        moved = flow.moved
+        with onloaded(flow, index):
+            clock.lap("onload")
+            prefetch(flow, index)
+            if is_finished:
+                _repeat(progress, subgraph, index, first_step, has_run=index <= restored)
                 _take_from_output(flow, subgraph, index, output)
-            clock = _Clock(flow.device)
-            reset_peak(flow.device)
-            moved = flow.moved
-            with onloaded(flow, index):
-                clock.lap("onload")
-                prefetch(flow, index)
-                if is_finished:
-                    _repeat(progress, subgraph, index, first_step, has_run=index <= restored)
-                    _take_from_output(flow, subgraph, index, output)
-                    record = output.finished[index]
-                else:
-                    record = output.commit(subgraph, _solve(progress, subgraph, index, first_step, clock, moved))
-                    _take_from_output(flow, subgraph, index, output)
-                    is_last = index + 1 == len(flow.subgraphs)
-                    if keep_in is not None and not is_last and not progress.statistics:  # those are not kept
-                        save_boundary(keep_in, index, flow, *of_rank)
-            first_step += len(subgraph.steps)
-            if flow.reference is not None:
-                flow.reference.forget(index)
-            yield record
+                record = output.finished[index]
+            else:
+                record = output.commit(subgraph, _solve(progress, subgraph, index, first_step, clock, moved))
+                _take_from_output(flow, subgraph, index, output)
+                is_last = index + 1 == len(flow.subgraphs)
+                if keep_in is not None and not is_last and not progress.statistics:  # those are not kept
+                    save_boundary(keep_in, index, flow, *of_rank)
+        first_step += len(subgraph.steps)
+        if flow.reference is not None:
+            flow.reference.forget(index)
+        yield record
 
 
 def _take_from_output(flow: Flow, subgraph: Subgraph, index: int, output: Output) -> None:

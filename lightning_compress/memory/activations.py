@@ -202,8 +202,9 @@ class ActivationCache:
         self._on_host += nbytes
         self._of_budget += nbytes if may_move else 0
         self._count_fetched(storage)
-        fetched = self._lane.fetch(storage)
-        place = outside_heap(fetched) if spill and fetched is storage else fetched
+        place = self._lane.fetch(storage)
+        if spill and self._budget is not None and place is storage:  # room is short
+            place = outside_heap(place)
         return _Held(place, nbytes, counts=may_move)
 
     def _count_fetched(self, storage: Tensor) -> None:

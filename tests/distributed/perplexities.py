@@ -1,4 +1,4 @@
-"""One of several ranks, as `test_perplexity_of_ranks.py` starts it: RANK SIZE STORE; prints the perplexities of every case."""
+"""One of several ranks, as `test_perplexity_of_ranks.py` starts it: RANK SIZE STORE; prints every case's perplexity."""
 
 import sys
 from datetime import timedelta
