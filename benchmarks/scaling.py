@@ -9,7 +9,9 @@ all sizes alternate; medians.
 
 Printed: seconds per phase at each number of ranks, of the slowest rank (collective operations hold the waiting for
 others); the speed-up of calibration and solving (all but tracing and writing), and the bound that the serial part of
-the run on one rank allows (Amdahl's law). Then what the simulation says: every operation of the run on one rank, with
+the run on one rank allows (Amdahl's law). In every round as many runs of one rank as there are ranks take place at the
+same time, too, which share nothing: what they lose to one another (clock rate, caches, memory) no way of sharing work
+could keep. Then what the simulation says: every operation of the run on one rank, with
 batches and row tiles shared out as the product does, and links of the given rate between ranks. It is checked against
 the measurement of two ranks, for links as fast as this machine's own, and then asked for --simulate ranks.
 """
@@ -33,6 +35,7 @@ BATCH_SIZE = 8
 SHARED = ("forward", "statistics", "panels", "solve")
 PHASES = ("trace", "forward", "statistics", "agree", "reduce", "factor", "panels", "solve", "gather", "write", "other")
 NOT_CALIBRATION = ("trace", "write")
+BESIDE = "side by side"  # runs of one rank at the same time
 
 Event = list[Any]  # [phase, seconds, bytes exchanged or tiles solved; of panels channels, tiles and bytes]
 
@@ -50,13 +53,12 @@ class Link:
     latency: float
 
 
-def start_ranks(command: list[str], size: int) -> list[dict[str, Any]]:
-    """What each of `size` processes printed."""
+def start_ranks(command: list[str], size: int) -> list[subprocess.Popen[str]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     common = {"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks = [
+    return [
         subprocess.Popen(
             command,
             env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank), "TOKENIZERS_PARALLELISM": "false"},
@@ -66,6 +68,20 @@ def start_ranks(command: list[str], size: int) -> list[dict[str, Any]]:
         )
         for rank in range(size)
     ]
+
+
+def start_side_by_side(command: list[str], number: int) -> list[subprocess.Popen[str]]:
+    """Runs of one rank that have nothing to do with one another."""
+    folder = Path(command[command.index("--output-dir") + 1])
+    return [
+        run
+        for place in range(number)
+        for run in start_ranks([*command, "--output-dir", str(folder.with_name(f"{folder.name}-{place}"))], 1)
+    ]
+
+
+def results_of(ranks: list[subprocess.Popen[str]]) -> list[dict[str, Any]]:
+    """What each of them printed."""
     outputs = [rank.communicate() for rank in ranks]
     for rank, (_, errors) in zip(ranks, outputs, strict=True):
         if rank.returncode:
@@ -160,23 +176,31 @@ def main() -> None:
     parser.add_argument("--train-steps", type=int, default=1000)
     parser.add_argument("--json", type=Path, default=Path("outputs/scaling.json"))
     given = parser.parse_args()
-    inputs = ensure_inputs(given.work_dir, given.train_steps)
-    case = ["--model", inputs / "large", "--tokens", inputs / "tokens_0.pt", "--num-samples", SPEED_SAMPLES]
-    case += ["--batch-size", BATCH_SIZE]
-    ours = [sys.executable, HERE / "_scaling_rank.py", *case, "--output-dir", given.work_dir / "scaled"]
-    commands = {"ours": ours}
-    if not given.no_peer:
-        peer = ensure_peer(given.peer_venv or given.work_dir / "peer")
-        commands["peer"] = [peer, HERE / "_scaling_peer.py", *case, "--threads", 1]
-    runs: dict[tuple[str, int], list[Any]] = {(side, size): [] for side in commands for size in given.ranks}
+    commands = commands_of(given, ensure_inputs(given.work_dir, given.train_steps))
+    runs: dict[tuple[str, int], list[Any]] = {
+        (side, size): [] for side in commands for size in given.ranks if side != BESIDE or size > 1
+    }
     for _ in range(given.runs):
         for (side, size), taken in runs.items():
-            taken.append(start_ranks([str(word) for word in commands[side]], size))
+            beside = side == BESIDE
+            taken.append(results_of((start_side_by_side if beside else start_ranks)(commands[side], size)))
             print(f"  {side} {size}: {max(rank['total_s'] for rank in taken[-1]):.1f} s", file=sys.stderr)
     given.json.parent.mkdir(parents=True, exist_ok=True)
     given.json.write_text(json.dumps({f"{side} {size}": taken for (side, size), taken in runs.items()}))
     report(given, runs)
     print(f"\n{given.json}")
+
+
+def commands_of(given: argparse.Namespace, inputs: Path) -> dict[str, list[str]]:
+    """What a rank runs, by side."""
+    case: list[object] = ["--model", inputs / "large", "--tokens", inputs / "tokens_0.pt"]
+    case += ["--num-samples", SPEED_SAMPLES, "--batch-size", BATCH_SIZE]
+    ours = [sys.executable, HERE / "_scaling_rank.py", *case, "--output-dir", given.work_dir / "scaled"]
+    commands = {"ours": ours, BESIDE: ours}
+    if not given.no_peer:
+        peer = ensure_peer(given.peer_venv or given.work_dir / "peer")
+        commands["peer"] = [peer, HERE / "_scaling_peer.py", *case, "--threads", 1]
+    return {side: [str(word) for word in command] for side, command in commands.items()}
 
 
 def report(given: argparse.Namespace, runs: dict[tuple[str, int], list[Any]]) -> None:
@@ -196,9 +220,16 @@ def report(given: argparse.Namespace, runs: dict[tuple[str, int], list[Any]]) ->
             f"\nCalibration and solving on {size} ranks: {speed_up:.3f} times as fast. With {1 - shared:.1%} of one "
             f"rank's time not shared out the bound is {bound:.3f}, of which this is {speed_up / bound:.1%}."
         )
+        beside = statistics.median(calibration_s(of_typical_rank(run)) for run in runs[BESIDE, size])
+        kept = times[1] / beside
+        print(
+            f"{size} runs of one rank at the same time take {beside:.2f} s each, {times[1]:.2f} s alone: the cores "
+            f"keep {kept:.1%} of their speed, so the bound is {kept * bound:.3f}, of which this is "
+            f"{speed_up / (kept * bound):.1%}."
+        )
         writing = {n: statistics.median(of_typical_rank(run)["write"] for run in runs["ours", n]) for n in (1, size)}
         print(f"Writing: {writing[1]:.2f} s on one rank, {writing[size]:.2f} s on {size}.")
-        for side in sorted({side for side, _ in runs}):
+        for side in sorted({side for side, _ in runs} - {BESIDE}):
             total = {
                 n: statistics.median(max(rank["total_s"] for rank in run) for run in runs[side, n]) for n in (1, size)
             }

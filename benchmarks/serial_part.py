@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from scaling import Link, ring_s, start_ranks
+from scaling import Link, results_of, ring_s, start_ranks
 from torch import Tensor
 from torch import distributed as dist
 
@@ -101,7 +101,7 @@ def main() -> None:
     link = Link(given.link_rate, given.link_latency)
     columns = ["alone", "tiles", f"by {given.ranks}", *(f"by {size}" for size in given.simulate), "to all", "to one"]
     print(f"{'channels':>10}" + "".join(f"{column:>10}" for column in columns))
-    for found in start_ranks(command, given.ranks)[0]:
+    for found in results_of(start_ranks(command, given.ranks))[0]:
         seconds, width = found["seconds"], found["width"]
         tiles = sum(taken for taken, _ in found["panels"])
         more = [predicted(found, size, link) for size in given.simulate]
