@@ -1,13 +1,17 @@
 """Steps of fine-tuning as plans foresee them, beside throughputs that were published.
 
-    python benchmarks/plan_finetuning.py    # two minutes on a CPU; it measures nothing
+    python benchmarks/plan_finetuning.py    # two minutes on a CPU; of it, it measures the optimizer alone
 
 Published: https://gist.github.com/chenyaofo/d4cd6a20ab4b95cb3a49491747e2139a, LLaMA-7B on eight A800 (80 GB) with
 DeepSpeed 0.14.2, sequences of 4096 tokens; its table has no unit, so what is compared is each row's ratio to the first.
 Rows with offloaded parameters or ZeRO++ are left out, as plans have no such thing. Rates are the assumed ones of an
 A100, whose products an A800 has; 200 GB/s between ranks are half of its NVLink's 400 both ways.
+
+Below the table: how much longer the published steps with offload are, told apart by how many micro-batches they have;
+and at what rate torch's AdamW goes over 28 bytes per parameter on one thread of this CPU.
 """
 
+import time
 from dataclasses import replace
 
 import torch
@@ -35,6 +39,7 @@ PUBLISHED = [  # ZeRO, offload, checkpointing, micro-batch, sequences per step, 
     (3, False, True, 8, 128, 4.32),
 ]
 LENGTH, RANKS = 4096, 8
+NUMEL = 40_000_000
 
 
 def main() -> None:
@@ -66,6 +71,34 @@ def main() -> None:
             + " | ".join(map(str, (*cells, f"{ratios[0]:.2f}", f"{step.tokens_per_s:.0f}", f"{ratios[1]:.2f}", off)))
             + " |"
         )
+    each, once = with_offload()
+    print(f"offload, if the unit is sequences/s: {each:.2f} s for every micro-batch, {once:.1f} s for every step")
+    for implementation in ("fused", "foreach"):
+        rate = 28 * NUMEL / optimizer_seconds(implementation)
+        print(f"AdamW, {implementation}, on one thread here: {rate / 1e9:.1f} GB/s")
+
+
+def with_offload() -> tuple[float, float]:
+    """Seconds that offloading adds to a micro-batch and to a step, as published, taken to be alike with ZeRO-2 and 3,
+    whose steps have eight and four micro-batches."""
+    taken = {(zero, offload, size): batch / rate for zero, offload, checks, size, batch, rate in PUBLISHED if checks}
+    eight, four = taken[2, True, 1] - taken[2, False, 1], taken[3, True, 2] - taken[3, False, 2]
+    each = (eight - four) / 4
+    return each, four - 4 * each
+
+
+def optimizer_seconds(implementation: str) -> float:
+    """Of a step on one thread, the fastest of five."""
+    torch.set_num_threads(1)
+    parameter = torch.nn.Parameter(torch.randn(NUMEL))
+    parameter.grad = torch.randn(NUMEL)
+    optimizer = torch.optim.AdamW([parameter], **{implementation: True})
+    seconds = []
+    for _ in range(6):  # the first makes the states
+        start = time.perf_counter()
+        optimizer.step()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds[1:])
 
 
 if __name__ == "__main__":

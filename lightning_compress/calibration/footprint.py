@@ -29,30 +29,26 @@ from itertools import accumulate
 
 import sympy
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
-from lightning_compress.algorithms.base import result_bytes
+from lightning_compress.algorithms.base import result_bytes, stack_rows
 from lightning_compress.calibration.flow import Values, run_step
 from lightning_compress.calibration.loop import Calibration
 from lightning_compress.calibration.observe import Statistics, begin_statistics, observing
 from lightning_compress.calibration.reference import differences
 from lightning_compress.calibration.repeats import of_another, one_of_each, repeated, widths
+from lightning_compress.calibration.requests import in_pieces, storages, tensors_of
 from lightning_compress.calibration.solve import bytes_together, stacked_groups
 from lightning_compress.calibration.stand_ins import LikeQuantizing, failures_allowed
 from lightning_compress.errors import BudgetError
-from lightning_compress.graph.compat import (
-    fake_like,
-    new_fake_mode,
-    pytree,
-    replace_by_fakes,
-)
+from lightning_compress.graph.compat import fake_like, new_fake_mode, pytree, replace_by_fakes
 from lightning_compress.graph.leaf import leaf_input
 from lightning_compress.graph.restore import attributes_restored
 from lightning_compress.graph.shadow import Key, Shadow, node_of, with_shadows
 from lightning_compress.graph.sizes import binding, traced_bytes
 from lightning_compress.graph.stages import Group, Source, Step, Subgraph
 from lightning_compress.memory.activations import LEAST_SPILLED, ActivationCache
-from lightning_compress.memory.budget import Moment, Needs, as_one
+from lightning_compress.memory.budget import Moment, Needs, Requests, as_one
 from lightning_compress.memory.tracker import LiveMemory
 from lightning_compress.memory.work import Work, WorkMeter, times
 from lightning_compress.statistics import InputGram, Statistic
@@ -99,7 +95,7 @@ def footprint(run: Calibration, batches: Sequence[Sequence[Tensor]]) -> tuple[Ne
                 number += 1
             moments.append(meter.write(subgraph, packed))
             meter.forget_originals(index)
-            rows.append(Needs(subgraph.name, meter.brought(subgraph), tuple(moments)))
+            rows.append(Needs(subgraph.name, meter.brought(subgraph), tuple(moments), meter.requests(subgraph)))
     return tuple(rows)
 
 
@@ -134,6 +130,8 @@ class _Meter:
         self._num_cached = 0  # bytes of the batch's values that wait now
         self._starts: dict[int, set[Key]] = {}  # what waits when a subgraph begins
         self._work = WorkMeter()
+        self._loaded: list[tuple[int, ...]] = []  # bytes of the values that each step reads
+        self._num_events = 0  # of earlier subgraphs
 
     @contextmanager
     def on_fakes(self) -> Iterator[None]:
@@ -169,6 +167,9 @@ class _Meter:
         observed = {node for source in step.observe for node in source.reads}
         if self._flow.reference is not None:
             observed |= self._flow.reference.residual_nodes(step.observe)
+        loaded = storages(self._flow.cache.load(0, cached & with_shadows(read | observed, self._diverging)))
+        self._loaded.append(tuple(value.untyped_storage().nbytes() for value in loaded))
+        del loaded
         self._memory.reset_peak()
         try:
             begin_statistics(step.observe, self._run.needs, self._run.sizes, _CPU, self._statistics)
@@ -183,6 +184,8 @@ class _Meter:
             ) from error
         peak, statistics = self._memory.peak_bytes, _nbytes_of(self._statistics.values())
         self._num_cached = self._memory.live_bytes - statistics
+        for value in storages(self._flow.cache.load(0, self.cached)):
+            self._memory.moved_away(value)
         after = self._waiting()
         self._quantize_inputs(step)
         large, small = (_worst_mixture(earlier, later) for earlier, later in zip(before, after, strict=True))
@@ -265,6 +268,9 @@ class _Meter:
         added = results - number * num_rows * num_channels * (8 - assignment.weights.num_bits) // 8
         packing = PACKING * max(weight.numel() for weight in weights)
         most = packed + self._originals + merged + max(stacked + workspace, results + added + packing)
+        piece = 4 * num_channels * max(num_channels, min(number * num_rows, stack_rows(num_channels)))
+        self._memory.stands_for([merged, stacked, *in_pieces(workspace, piece)])
+        self._memory.stands_for([results + added, *in_pieces(packing, packing // PACKING * 4)])
         size = self._run.collective.size
         serial, shared = (number * cost for cost in assignment.algorithm.costs(num_rows, num_channels))
         moment = Moment(
@@ -280,7 +286,7 @@ class _Meter:
 
     def write(self, subgraph: Subgraph, packed: int) -> Moment:
         """The moment at which a subgraph's shard, with `packed` bytes of modules, is read back tensor by tensor."""
-        held, tensors = self.held(), _tensors(self._root, subgraph)
+        held, tensors = self.held(), tensors_of(self._root, subgraph)
         kept = [
             tensor.nbytes for name, tensor in tensors.items() if name.removesuffix(".weight") not in subgraph.solved
         ]
@@ -293,6 +299,13 @@ class _Meter:
             workspace=packed + self._originals + copied + max([*kept, packed]),
             work={"writing": (packed + sum(kept)) / self._run.collective.size},
         )
+
+    def requests(self, subgraph: Subgraph) -> Requests:
+        """Those since the last subgraph."""
+        weights = tuple(tensor.nbytes for tensor in tensors_of(self._root, subgraph).values())
+        found = Requests(weights, tuple(self._loaded), tuple(self._memory.events[self._num_events :]))
+        self._loaded, self._num_events = [], len(self._memory.events)
+        return found
 
     def keep(self, group: Group, index: int) -> None:
         """As the run does with the weights of a group that is solved in subgraph `index`; here they are not changed."""
@@ -367,18 +380,6 @@ class _Meter:
 
 def _numel(batch: Sequence[Tensor]) -> int:
     return sum(tensor.numel() for tensor in batch)
-
-
-def _tensors(root: nn.Module, subgraph: Subgraph) -> dict[str, Tensor]:
-    """The parameters and buffers that a subgraph brings, each once."""
-    named: dict[str, Tensor] = {}
-    for module in subgraph.modules:
-        part = root.get_submodule(module)
-        named.update({f"{module}.{key}": tensor for key, tensor in (*part.named_parameters(), *part.named_buffers())})
-    for name in subgraph.tensors:
-        owner, _, key = name.rpartition(".")
-        named[name] = getattr(root.get_submodule(owner), key)
-    return {name: tensor for tensor, name in {id(t): (t, n) for n, t in reversed(list(named.items()))}.values()}
 
 
 def _nbytes_of(gathered: Iterable[Mapping[type[Statistic], Statistic]]) -> int:

@@ -201,4 +201,4 @@ def of_another(row: Needs, subgraph: Subgraph, brought: int) -> Needs:
         replace(each, of=", ".join(islice(members, each.of.count(", ") + 1))) if each.what == "solve" else each
         for each in row.moments
     )
-    return Needs(subgraph.name, brought, tuple(moments))
+    return Needs(subgraph.name, brought, tuple(moments), row.requests)

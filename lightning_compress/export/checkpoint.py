@@ -9,6 +9,10 @@ from lightning_compress.memory.files import nearest_existing
 
 MARKER = "lightning_compress.json"
 INCOMPLETE = "INCOMPLETE"
+PLAN = "plan.json"
+"""What an unfinished run is planned to be, where it is."""
+_FIRST = frozenset((f".{INCOMPLETE}.partial", PLAN, f".{PLAN}.partial"))
+"""What a run leaves that is killed before its first subgraph is written."""
 
 
 class SavesPretrained(Protocol):
@@ -41,7 +45,7 @@ def check_output_dir(output_dir: Path) -> None:
         raise OutputDirectoryError(f"output_dir {output_dir} is a file; give a folder.")
     ours = (output_dir / MARKER).is_file() or (output_dir / INCOMPLETE).is_file()
     entries = [path.name for path in output_dir.iterdir()] if output_dir.is_dir() else []
-    if not ours and any(name != f".{INCOMPLETE}.partial" for name in entries):  # killed while making the first file
+    if not ours and not _FIRST.issuperset(entries):
         raise OutputDirectoryError(
             f"output_dir {output_dir} exists and was not written by lightning_compress (no {MARKER} in it). "
             "Give another folder, or remove this one."

@@ -7,9 +7,12 @@ settings (no expandable segments).
 """
 
 import bisect
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import final
+
+from lightning_compress.memory.budget import Needs
 
 _ROUND = 512
 _SMALL, _SMALL_SEGMENT = 1 << 20, 2 << 20
@@ -68,6 +71,35 @@ def replay(events: Iterable[tuple[int, int]]) -> DeviceMemory:
             allocated -= block.size
             _free(pools, block)
     return DeviceMemory(most, reserved)
+
+
+def reserved_by_calibration(table: Sequence[Needs], depth: int) -> int:
+    """Bytes that a calibration takes of a device on which no activations wait.
+
+    What is copied there is allocated on the stream of the copies, which has segments of its own: the weights of
+    `depth` following subgraphs, and what two batches read, the one that runs and the next.
+    """
+    computed = replay(event for row in table for event in row.requests.computed)
+    return computed.reserved + replay(_copied(table, depth)).reserved
+
+
+def _copied(table: Sequence[Needs], depth: int) -> Iterator[tuple[int, int]]:
+    numbers = count()
+    there: dict[int, list[tuple[int, int]]] = {}
+    for index, row in enumerate(table):
+        for near, later in enumerate(table[index : index + 1 + depth], index):
+            if near not in there:
+                there[near] = [(next(numbers), size) for size in later.requests.weights]
+                yield from there[near]
+        for loaded in row.requests.loaded:
+            values = [(next(numbers), size) for size in (*loaded, *loaded)]
+            yield from values
+            yield from _freed(values)
+        yield from _freed(there.pop(index))
+
+
+def _freed(made: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    return [(number, -size) for number, size in made]
 
 
 def _rounded(size: int) -> int:

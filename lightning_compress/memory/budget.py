@@ -99,6 +99,23 @@ def as_one(solves: Sequence[Moment]) -> list[Moment]:
 
 @final
 @dataclass(frozen=True)
+class Requests:
+    """What a subgraph asks a device's allocator for, one thing after the other, where no activations wait on it.
+
+    Attributes:
+        weights: bytes of each tensor that it brings.
+        loaded: for each of its steps, bytes of each value that a batch has copied to the device.
+        computed: (number of a storage, its bytes) where one is made, (its number, minus its bytes) where it is freed:
+            what a batch computes, statistics, what solving and packing take.
+    """
+
+    weights: tuple[int, ...] = ()
+    loaded: tuple[tuple[int, ...], ...] = ()
+    computed: tuple[tuple[int, int], ...] = ()
+
+
+@final
+@dataclass(frozen=True)
 class Needs:
     """A subgraph's row of the table.
 
@@ -106,11 +123,13 @@ class Needs:
         name: of the subgraph.
         weights: bytes that it brings; none of those whose home is where it runs.
         moments: in the order of the run.
+        requests: of the same, one by one.
     """
 
     name: str
     weights: int
     moments: tuple[Moment, ...]
+    requests: Requests = field(default=Requests(), compare=False, repr=False)
 
 
 @final

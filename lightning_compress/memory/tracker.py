@@ -9,7 +9,7 @@ import re
 import resource
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, final
 
@@ -38,6 +38,7 @@ class LiveMemory(TorchDispatchMode):
         self.peak_bytes = 0
         self.events: list[tuple[int, int]] = []
         self._seen = WeakIdKeyDictionary()
+        self._numbers = WeakIdKeyDictionary()
 
     def ignore(self, *tensors: Tensor) -> None:
         """Leave these tensors' storages out of the count."""
@@ -51,9 +52,21 @@ class LiveMemory(TorchDispatchMode):
             return
         number, size = len(self.events), storage.size()
         self._seen[storage] = weakref.ref(storage, lambda _: self._freed(number, size))
+        self._numbers[storage] = number
         self.events.append((number, size))
         self.live_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def moved_away(self, tensor: Tensor) -> None:
+        """What stands for this tensor's storage goes elsewhere: among the events, and there alone, it is freed."""
+        storage = tensor.untyped_storage()
+        if storage in self._numbers:
+            self.events.append((self._numbers[storage], -storage.size()))
+
+    def stands_for(self, sizes: Iterable[int]) -> None:
+        """Among the events, and there alone, storages of so many bytes are made one after the other, then freed."""
+        made = [(number, size) for number, size in enumerate(sizes, len(self.events)) if size]
+        self.events += [*made, *((number, -size) for number, size in made)]
 
     def reset_peak(self) -> None:
         """Start the peak anew from what is alive."""

@@ -26,6 +26,7 @@ from lightning_compress.data.config import load_data_config
 from lightning_compress.distributed.collective import Collective, is_first_to_say
 from lightning_compress.distributed.folder import shared_folder
 from lightning_compress.errors import CommunicationError, CompressionError
+from lightning_compress.export.checkpoint import PLAN
 from lightning_compress.foresight.estimate import Estimate
 from lightning_compress.foresight.jobs import FineTuningJob
 from lightning_compress.foresight.planned import save_planned
@@ -44,8 +45,9 @@ from lightning_compress.plugin.models import (
     memory_options,
     reads_from_disk,
     weights_place,
+    with_model_config,
 )
-from lightning_compress.plugin.planned_run import plan_for_run, with_plan
+from lightning_compress.plugin.planned_run import keep_plan, plan_for_run, with_plan
 from lightning_compress.plugin.planning import run_generation_plan, run_plan, run_probe
 from lightning_compress.plugin.ranks import ranks_of
 from lightning_compress.recipe.load import config_dir
@@ -64,7 +66,7 @@ USAGE = """lightning-compress COMMAND [GROUP=OPTION ...] [KEY=VALUE ...]
   evaluate   perplexity of a model, compressed or not
              lightning-compress evaluate model.path=DIR data=docs_test
   estimate   what a job will take of memory, from the model's configuration alone
-             lightning-compress estimate model.path=DIR job=calibration|inference|finetuning device=cuda
+             lightning-compress estimate model.config=FILE job=calibration|inference|finetuning device=cuda
 
   plan       how to run a compression within what there is, and how long it will take
              lightning-compress plan model.path=DIR data=docs recipe=w4a16_gptq gpu=rtx4090 host=64GiB
@@ -87,7 +89,8 @@ def main() -> None:
 
     def task(config: DictConfig) -> None:
         sys.argv = given  # with which Lightning starts the other ranks
-        _COMMANDS[command](_reporting_errors(lambda: with_flags(config)))
+        needs_weights = command in ("compress", "evaluate") or (command == "inspect" and config.get("data") is not None)
+        _COMMANDS[command](_reporting_errors(lambda: with_model_config(with_flags(config), needs_weights)))
 
     sys.argv = [f"{given[0]} {command}", *_as_overrides(given[2:])]
     hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=command)(task)()
@@ -209,6 +212,7 @@ def _compress_among(ranks: Collective, trainer: pl.Trainer, config: DictConfig, 
     if config.plan is not None:
         planned = plan_for_run(config, trainer, onload_device(trainer), output_dir, ranks)
         config = with_plan(config, planned)
+        keep_plan(planned, output_dir, ranks)
         if _is_first_rank():
             print(f"plan: {described(planned.best)}; foreseen: {minutes(planned.best.total_s)}")
     from_disk = reads_from_disk(config.model)
@@ -247,6 +251,7 @@ def _save_again(report: Report, output_dir: Path, ranks: Collective) -> None:
     """With what was found out behind the run; on every disk that has the checkpoint."""
     if shared_folder(output_dir, ranks).is_first:
         report.save(output_dir)
+        (output_dir / PLAN).unlink(missing_ok=True)
 
 
 def _is_first_rank() -> bool:

@@ -16,7 +16,7 @@ from lightning_compress.algorithms.gptq import Gptq
 from lightning_compress.calibration.target import find_target
 from lightning_compress.errors import CompressionError
 from lightning_compress.foresight.adapters import num_trainable, targets_of
-from lightning_compress.foresight.allocator import replay
+from lightning_compress.foresight.allocator import replay, reserved_by_calibration
 from lightning_compress.foresight.closed_form import (
     Decoder,
     calibration_forms,
@@ -58,6 +58,7 @@ _FAKES = (
     "Counted on fake tensors of the CPU, whose operators may keep more or less than a device's. Not included: the "
     "device's context and workspaces of libraries (0.3 to 1 GiB on CUDA)."
 )
+_RESERVES = "On a card with less than the allocator reserves it gives unused segments back, which takes time."
 
 
 def estimate(model: PreTrainedModel, config: DictConfig, memory: MemoryConfig, from_disk: bool) -> Estimate:
@@ -318,6 +319,7 @@ def _calibration(
     )
     fitted = fit(table, device, budgets)
     places: tuple[Place, ...] = ("host",) if device.type == "cpu" else ("device", "host")
+    known = device.type == "cuda" and fitted.waiting.device == 0
     rows = [
         row
         for place in places
@@ -329,10 +331,11 @@ def _calibration(
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         job=_described(job, model),
         rows=tuple(rows),
-        reserved=None,
+        reserved=reserved_by_calibration(found.table, fitted.depth) if known else None,
         others={},
         notes=(
             _FAKES,
+            *([_RESERVES] if known else []),
             f"Weights are {'on disk' if from_disk else 'in host memory'} before the run.",
             *([_OF_ONE_RANK] if job.ranks > 1 else []),
             *filter(None, [images_left_out(model, job.num_images)]),

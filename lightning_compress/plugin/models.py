@@ -36,6 +36,32 @@ def memory_options(config: DictConfig) -> MemoryConfig:
         raise CompressionError(f"memory: {error}") from error
 
 
+def with_model_config(config: DictConfig, needs_weights: bool) -> DictConfig:
+    """A command's configuration in which `model.config`, where that is given, is the `model.path`; it is changed.
+
+    Args:
+        config: composed for the command.
+        needs_weights: the command reads them.
+
+    Raises:
+        CompressionError: the command needs weights; there is no such file; both are given.
+    """
+    given = OmegaConf.select(config, "model.config")
+    if given is None:
+        return config
+    if needs_weights:
+        raise CompressionError(
+            f"model.config={given} has no weights, which this command reads; give the folder that has them, as "
+            "model.path. estimate, plan and (without data) inspect need none."
+        )
+    if not OmegaConf.is_missing(config.model, "path"):
+        raise CompressionError(f"model.config={given} and model.path={config.model.path}: give one of them.")
+    if not Path(given).exists():
+        raise CompressionError(f"model.config={given}: there is no such file.")
+    config.model.path = given
+    return config
+
+
 def weights_place(config: DictConfig) -> Path:
     """Where weights that stay on disk are."""
     return Path(config.get("weights") or config.path)

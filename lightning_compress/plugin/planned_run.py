@@ -1,7 +1,8 @@
 """A compression that runs a plan: a file's, or one that is made for it.
 
 The first rank reads or makes it, from what all of them say that there is, and the others get it: made by each for
-itself, plans could differ by what is free at that moment.
+itself, plans could differ by what is free at that moment. For the same reason the plan is kept in the output folder
+until the run is finished: one that continues it follows that.
 """
 
 from collections.abc import Sequence, Set
@@ -14,11 +15,14 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedModel
 
+from lightning_compress.calibration.resume import replacing
 from lightning_compress.data.config import CustomConfig
 from lightning_compress.distributed.collective import Collective
-from lightning_compress.errors import CompressionError
+from lightning_compress.distributed.folder import shared_folder
+from lightning_compress.errors import CompressionError, OutputDirectoryError
+from lightning_compress.export.checkpoint import PLAN, check_output_dir, is_unfinished
 from lightning_compress.foresight.plan import Plan
-from lightning_compress.foresight.planned import Planned, Situation, load_planned, tensors_on
+from lightning_compress.foresight.planned import Planned, Situation, load_planned, save_planned, tensors_on
 from lightning_compress.memory.files import free_bytes, has_safetensors
 from lightning_compress.memory.host import available_bytes
 from lightning_compress.memory.tracker import resident_bytes
@@ -61,12 +65,15 @@ def plan_for_run(
         check_ranks(trainer)
     model = load_config_only(config.model)
     typed = typed_keys()
+    begun = _begun(config, output_dir, ranks)
+    if begun is not None:
+        config = cast(DictConfig, OmegaConf.merge(config, {"plan": str(output_dir / PLAN)}))
     of_ranks: list[Rank] = []
     if config.plan == "auto":
         of_ranks = ranks.gather(_rank(config, trainer, device, output_dir, typed), "comparing the ranks")
         _check_alike(of_ranks)
-    planned: Planned | CompressionError | None = None
-    if ranks.rank == 0:
+    planned: Planned | CompressionError | None = begun
+    if ranks.rank == 0 and begun is None:
         try:
             planned = _found(config, trainer, model, of_ranks, output_dir)
         except CompressionError as error:
@@ -81,6 +88,32 @@ def plan_for_run(
         _check_typed(config, planned, typed)
     ranks.gather(None, "comparing the plan and the command")  # nobody begins what another one refuses
     return planned
+
+
+def _begun(config: DictConfig, output_dir: Path, ranks: Collective) -> Planned | None:
+    """The plan of the interrupted run that a new one would continue, from the first rank that has it."""
+    continues = config.plan == "auto" and config.calibration.resume != "never" and is_unfinished(output_dir)
+    here = load_planned(output_dir / PLAN) if continues and (output_dir / PLAN).is_file() else None
+    found = next(filter(None, ranks.gather(here, "looking for the plan of the run that is continued")), None)
+    if found is not None and ranks.rank == 0:
+        print(f"{output_dir} holds an unfinished run, which is continued by its own plan ({PLAN} there)")
+    return found
+
+
+def keep_plan(planned: Planned, output_dir: Path, ranks: Collective) -> None:
+    """Write it into the output folder, on every disk that has one.
+
+    Raises:
+        OutputDirectoryError: the folder is not ours, or cannot be written to.
+    """
+    check_output_dir(output_dir)
+    if shared_folder(output_dir, ranks).is_first:
+        try:
+            output_dir.mkdir(parents=True, exist_ok=True)
+            with replacing(output_dir / PLAN) as partial:
+                save_planned(planned, partial)
+        except OSError as error:
+            raise OutputDirectoryError(f"{output_dir / PLAN} cannot be written: {error}") from error
 
 
 def _found(
@@ -246,7 +279,11 @@ def _check_same(
         f"{name} {of_plan} in the plan, {here} here" for name, (of_plan, here) in pairs.items() if of_plan != here
     ]
     if different:
-        remedy = "Make a new one, or use plan=auto." if config.plan != "auto" else "Give every rank the same."
+        remedy = (
+            "Make a new one, or use plan=auto (a new run's, with calibration.resume=never)."
+            if config.plan != "auto"
+            else "Give every rank the same."
+        )
         raise CompressionError(f"plan={config.plan} is for something else: {'; '.join(different)}. {remedy}")
 
 

@@ -1,21 +1,25 @@
 """Two nodes of two ranks each: network namespaces with an address each, joined by a cable that can be cut."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from helpers import contents
+from plugin.conftest import Command, checkpoint, command, rates
 from processes import Script
 
 from lightning_compress.calibration.resume import MANIFEST
 
+__all__ = ["checkpoint", "command", "rates"]  # fixtures
 SCRIPT = str(Path(__file__).parents[1] / "plugin" / "trainer_of_ranks.py")
+COMMAND = str(Path(__file__).parents[1] / "plugin" / "command_of_ranks.py")
 TIMEOUT = 25
 LAYERS = "--num-layers=10"
 BIND = 'mount --bind "$0" "$1" && shift && exec "$@"'
@@ -58,12 +62,19 @@ def _remove(names: tuple[str, str]) -> None:
         subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
 
 
-def start(nodes: tuple[str, str], folder: Path, disks: tuple[Path, Path] | None = None) -> list[subprocess.Popen[str]]:
-    """torchrun on each node, where `folder` is one for both, or another one of `disks` on each."""
+def start(
+    nodes: tuple[str, str],
+    folder: Path,
+    disks: tuple[Path, Path] | None = None,
+    script: Sequence[str] = (),
+    ranks: int = 2,
+) -> list[subprocess.Popen[str]]:
+    """torchrun on each node, where `folder` is one for both, or another one of `disks` on each; of a user's script, or
+    of `script`, in so many ranks."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth", "TP_SOCKET_IFNAME": "eth"}
-    launcher = (sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", "--rdzv-id=7")
-    meeting = ("--rdzv-backend=c10d", "--rdzv-endpoint=10.77.0.1:29400", "--local-addr")
-    script = (SCRIPT, str(folder), "--devices=2", "--num-nodes=2", LAYERS, f"--timeout={TIMEOUT}")
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--rdzv-id=7")
+    meeting = (f"--nproc-per-node={ranks}", "--rdzv-backend=c10d", "--rdzv-endpoint=10.77.0.1:29400", "--local-addr")
+    of_user = (SCRIPT, str(folder), "--devices=2", "--num-nodes=2", LAYERS, f"--timeout={TIMEOUT}")
     return [
         subprocess.Popen(
             [
@@ -71,7 +82,7 @@ def start(nodes: tuple[str, str], folder: Path, disks: tuple[Path, Path] | None 
                 *(("sh", "-c", BIND, str(disks[number - 1]), str(folder)) if disks else ()),
                 *(*launcher, *meeting, f"10.77.0.{number}"),
                 f"--rdzv-conf=is_host={number == 1}",  # the nodes' host names are one, so it cannot tell by itself
-                *script,
+                *(script or of_user),
             ],
             env=environment,
             stdout=subprocess.PIPE,
@@ -121,3 +132,29 @@ def test_two_nodes_and_a_cut_cable(nodes: tuple[str, str], tmp_path: Path) -> No
     assert (tmp_path / "cut" / "INCOMPLETE").is_file()
     alone(tmp_path / "cut")
     assert contents(tmp_path / "cut") == contents(tmp_path / "alone")
+
+
+@pytest.mark.usefixtures("rates")
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+def test_a_plan_on_two_nodes(
+    nodes: tuple[str, str],
+    command: Command,
+    checkpoint: Path,
+    tmp_path: Path,
+) -> None:
+    """Each of one rank and with a disk of its own: one plans, both follow, and the files are those of one process that
+    was told the same. Seen to fail: with the plan left on the second one's disk."""
+    disks, out = (tmp_path / "disk a", tmp_path / "disk b"), tmp_path / "out"
+    for folder in (*disks, out):
+        folder.mkdir()
+    given = ("compress", f"model.path={checkpoint}", "data.num_samples=6", "data.max_length=32", "trainer=cpu")
+    told = ("data.batch_size=2", "model.load=disk", "calibration.schedule=block")
+    planned = (COMMAND, "64", *given, *told, "plan=auto", f"output_dir={out}")
+    processes = start(nodes, out, disks, planned, ranks=1)
+    said = [process.communicate(timeout=200)[0] for process in processes]
+    assert all(process.returncode == 0 for process in processes), said
+    assert "plan: schedule block, batch size 2" in said[0]
+    assert "plan: " not in said[1]
+    assert json.loads((disks[0] / "report.json").read_text())["num_copies"] == 2
+    command(*given, *told, f"output_dir={tmp_path / 'one'}")
+    assert all(contents(disk) == contents(tmp_path / "one") for disk in disks)

@@ -15,6 +15,8 @@ from transformers import BertConfig, GPT2Config, LlamaConfig, LlamaForCausalLM, 
 from lightning_compress.plugin import cli
 from lightning_compress.plugin.models import load_config_only, load_model
 
+from .conftest import Command, refused
+
 SIZES: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -65,6 +67,22 @@ def test_inference(estimate: Any) -> None:
     packed, said = estimate("job=inference", "job.context=256", "job.weight_bits=4")
     assert packed["rows"][0]["parts"]["weights"] < 0.5 * weights
     assert "Linear layers but the last, and experts, have 4 bits" in said
+
+
+@pytest.mark.usefixtures("rates")
+def test_a_configuration_as_a_file(command: Command, folder: Path) -> None:
+    """Where no weights are needed; elsewhere it is refused before anything is done. Seen to fail: without the refusal,
+    with which transformers looks for a tokenizer in the file."""
+    by_file, by_folder = (f"model.config={folder / 'config.json'}", f"model.path={folder}")
+    job = ("job=inference", "device=cpu")
+    assert command("estimate", by_file, *job) == command("estimate", by_folder, *job)
+    few = ("data.num_samples=4", "data.max_length=16", "choices.schedule=[block]", "choices.batch_size=[2]")
+    assert "plan: schedule block, batch size 2" in command("plan", by_file, *few, "run_on=cpu")
+    assert "LlamaForCausalLM" in command("inspect", by_file)
+    for given in (("compress", "output_dir=out"), ("evaluate",), ("inspect", "data=docs")):
+        assert "has no weights, which this command reads" in refused(command, *given, by_file)
+    assert "there is no such file" in refused(command, "estimate", "model.config=nowhere.json")
+    assert "give one of them" in refused(command, "estimate", by_file, by_folder)
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
@@ -218,6 +236,9 @@ def test_calibration(estimate: Any) -> None:
     found, said = estimate(*sizes)
     assert {("batch", "device"), ("solve", "device"), ("write", "host")} <= totals(found).keys()
     assert "most of the device's memory" in said
+    assert "CUDA allocator reserves" in said
+    assert max(row["total"] for row in found["rows"] if row["place"] == "device") < found["reserved"]
+    assert estimate(*sizes, "memory.device_activation_budget=1MiB")[0]["reserved"] is None, "of what waits there"
     has_form = {row["name"] for row in found["rows"] if row["place"] == "device" and row["closed_form"]}
     assert has_form == {"batch", "solve"}
     ranks, _ = estimate(*sizes, "job.ranks=4")
@@ -228,6 +249,7 @@ def test_calibration(estimate: Any) -> None:
     assert waiting(ranks) < waiting(found) / 2, "each rank has one batch of the four"
     on_cpu, said = estimate(*sizes, "device=cpu", "model.load=disk", "memory.activation_budget=0")
     assert {row["place"] for row in on_cpu["rows"]} == {"host"}
+    assert on_cpu["reserved"] is None
     assert "Weights are on disk before the run." in said
     assert ("verification", "host") in totals(found).keys() - totals(on_cpu).keys()
     unverified, _ = estimate(*sizes, "job.verify=false")

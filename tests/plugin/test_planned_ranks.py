@@ -11,7 +11,9 @@ import pytest
 from helpers import contents
 from processes import Ended, Script
 
-from .conftest import Command
+from lightning_compress.export.checkpoint import PLAN
+
+from .conftest import Command, refused
 
 pytestmark = pytest.mark.usefixtures("rates")
 SCRIPT = Path(__file__).with_name("command_of_ranks.py")
@@ -23,6 +25,7 @@ def on_two_ranks(
     of_rank: tuple[tuple[str, ...], ...] = ((), ()),
     left_on_rank_1: int = 64,
     cache_of_rank_1: Path | None = None,
+    **environment: str,
 ) -> list[Ended]:
     """What became of the command on each; `of_rank` are arguments of one alone."""
     with socket.socket() as free:
@@ -30,6 +33,7 @@ def on_two_ranks(
         port = str(free.getsockname()[1])
     group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     group |= {"TORCHELASTIC_RUN_ID": "7", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+    group |= environment
     command = (str(left_on_rank_1), *given, "trainer=cpu")
     cache = os.environ["XDG_CACHE_HOME"]
     ranks = [
@@ -55,6 +59,25 @@ def test_one_rank_plans_for_all(command: Command, checkpoint: Path, tmp_path: Pa
     told = (f"data.batch_size={choice['batch_size']}", f"model.load={choice['load']}")
     command(*given, *told, "trainer=cpu", f"output_dir={tmp_path / 'one'}")
     assert contents(tmp_path / "two") == contents(tmp_path / "one")
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+def test_a_run_that_is_continued_follows_its_plan(command: Command, checkpoint: Path, tmp_path: Path) -> None:
+    """Though one made now would be another: of schedule staged, here. Seen to fail: without the plan that is kept, for
+    which the run in the folder is another one."""
+    out, told = tmp_path / "two", ("data.batch_size=2", "model.load=disk")
+    given = ("compress", f"model.path={checkpoint}", *DATA, "plan=auto", f"output_dir={out}")
+    assert all(end.returncode for end in on_two_ranks(*given, *told, "calibration.schedule=block", STOPS_AFTER="2"))
+    assert json.loads((out / PLAN).read_text())["best"]["choice"]["schedule"] == "block"
+    message = refused(command, *given, "trainer=cpu", "data.batch_size=3")
+    assert f"plan={out / PLAN} is for something else: ranks 2 in the plan, 1 here" in message
+    ends = on_two_ranks(*given)
+    assert [end.returncode for end in ends] == [0, 0], "\n".join(end.stderr for end in ends)
+    assert "holds an unfinished run, which is continued by its own plan" in ends[0].stdout
+    assert "plan: schedule block, batch size 2" in ends[0].stdout
+    assert json.loads((out / "report.json").read_text())["num_resumed"] == 2
+    command(*given[:-2], *told, "calibration.schedule=block", "trainer=cpu", f"output_dir={tmp_path / 'one'}")
+    assert contents(out) == contents(tmp_path / "one"), "and the plan is gone"
 
 
 def test_the_least_that_any_rank_has(checkpoint: Path, tmp_path: Path) -> None:
