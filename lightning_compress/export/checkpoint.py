@@ -9,7 +9,7 @@ from lightning_compress.memory.files import nearest_existing
 
 MARKER = "lightning_compress.json"
 INCOMPLETE = "INCOMPLETE"
-PLAN = "plan.json"
+PLAN = f"{INCOMPLETE}-plan.json"
 """What an unfinished run is planned to be, where it is."""
 _FIRST = frozenset((f".{INCOMPLETE}.partial", PLAN, f".{PLAN}.partial"))
 """What a run leaves that is killed before its first subgraph is written."""
