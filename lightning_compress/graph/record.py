@@ -194,8 +194,10 @@ class Attempt:
         key = call_signature(module, args, kwargs)
         if key is not None and key in self.outputs:
             return self.outputs[key].detach()
-        with compat.deciding_nothing(compat.shapes_of(self.recorder.fake_mode)):
+        shapes = compat.shapes_of(self.recorder.fake_mode)
+        with compat.deciding_nothing(shapes):
             output = module._call_impl(*args, **kwargs)
+        _forget_inner_sizes(shapes, output)
         is_input = any(output is item for item in (*args, *kwargs.values()))
         if key is not None and isinstance(output, Tensor) and not is_input:
             self.outputs[key] = output
@@ -214,6 +216,16 @@ class Attempt:
         equalities = [each for each in new if each.has(sympy.Eq) and each.free_symbols & self.symbols]
         if equalities and self.inside_boundary:
             raise compat.SpecializedSizeError(f"it fixes sizes of the batch: {equalities[0]}")
+
+
+def _forget_inner_sizes(shapes: compat.Shapes, output: object) -> None:
+    """Behind the body of a leaf: sizes that it got from values and that are none of its output's are its own affair;
+    torch would miss them there."""
+    leaves = (leaf for leaf in compat.pytree.tree_leaves(output) if isinstance(leaf, Tensor))
+    leaving = {symbol for leaf in leaves for size in leaf.shape for symbol in expression(size).free_symbols}
+    shapes.pending_fresh_unbacked_symbols = [
+        symbol for symbol in shapes.pending_fresh_unbacked_symbols if symbol in leaving
+    ]
 
 
 def call_signature(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
