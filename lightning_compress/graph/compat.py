@@ -160,7 +160,7 @@ class Shapes(ShapeEnv):
             return sympy.true if outcome else sympy.false
 
     def _get_stack_summary(self, is_debug: bool = False, framework_loc: str | None = None) -> tuple[SLoc, str]:
-        return SLoc(framework_loc, None), ""  # the real one imports all of torch's compiler (0.4 s)
+        return SLoc(framework_loc or "", None), ""  # the real one imports all of torch's compiler (0.4 s)
 
     def _log_guard(self, prefix: str, g: Any, forcing_spec: bool) -> None:
         if g.has(sympy.Eq) and not self.equalities_allowed:
