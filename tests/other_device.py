@@ -113,6 +113,7 @@ def simulated(root: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         for target, name, value in (
             (torch, "tensor", tensor_of),
+            (torch, "is_autocast_enabled", lambda *_: False),  # asked of kinds that older versions do not know
             (torch, "inference_mode", torch.no_grad),  # in which tensors of other classes cannot be made
             (activations, "_identity", values_identity),
         ):
