@@ -47,6 +47,8 @@ class Phases:
         self._since = time.perf_counter()
 
     def _switch(self) -> None:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
         now = time.perf_counter()
         self.seconds[self._running[-1]] += now - self._since
         self._since = now
@@ -141,6 +143,8 @@ def main() -> None:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank))) if torch.cuda.is_available() else "cpu"
     device = torch.device(device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # NCCL, and kernels that Triton starts, run on the current one
     phases = Phases()
     inner: Collective = SingleProcess()
     if size > 1:

@@ -38,13 +38,13 @@ if AVAILABLE:
         groups_ptr,
         codes_ptr,
         delta_ptr,
-        num_channels,
         num_rows,
         lower_row_stride,
         lower_column_stride,
         low,
         high,
         ASYMMETRIC: tl.constexpr,
+        NUM_CHANNELS: tl.constexpr,
         CHANNELS: tl.constexpr,
         ROWS: tl.constexpr,
     ):
@@ -52,14 +52,14 @@ if AVAILABLE:
         valid = rows < num_rows
         channels = tl.arange(0, CHANNELS)
         delta = tl.zeros((CHANNELS, ROWS), dtype=tl.float32)
-        for step in range(num_channels):
-            k = num_channels - 1 - step
+        for step in range(NUM_CHANNELS):
+            k = NUM_CHANNELS - 1 - step
             place = k * num_rows + rows
             group = tl.load(groups_ptr + k) * num_rows + rows
             # Column k of the factor below its diagonal: the channels that are already quantized.
             coefficients = tl.load(
                 lower_ptr + channels * lower_row_stride + k * lower_column_stride,
-                mask=(channels > k) & (channels < num_channels),
+                mask=(channels > k) & (channels < NUM_CHANNELS),
                 other=0.0,
             )
             t = tl.load(target_ptr + place, mask=valid, other=0.0) + tl.sum(coefficients[:, None] * delta, axis=0)
@@ -119,24 +119,25 @@ def quantize_block(
     """The contract of `nearest_plane.quantize_block`, for all tiles, of one weight and with one factor [n, n], at once;
     all float32 and, but for `lower`, contiguous."""
     num_channels, num_rows = len(target), target[0].numel()
-    _kernel[(triton.cdiv(num_rows, _ROWS_PER_PROGRAM),)](
-        target,
-        weight,
-        lower,
-        scale,
-        scale if zero_point is None else zero_point,
-        groups,
-        codes,
-        delta,
-        num_channels,
-        num_rows,
-        lower.stride(0),
-        lower.stride(1),  # cuSOLVER's factors are stored by columns
-        float(grid.low),
-        float(grid.high),
-        ASYMMETRIC=zero_point is not None,
-        CHANNELS=triton.next_power_of_2(num_channels),
-        ROWS=_ROWS_PER_PROGRAM,
-        num_warps=_NUM_WARPS,
-        enable_fp_fusion=False,
-    )
+    with torch.cuda.device_of(target):  # Triton takes the current one
+        _kernel[(triton.cdiv(num_rows, _ROWS_PER_PROGRAM),)](
+            target,
+            weight,
+            lower,
+            scale,
+            scale if zero_point is None else zero_point,
+            groups,
+            codes,
+            delta,
+            num_rows,
+            lower.stride(0),
+            lower.stride(1),  # cuSOLVER's factors are stored by columns
+            float(grid.low),
+            float(grid.high),
+            ASYMMETRIC=zero_point is not None,
+            NUM_CHANNELS=num_channels,
+            CHANNELS=triton.next_power_of_2(num_channels),
+            ROWS=_ROWS_PER_PROGRAM,
+            num_warps=_NUM_WARPS,
+            enable_fp_fusion=False,
+        )

@@ -35,6 +35,7 @@ from torch.fx.experimental.proxy_tensor import (
     ProxyTorchDispatchMode,
     PythonKeyTracer,
     _temp_remove_pre_dispatch_torch_function_mode,
+    decompose,
     disable_autocast_cache,
     disable_proxy_modes_tracing,
     get_proxy_mode,
@@ -159,7 +160,7 @@ class Shapes(ShapeEnv):
             return sympy.true if outcome else sympy.false
 
     def _get_stack_summary(self, is_debug: bool = False, framework_loc: str | None = None) -> tuple[SLoc, str]:
-        return SLoc(framework_loc, None), ""  # the real one imports all of torch's compiler (0.4 s)
+        return SLoc(framework_loc or "", None), ""  # the real one imports all of torch's compiler (0.4 s)
 
     def _log_guard(self, prefix: str, g: Any, forcing_spec: bool) -> None:
         if g.has(sympy.Eq) and not self.equalities_allowed:
@@ -221,9 +222,7 @@ def fake_batch(fake_mode: FakeTensorMode, tensors: Sequence[Tensor], dynamic: Se
 def recording(recorder: Recorder) -> Iterator[None]:
     """Within: operations on fake tensors are recorded, before they are taken apart (`aten.linear` stays one node)."""
     decompositions = {torch.ops.aten.sym_numel.default: torch._decomp.decompositions.sym_numel}
-    proxy_mode = ProxyTorchDispatchMode(
-        recorder, "symbolic", pre_dispatch=True, decomposition_table=decompositions, _error_on_data_dependent_ops=True
-    )
+    proxy_mode = ProxyTorchDispatchMode(recorder, "symbolic", pre_dispatch=True, _error_on_data_dependent_ops=True)
     with ExitStack() as stack:
         for logger in ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes"):
             # they log a failure at length before raising it, and failing is how fallbacks are found
@@ -235,6 +234,7 @@ def recording(recorder: Recorder) -> Iterator[None]:
         stack.enter_context(enable_python_dispatcher())
         stack.enter_context(_GradAndAutocast(recorder))
         stack.enter_context(proxy_mode)
+        stack.enter_context(decompose(decompositions))
         stack.enter_context(disable_autocast_cache())
         yield
 
