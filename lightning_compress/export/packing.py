@@ -91,7 +91,7 @@ def checkpoint_names(root: nn.Module) -> dict[str, str]:
     inverted = [conversion.reverse_transform() for conversion in reversed(conversions)]
     names: dict[str, str] = {}
     for name, module in root.named_modules():
-        if isinstance(module, Storable):
+        if isinstance(module, Storable) or _holds_matrix(module):
             key = f"{name}.weight"
             for conversion in inverted:
                 renamed, matched = conversion.rename_source_key(key)
@@ -104,9 +104,11 @@ def checkpoint_names(root: nn.Module) -> dict[str, str]:
 def quantization_config(resolved: ResolvedRecipe, root: nn.Module, rename: Mapping[str, str]) -> dict[str, object]:
     """The `quantization_config` of config.json.
 
-    With one scheme the targets are classes (`Linear`), less an `ignore` list. With several, every group names its
-    modules: readers that fuse q/k/v into one layer resolve names, but would let the class name win over them. Where a
-    module has another name in the checkpoint, both are given: vLLM resolves the file's names, transformers its own.
+    With one scheme the targets are classes (`Linear`), less an `ignore` list, which also names what holds a matrix and
+    is no Linear here: routers are Linears in vLLM, which would take their weights for packed ones. With several, every
+    group names its modules: readers that fuse q/k/v into one layer resolve names, but would let the class name win over
+    them. Where a module has another name in the checkpoint, both are given: vLLM resolves the file's names,
+    transformers its own.
 
     Args:
         resolved: which module got which scheme.
@@ -124,7 +126,8 @@ def quantization_config(resolved: ResolvedRecipe, root: nn.Module, rename: Mappi
     found = {name: module for name, module in root.named_modules() if isinstance(module, Quantizable)}
     targeted = {class_name(module): None for name, module in found.items() if name in resolved.assignments}
     known = [name for name, module in found.items() if class_name(module) in targeted]
-    ignore = [name for name in known if name not in resolved.assignments]
+    matrices = [name for name, module in root.named_modules() if _holds_matrix(module)]
+    ignore = [name for name in (*known, *matrices) if name not in resolved.assignments]
     groups = {
         f"group_{number}": scheme.model_copy(
             update={
@@ -149,6 +152,12 @@ def quantization_config(resolved: ResolvedRecipe, root: nn.Module, rename: Mappi
     ):
         dumped["dequantize"] = True
     return dumped
+
+
+def _holds_matrix(module: nn.Module) -> bool:
+    """Whether a module of no class that is packed has a `weight` [O, I], as routers do."""
+    weight = module._parameters.get("weight")
+    return weight is not None and weight.dim() == 2 and not isinstance(module, Storable)
 
 
 def packs_zero_points(scheme: QuantizationScheme) -> bool:
