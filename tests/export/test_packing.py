@@ -80,6 +80,18 @@ def test_routers_are_ignored_by_both_names() -> None:
     assert ignore == ["lm_head", "model.layers.0.block_sparse_moe.gate", "model.layers.0.mlp.gate"]
 
 
+def test_output_embeddings_are_named_and_embeddings_targeted_by_class() -> None:
+    """Neither is what the other way would find in vLLM, which refused both. Broken once: left out of the targets."""
+    model = tiny_llama(1)
+    config = quantization_config(resolve(load_recipe({"modifiers": [modifier(4, ignore=[])]}), model), model, {})
+    groups = QuantizationConfig.model_validate(config).config_groups
+    assert (groups["group_0"].targets, config["ignore"]) == (["Linear", "lm_head"], [])
+    rounded = {**modifier(8, targets=["Embedding"]), "algorithm": "rtn"}
+    config = quantization_config(resolve(load_recipe({"modifiers": [modifier(4), rounded]}), model), model, {})
+    groups = QuantizationConfig.model_validate(config).config_groups
+    assert ["model.embed_tokens", "Embedding"] in [group.targets for group in groups.values()]
+
+
 def test_config_of_one_and_of_several_schemes() -> None:
     model = tiny_llama(1)
     config = quantization_config(resolve(load_recipe(recipe(4)), model), model, {})
