@@ -6,7 +6,7 @@ recover exactly the codes that were solved. A weight in bfloat16 would not do: i
 
 import copy
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from compressed_tensors.compressors import BaseCompressor
@@ -24,6 +24,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange
 
 from lightning_compress.calibration.solve import QuantizedModule, dequantize_weight
+from lightning_compress.recipe.defaults import output_embeddings
 from lightning_compress.recipe.forms import Conv1D, Conv2d, Quantizable, Storable, class_name
 from lightning_compress.recipe.parts import transformers_models
 from lightning_compress.recipe.resolve import ResolvedRecipe
@@ -91,7 +92,7 @@ def checkpoint_names(root: nn.Module) -> dict[str, str]:
     inverted = [conversion.reverse_transform() for conversion in reversed(conversions)]
     names: dict[str, str] = {}
     for name, module in root.named_modules():
-        if isinstance(module, Storable):
+        if isinstance(module, Storable) or _holds_matrix(module):
             key = f"{name}.weight"
             for conversion in inverted:
                 renamed, matched = conversion.rename_source_key(key)
@@ -104,9 +105,12 @@ def checkpoint_names(root: nn.Module) -> dict[str, str]:
 def quantization_config(resolved: ResolvedRecipe, root: nn.Module, rename: Mapping[str, str]) -> dict[str, object]:
     """The `quantization_config` of config.json.
 
-    With one scheme the targets are classes (`Linear`), less an `ignore` list. With several, every group names its
-    modules: readers that fuse q/k/v into one layer resolve names, but would let the class name win over them. Where a
-    module has another name in the checkpoint, both are given: vLLM resolves the file's names, transformers its own.
+    With one scheme the targets are classes (`Linear`) and output embeddings, which are no Linears in vLLM, less an
+    `ignore` list, which also names what holds a matrix and is no Linear here: routers are Linears in vLLM, which would
+    take their weights for packed ones. With several, every group names its modules: readers that fuse q/k/v into one
+    layer resolve names, but would let the class name win over them. What is not fused is targeted by its class, too:
+    vLLM has no names for embeddings. Where a module has another name in the checkpoint, both are given: vLLM resolves
+    the file's names, transformers its own.
 
     Args:
         resolved: which module got which scheme.
@@ -124,11 +128,18 @@ def quantization_config(resolved: ResolvedRecipe, root: nn.Module, rename: Mappi
     found = {name: module for name, module in root.named_modules() if isinstance(module, Quantizable)}
     targeted = {class_name(module): None for name, module in found.items() if name in resolved.assignments}
     known = [name for name, module in found.items() if class_name(module) in targeted]
-    ignore = [name for name in known if name not in resolved.assignments]
+    matrices = [name for name, module in root.named_modules() if _holds_matrix(module)]
+    ignore = [name for name in (*known, *matrices) if name not in resolved.assignments]
+    heads = [name for name in resolved.assignments if root.get_submodule(name) in output_embeddings(root)]
+    unfused = {
+        kind: [name for name in known if class_name(found[name]) == kind] for kind in targeted if kind != "Linear"
+    }
     groups = {
         f"group_{number}": scheme.model_copy(
             update={
-                "targets": list(targeted) if len(schemes) == 1 else _targets(members, known, rename),
+                "targets": [*targeted, *_both_names(heads, rename)]
+                if len(schemes) == 1
+                else [*_targets(members, known, rename), *_wholly(members, ignore, unfused)],
                 "format": scheme_format(scheme),
             }
         )
@@ -149,6 +160,12 @@ def quantization_config(resolved: ResolvedRecipe, root: nn.Module, rename: Mappi
     ):
         dumped["dequantize"] = True
     return dumped
+
+
+def _holds_matrix(module: nn.Module) -> bool:
+    """Whether a module of no class that is packed has a `weight` [O, I], as routers do."""
+    weight = module._parameters.get("weight")
+    return weight is not None and weight.dim() == 2 and not isinstance(module, Storable)
 
 
 def packs_zero_points(scheme: QuantizationScheme) -> bool:
@@ -217,6 +234,11 @@ def _targets(members: Sequence[str], others: Sequence[str], rename: Mapping[str,
         fits_all = all(other in chosen for other in known if re.fullmatch(pattern, other))
         targets[f"re:{pattern if fits_all else re.escape(name)}$"] = None
     return list(targets)
+
+
+def _wholly(members: Collection[str], ignore: Collection[str], unfused: Mapping[str, Sequence[str]]) -> list[str]:
+    """Classes of which all modules that are not ignored are members."""
+    return [kind for kind, names in unfused.items() if {*names} - {*ignore} <= {*members}]
 
 
 def _both_names(names: Iterable[str], rename: Mapping[str, str]) -> list[str]:

@@ -3,18 +3,20 @@
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
-from helpers import modifier, recipe, tiny_llama, weights
+from helpers import modifier, recipe, tiny_llama, tiny_mixtral, weights
 from transformers import FalconConfig, FalconForCausalLM, T5Config, T5ForConditionalGeneration
 
 from lightning_compress.algorithms.rtn import Rtn
 from lightning_compress.calibration.solve import QuantizedModule
 from lightning_compress.export.packing import (
+    checkpoint_names,
     nbytes,
     pack,
     quantization_config,
     scheme_format,
     unpack,
 )
+from lightning_compress.graph.unfold import unfolded
 from lightning_compress.recipe.load import load_recipe
 from lightning_compress.recipe.resolve import resolve
 
@@ -67,6 +69,27 @@ def test_models_that_initialize_what_is_packed_say_dequantize() -> None:
         assert config.get("dequantize", False) is wanted
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
         assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_routers_are_ignored_by_both_names() -> None:
+    """Readers that have them as Linears would look for packed weights. Broken once by listing Linears alone: vLLM
+    refused a Qwen3-MoE."""
+    with unfolded(model := tiny_mixtral(1, 4)):
+        resolved = resolve(load_recipe(recipe(4)), model)
+        ignore = quantization_config(resolved, model, checkpoint_names(model))["ignore"]
+    assert ignore == ["lm_head", "model.layers.0.block_sparse_moe.gate", "model.layers.0.mlp.gate"]
+
+
+def test_output_embeddings_are_named_and_embeddings_targeted_by_class() -> None:
+    """Neither is what the other way would find in vLLM, which refused both. Broken once: left out of the targets."""
+    model = tiny_llama(1)
+    config = quantization_config(resolve(load_recipe({"modifiers": [modifier(4, ignore=[])]}), model), model, {})
+    groups = QuantizationConfig.model_validate(config).config_groups
+    assert (groups["group_0"].targets, config["ignore"]) == (["Linear", "lm_head"], [])
+    rounded = {**modifier(8, targets=["Embedding"]), "algorithm": "rtn"}
+    config = quantization_config(resolve(load_recipe({"modifiers": [modifier(4), rounded]}), model), model, {})
+    groups = QuantizationConfig.model_validate(config).config_groups
+    assert ["model.embed_tokens", "Embedding"] in [group.targets for group in groups.values()]
 
 
 def test_config_of_one_and_of_several_schemes() -> None:
