@@ -10,6 +10,7 @@ import pytest
 import torch
 from families import VOCAB, executed, randomized, traced
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 from transformers import (
     Idefics3Config,
     Idefics3ForConditionalGeneration,
@@ -88,6 +89,7 @@ def test_sizes_that_differ_among_batches_are_free(build: Callable[[], tuple[Any,
         assert torch.equal(executed(graph, model, batch)["logits"], expected)
 
 
+@pytest.mark.skipif(TorchVersion(torch.__version__) < (2, 13), reason="torch 2.11 decides by a size that values give")
 def test_layers_of_a_tower_that_chooses_its_images() -> None:
     """Tiles of zeros are padding and left out, so how many its layers see follows from values, and is no size of the
     batch that they could fix. Seen to fail: attention and layers that were single calls."""
