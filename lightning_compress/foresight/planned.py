@@ -9,7 +9,7 @@ from typing import Any, final
 from lightning_compress.errors import CompressionError
 from lightning_compress.foresight.machine import Machine, machine_of
 from lightning_compress.foresight.plan import Choice, Foreseen, Plan, Resources
-from lightning_compress.memory.budget import Waiting
+from lightning_compress.memory.budget import Waiting, gib
 from lightning_compress.recipe.config import Recipe
 from lightning_compress.recipe.load import load_recipe
 
@@ -27,6 +27,12 @@ def tensors_on(card_bytes: int) -> int:
 def card_for(tensor_bytes: int) -> int:
     """The memory of a GPU on which tensors may take so much."""
     return int(tensor_bytes * (1 + FRAGMENTED)) + 2 + CONTEXT  # never less, however it is rounded
+
+
+def device_to_give(tensor_bytes: int) -> str:
+    """What a user gives for the device so that tensors may take so much: a card, of which not all is for tensors."""
+    card = card_for(tensor_bytes)
+    return f"device={card} ({gib(card)} card, {gib(tensor_bytes)} of it for tensors)"
 
 
 @final

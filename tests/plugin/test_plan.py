@@ -126,9 +126,10 @@ def test_another_machine(command: Command, tmp_path: Path) -> None:
     tight = command(*given, *few, "device=1500MiB")
     assert "batch size 1," in tight
     message = refused(command, *given, *few, "device=700MiB")
-    assert "No plan fits device=0.09 GiB" in message
-    card = message.partition("so a card of ")[2].partition(" GiB")[0]
-    assert "plan: " in command(*given, *few, f"device={float(card) + 0.02}GiB")
+    assert "No plan fits device=0.09 GiB for tensors (of a card 600 MiB and 8% are taken off)" in message
+    least = message.partition(" others: device=")[2].split()[0]
+    assert "plan: " in command(*given, *few, f"device={least}")
+    assert "No plan fits" in refused(command, *given, *few, f"device={int(least) - 4}")
 
 
 @pytest.mark.parametrize(
