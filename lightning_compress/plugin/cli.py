@@ -292,6 +292,10 @@ def _reporting_errors(run: Callable[[], Result]) -> Result:
         _end(f"lightning-compress: {error.full_key} has to be given, as {error.full_key}=...")
     except SIGTERMException:  # exits with 0 otherwise, as if all had been done
         sys.exit(128 + signal.SIGTERM)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    except SystemExit as error:  # Lightning's answer to Ctrl-C is 1
+        sys.exit(128 + signal.SIGINT if isinstance(error.__context__, KeyboardInterrupt) else error.code)
     except CommunicationError as error:  # each rank's says what it was doing
         sys.exit(_told(error))
     except (CompressionError, FileNotFoundError) as error:

@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -231,12 +232,24 @@ def test_an_unfinished_compression_is_not_read(command: Command, checkpoint: Pat
         assert "begun holds an unfinished compression and is no checkpoint yet" in refused(command, *given)
 
 
-def test_a_terminated_run_is_no_success() -> None:
-    """Lightning answers SIGTERM with an exit that has no code. Seen to fail: 0."""
+def terminated() -> None:
+    raise SIGTERMException
 
-    def run() -> None:
-        raise SIGTERMException
 
+def interrupted() -> None:
+    raise KeyboardInterrupt
+
+
+def interrupted_in_a_trainer() -> None:
+    try:
+        interrupted()
+    except KeyboardInterrupt:
+        sys.exit(1)
+
+
+@pytest.mark.parametrize(("run", "code"), [(terminated, 143), (interrupted, 130), (interrupted_in_a_trainer, 130)])
+def test_an_ended_run_is_no_success(run: Callable[[], None], code: int) -> None:
+    """Lightning answers SIGTERM with an exit that has no code, and Ctrl-C with 1. Seen to fail: 0, and 1."""
     with pytest.raises(SystemExit) as ended:
         cli._reporting_errors(run)
-    assert ended.value.code == 143
+    assert ended.value.code == code
