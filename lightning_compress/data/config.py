@@ -7,7 +7,6 @@ value where it is first used and an unknown key as a `TypeError` of some constru
 knows (`custom`).
 """
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, final
@@ -15,7 +14,7 @@ from typing import Any, ClassVar, final
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_compress.errors import CalibrationDataError
+from lightning_compress.errors import CalibrationDataError, nearest
 
 
 @dataclass(frozen=True)
@@ -207,12 +206,12 @@ def load_data_config(values: Mapping[str, Any] | DictConfig) -> DataConfig:
         raise CalibrationDataError(f"data: {_first_line(error)}") from error
     source = plain.pop("source", DocsConfig.source)
     if source not in SOURCES:
-        raise CalibrationDataError(f"data.source={source!r} is unknown{_nearest(str(source), list(SOURCES))}")
+        raise CalibrationDataError(f"data.source={source!r} is unknown{nearest(str(source), list(SOURCES))}")
     config = SOURCES[source]
     known = [each.name for each in fields(config)]
     for key in plain:
         if key not in known:
-            raise CalibrationDataError(f"data.{key} is not a field of the source {source!r}{_nearest(key, known)}")
+            raise CalibrationDataError(f"data.{key} is not a field of the source {source!r}{nearest(key, known)}")
     schema = OmegaConf.structured(config)
     OmegaConf.set_readonly(schema, False)
     try:
@@ -226,8 +225,3 @@ def load_data_config(values: Mapping[str, Any] | DictConfig) -> DataConfig:
 
 def _first_line(error: OmegaConfBaseException) -> str:
     return str(error).splitlines()[0]
-
-
-def _nearest(word: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}."

@@ -1,6 +1,7 @@
 """The `lightning-compress` command and what it can do, composed by Hydra from the groups in `configs/`."""
 
 import logging
+import os
 import signal
 import sys
 from collections.abc import Callable, Mapping
@@ -12,6 +13,7 @@ from typing import Any, NoReturn, TypeVar, cast
 import hydra
 import lightning.pytorch as pl
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from hydra.types import RunMode
 from hydra.utils import get_class, instantiate
 from lightning.pytorch.utilities import rank_zero_only
@@ -39,6 +41,7 @@ from lightning_compress.plugin.finetuning import run_finetuning_plan
 from lightning_compress.plugin.flags import with_flags
 from lightning_compress.plugin.generation import generation_lines
 from lightning_compress.plugin.inspect import run_inspect
+from lightning_compress.plugin.mistyped import mistyped
 from lightning_compress.plugin.models import (
     load_config_only,
     load_model,
@@ -93,7 +96,11 @@ def main() -> None:
         _COMMANDS[command](_reporting_errors(lambda: with_model_config(with_flags(config), needs_weights)))
 
     sys.argv = [f"{given[0]} {command}", *_as_overrides(given[2:])]
-    hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=command)(task)()
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # with which Hydra raises its errors, and does not print them
+    try:
+        hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=command)(task)()
+    except HydraException as error:
+        _end(_told(CompressionError(mistyped(error))))
 
 
 def _as_overrides(arguments: list[str]) -> list[str]:
@@ -298,6 +305,8 @@ def _reporting_errors(run: Callable[[], Result]) -> Result:
         sys.exit(128 + signal.SIGINT if isinstance(error.__context__, KeyboardInterrupt) else error.code)
     except CommunicationError as error:  # each rank's says what it was doing
         sys.exit(_told(error))
+    except HydraException as error:  # Trainer, callbacks or loggers that cannot be made
+        _end(_told(CompressionError(mistyped(error))))
     except (CompressionError, FileNotFoundError) as error:
         _end(_told(error))
     except Exception as error:

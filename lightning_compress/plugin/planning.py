@@ -9,7 +9,7 @@ from typing import Any, cast
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_compress.errors import CompressionError
+from lightning_compress.errors import CompressionError, nearest
 from lightning_compress.foresight.compare import factors
 from lightning_compress.foresight.generation_cost import Task
 from lightning_compress.foresight.jobs import InferenceJob
@@ -234,7 +234,7 @@ def _choices(config: DictConfig) -> Choices:
     given = cast(dict[str, Any], OmegaConf.to_container(config, resolve=True))
     unknown = [key for key in given if key not in known]
     if unknown:
-        raise CompressionError(f"choices has no option {', '.join(unknown)}; known are {', '.join(known)}.")
+        raise CompressionError(f"choices has no option {unknown[0]}{nearest(unknown[0], known)}")
     return Choices(**given)
 
 

@@ -232,6 +232,35 @@ def test_an_unfinished_compression_is_not_read(command: Command, checkpoint: Pat
         assert "begun holds an unfinished compression and is no checkpoint yet" in refused(command, *given)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["data.num_sample=4"], "data.num_sample is not known; did you mean 'num_samples'?"),
+        (["recipe.modifiers.0.ignroe=[]"], "recipe.modifiers[0].ignroe is not known; did you mean 'ignore'?"),
+        (
+            ["recipe.modifiers.0.damping=1"],
+            "known are algorithm, ignore, scheme, targets. What is not there yet is added",
+        ),
+        (["strtegy=auto"], "strtegy is not known; did you mean 'strategy'?"),
+        (["data.files=[a]"], "data.files is not known here, but with data=text."),
+        (["data=dcos"], "data=dcos is not known; did you mean 'docs'?"),
+        (["recipe=conf/mine.yaml"], "DIR/recipe/mine.yaml is recipe=mine --config-dir DIR"),
+        (["data.num_samples=[1"], "data.num_samples=[1: no viable alternative at input '[1' (--help behind"),
+        (["trainer.accelerator=cudaa"], "trainer: You selected an invalid accelerator name: `accelerator='cudaa'`."),
+        (["data=docs,docs_test"], "Ambiguous value for argument 'data=docs,docs_test' 1. To use it as a list"),
+    ],
+)
+def test_what_is_mistyped_is_one_line(
+    command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    """Hydra advises to append unknown keys, lists its search path, and says nothing of names that are near."""
+    said = refused(command, "compress", "model.path=model", f"output_dir={tmp_path}", *options)
+    assert said.startswith("lightning-compress: ")
+    assert message in said
+    assert "\n" not in said
+    assert not capsys.readouterr().err
+
+
 def terminated() -> None:
     raise SIGTERMException
 
