@@ -15,6 +15,13 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(known)}."
 
 
+def reason(error: Exception) -> str:
+    """Why a file is not what it should be, without Python's words for it."""
+    if isinstance(error, OSError):
+        return (error.strerror or str(error)).lower()
+    return f"it has no {error}" if isinstance(error, KeyError) else str(error)
+
+
 class CompressionError(ValueError):
     """Base of every error this package raises for a user's input."""
 

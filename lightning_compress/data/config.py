@@ -63,6 +63,11 @@ class TokensConfig(DataConfig):
         super().__post_init__()
         self._check_least(max_length=2)
 
+    @property
+    def origin(self) -> str:
+        """Where the text is from, for messages."""
+        return self.source
+
 
 @final
 @dataclass(frozen=True)
@@ -100,6 +105,11 @@ class TextConfig(TokensConfig):
             raise CalibrationDataError(
                 "data.files is empty: name at least one text file, as in data.files=[a.txt,b.txt]."
             )
+
+    @property
+    def origin(self) -> str:
+        """The first files."""
+        return f"{self.source}: {', '.join(self.files[:3])}"
 
 
 @final
@@ -199,9 +209,9 @@ def load_data_config(values: Mapping[str, Any] | DictConfig) -> DataConfig:
         resolved = OmegaConf.to_container(values, resolve=True) if isinstance(values, DictConfig) else values
         assert isinstance(resolved, Mapping)
         plain = {str(key): value for key, value in resolved.items()}
-        missing = next((key for key, value in plain.items() if value == "???"), None)
-        if missing is not None:
-            raise CalibrationDataError(f"data: a field must be given: data.{missing}")
+        missing = [f"data.{key}=..." for key, value in plain.items() if value == "???"]
+        if missing:
+            raise CalibrationDataError(f"{' '.join(missing)} has to be given.")
     except OmegaConfBaseException as error:
         raise CalibrationDataError(f"data: {_first_line(error)}") from error
     source = plain.pop("source", DocsConfig.source)

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, final
 
-from lightning_compress.errors import CompressionError
+from lightning_compress.errors import CompressionError, reason
 from lightning_compress.foresight.machine import Machine, machine_of
 from lightning_compress.foresight.plan import Choice, Foreseen, Plan, Resources
 from lightning_compress.memory.budget import Waiting, gib
@@ -137,7 +137,7 @@ def load_planned(file: Path) -> Planned:
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CompressionError(
-            f"plan={file} cannot be read ({type(error).__name__}: {error}); make one with "
+            f"plan={file} is no plan: {reason(error)}. Make one with "
             "`lightning-compress plan ... json=FILE`, or use plan=auto."
         ) from error
 

@@ -41,7 +41,7 @@ from lightning_compress.plugin.finetuning import run_finetuning_plan
 from lightning_compress.plugin.flags import with_flags
 from lightning_compress.plugin.generation import generation_lines
 from lightning_compress.plugin.inspect import run_inspect
-from lightning_compress.plugin.mistyped import mistyped
+from lightning_compress.plugin.mistyped import complete, mistyped
 from lightning_compress.plugin.models import (
     load_config_only,
     load_model,
@@ -93,7 +93,7 @@ def main() -> None:
     def task(config: DictConfig) -> None:
         sys.argv = given  # with which Lightning starts the other ranks
         needs_weights = command in ("compress", "evaluate") or (command == "inspect" and config.get("data") is not None)
-        _COMMANDS[command](_reporting_errors(lambda: with_model_config(with_flags(config), needs_weights)))
+        _COMMANDS[command](_reporting_errors(lambda: complete(with_model_config(with_flags(config), needs_weights))))
 
     sys.argv = [f"{given[0]} {command}", *_as_overrides(given[2:])]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # with which Hydra raises its errors, and does not print them
@@ -296,7 +296,7 @@ def _reporting_errors(run: Callable[[], Result]) -> Result:
     try:
         return run()
     except MissingMandatoryValue as error:
-        _end(f"lightning-compress: {error.full_key} has to be given, as {error.full_key}=...")
+        _end(f"lightning-compress: {error.full_key}=... has to be given.")
     except SIGTERMException:  # exits with 0 otherwise, as if all had been done
         sys.exit(128 + signal.SIGTERM)
     except KeyboardInterrupt:

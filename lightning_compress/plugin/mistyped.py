@@ -1,16 +1,16 @@
-"""What a user has mistyped on the command line, as one line in place of Hydra's several.
+"""What a user has mistyped or left out on the command line, as one line in place of Hydra's several.
 
 Hydra answers an unknown key with the advice to append it, which is wrong for a typing error; but its exceptions carry
 the node and the options that there are.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from hydra.errors import HydraException, InstantiationException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_compress.errors import nearest
+from lightning_compress.errors import CompressionError, nearest
 from lightning_compress.recipe.load import config_dir
 
 
@@ -30,6 +30,26 @@ def mistyped(error: HydraException) -> str:
     given = f"{error.override}: " if isinstance(error, OverrideParseException) else ""
     lines = [line for line in str(error).splitlines() if not line.startswith(("See http", "To append"))]
     return f"{given}{' '.join(lines)} (--help behind the command lists groups and keys.)"
+
+
+def complete(config: DictConfig) -> DictConfig:
+    """A command's configuration as it is, if all is given; of the data, a command says itself what it needs.
+
+    Raises:
+        CompressionError: names all that is missing.
+    """
+    missing = [f"{key}=..." for key in _missing(config, "") if not key.startswith("data.")]
+    if missing:
+        raise CompressionError(f"{' '.join(missing)} has to be given.")
+    return config
+
+
+def _missing(node: DictConfig, path: str) -> Iterator[str]:
+    for key in map(str, node):
+        if OmegaConf.is_missing(node, key):
+            yield f"{path}{key}"
+        elif not OmegaConf.is_interpolation(node, key) and isinstance(node[key], DictConfig):
+            yield from _missing(node[key], f"{path}{key}.")
 
 
 def _unknown_option(file: str, options: Iterable[str]) -> str:
