@@ -89,6 +89,8 @@ def main() -> None:
     if command not in _COMMANDS:
         sys.exit(f"{USAGE}\n\nlightning-compress: there is no command {command!r}.")
     given = list(sys.argv)
+    if {"-h", "--help"} & set(given[2:]):
+        print(f"== Keys of {command} alone, explained ==\n{_own_keys(command)}")
 
     def task(config: DictConfig) -> None:
         sys.argv = given  # with which Lightning starts the other ranks
@@ -101,6 +103,11 @@ def main() -> None:
         hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=command)(task)()
     except HydraException as error:
         _end(_told(CompressionError(mistyped(error))))
+
+
+def _own_keys(command: str) -> str:
+    """With the comments in its configuration, which Hydra's help leaves out: they say what values there are."""
+    return (config_dir() / f"{command}.yaml").read_text().partition("\n\n")[2]
 
 
 def _as_overrides(arguments: list[str]) -> list[str]:

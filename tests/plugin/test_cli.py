@@ -192,6 +192,7 @@ def test_help_lists_commands_groups_and_options(tmp_path: Path) -> None:
     assert "recipe: " in text
     assert "w4a16_gptq" in text
     assert "num_samples: 128" in text
+    assert "schedule: staged # staged, recompute, block, basic or datafree" in text
 
 
 @pytest.mark.parametrize(
