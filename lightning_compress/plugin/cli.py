@@ -19,7 +19,7 @@ from hydra.utils import get_class, instantiate
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue
+from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryValue
 from rich.console import Console
 from torch import Tensor
 
@@ -101,7 +101,7 @@ def main() -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # with which Hydra raises its errors, and does not print them
     try:
         hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=command)(task)()
-    except HydraException as error:
+    except (HydraException, InterpolationToMissingValueError) as error:  # the latter of a multirun without output_dir
         _end(_told(CompressionError(mistyped(error))))
 
 

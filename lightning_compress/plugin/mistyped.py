@@ -8,13 +8,13 @@ from collections.abc import Iterable, Iterator
 
 from hydra.errors import HydraException, InstantiationException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 from lightning_compress.errors import CompressionError, nearest
 from lightning_compress.recipe.load import config_dir
 
 
-def mistyped(error: HydraException) -> str:
+def mistyped(error: HydraException | InterpolationToMissingValueError) -> str:
     """What is wrong, with the nearest known name.
 
     Args:
@@ -28,7 +28,7 @@ def mistyped(error: HydraException) -> str:
     if isinstance(cause, OmegaConfBaseException) and isinstance(cause.parent_node, DictConfig):
         return _unknown_key(str(cause.key), str(cause.full_key), cause.parent_node)
     given = f"{error.override}: " if isinstance(error, OverrideParseException) else ""
-    lines = [line for line in str(error).splitlines() if not line.startswith(("See http", "To append"))]
+    lines = [line for line in str(error).splitlines() if not line.startswith((" ", "See http", "To append"))]
     return f"{given}{' '.join(lines)} (--help behind the command lists groups and keys.)"
 
 

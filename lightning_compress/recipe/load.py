@@ -8,14 +8,13 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, preset_name_to_scheme
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 from yaml import YAMLError
 
 from lightning_compress.algorithms.base import Algorithm
@@ -139,7 +138,7 @@ def _scheme(scheme: object, where: str) -> QuantizationScheme:
         raise RecipeError(f"the scheme of {where} is not valid: {error}") from error
 
 
-def _told(wrong: ErrorDetails) -> str:
+def _told(wrong: Mapping[str, Any]) -> str:
     place = ".".join(map(str, wrong["loc"]))
     if wrong["type"] == "extra_forbidden":
         return f"{place} is not known.{_nearest(str(wrong['loc'][-1]), QuantizationArgs.model_fields)}"
