@@ -4,6 +4,7 @@ Hydra answers an unknown key with the advice to append it, which is wrong for a 
 the node and the options that there are.
 """
 
+import re
 from collections.abc import Iterable, Iterator
 
 from hydra.errors import HydraException, InstantiationException, MissingConfigException, OverrideParseException
@@ -26,7 +27,8 @@ def mistyped(error: HydraException | InterpolationToMissingValueError) -> str:
     if isinstance(error, InstantiationException) and cause is not None:
         return f"{str(error).rpartition('full_key: ')[2]}: {cause}"
     if isinstance(cause, OmegaConfBaseException) and isinstance(cause.parent_node, DictConfig):
-        return _unknown_key(str(cause.key), str(cause.full_key), cause.parent_node)
+        as_typed = re.sub(r"\[(\d+)\]", r".\1", str(cause.full_key))
+        return _unknown_key(str(cause.key), as_typed, cause.parent_node)
     given = f"{error.override}: " if isinstance(error, OverrideParseException) else ""
     lines = [line for line in str(error).splitlines() if not line.startswith((" ", "See http", "To append"))]
     return f"{given}{' '.join(lines)} (--help behind the command lists groups and keys.)"

@@ -237,10 +237,10 @@ def test_an_unfinished_compression_is_not_read(command: Command, checkpoint: Pat
     ("options", "message"),
     [
         (["data.num_sample=4"], "data.num_sample is not known; did you mean 'num_samples'?"),
-        (["recipe.modifiers.0.ignroe=[]"], "recipe.modifiers[0].ignroe is not known; did you mean 'ignore'?"),
+        (["recipe.modifiers.0.ignroe=[]"], "recipe.modifiers.0.ignroe is not known; did you mean 'ignore'?"),
         (
             ["recipe.modifiers.0.damping=1"],
-            "known are algorithm, ignore, scheme, targets. What is not there yet is added",
+            "is added with +, as +recipe.modifiers.0.damping=...",
         ),
         (["strtegy=auto"], "strtegy is not known; did you mean 'strategy'?"),
         (["data.files=[a]"], "data.files is not known here, but with data=text."),
