@@ -1,5 +1,26 @@
 """What a user can get wrong, as exceptions. Each message names the module, its shape, the scheme and the remedy."""
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The end of a sentence that says that a word is unknown.
+
+    >>> nearest("dcos", ["docs", "text"]), nearest("x", ["docs", "text"])
+    ("; did you mean 'docs'?", '; known are docs, text.')
+    """
+    known = list(known)
+    close = get_close_matches(word, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(known)}."
+
+
+def reason(error: Exception) -> str:
+    """Why a file is not what it should be, without Python's words for it."""
+    if isinstance(error, OSError):
+        return (error.strerror or str(error)).lower()
+    return f"it has no {error}" if isinstance(error, KeyError) else str(error)
+
 
 class CompressionError(ValueError):
     """Base of every error this package raises for a user's input."""

@@ -171,7 +171,7 @@ def _too_little(config: TokensConfig, samples: Sequence[Tensor], num_documents: 
         there = f"{len(samples)} documents of {_SHORTEST_DOCUMENT} tokens or more, of {num_documents}"
         needed = f"{config.num_samples}"
     return (
-        f"data ({config.source}): too little text: there are {there}, and {needed} are needed. "
+        f"data ({config.origin}): too little text: there are {there}, and {needed} are needed. "
         "Lower data.num_samples or data.max_length, or give more text."
     )
 

@@ -7,7 +7,6 @@ value where it is first used and an unknown key as a `TypeError` of some constru
 knows (`custom`).
 """
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, final
@@ -15,7 +14,7 @@ from typing import Any, ClassVar, final
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_compress.errors import CalibrationDataError
+from lightning_compress.errors import CalibrationDataError, nearest
 
 
 @dataclass(frozen=True)
@@ -64,6 +63,11 @@ class TokensConfig(DataConfig):
         super().__post_init__()
         self._check_least(max_length=2)
 
+    @property
+    def origin(self) -> str:
+        """Where the text is from, for messages."""
+        return self.source
+
 
 @final
 @dataclass(frozen=True)
@@ -101,6 +105,11 @@ class TextConfig(TokensConfig):
             raise CalibrationDataError(
                 "data.files is empty: name at least one text file, as in data.files=[a.txt,b.txt]."
             )
+
+    @property
+    def origin(self) -> str:
+        """The first files."""
+        return f"{self.source}: {', '.join(self.files[:3])}"
 
 
 @final
@@ -200,19 +209,19 @@ def load_data_config(values: Mapping[str, Any] | DictConfig) -> DataConfig:
         resolved = OmegaConf.to_container(values, resolve=True) if isinstance(values, DictConfig) else values
         assert isinstance(resolved, Mapping)
         plain = {str(key): value for key, value in resolved.items()}
-        missing = next((key for key, value in plain.items() if value == "???"), None)
-        if missing is not None:
-            raise CalibrationDataError(f"data: a field must be given: data.{missing}")
+        missing = [f"data.{key}=..." for key, value in plain.items() if value == "???"]
+        if missing:
+            raise CalibrationDataError(f"{' '.join(missing)} has to be given.")
     except OmegaConfBaseException as error:
         raise CalibrationDataError(f"data: {_first_line(error)}") from error
     source = plain.pop("source", DocsConfig.source)
     if source not in SOURCES:
-        raise CalibrationDataError(f"data.source={source!r} is unknown{_nearest(str(source), list(SOURCES))}")
+        raise CalibrationDataError(f"data.source={source!r} is unknown{nearest(str(source), list(SOURCES))}")
     config = SOURCES[source]
     known = [each.name for each in fields(config)]
     for key in plain:
         if key not in known:
-            raise CalibrationDataError(f"data.{key} is not a field of the source {source!r}{_nearest(key, known)}")
+            raise CalibrationDataError(f"data.{key} is not a field of the source {source!r}{nearest(key, known)}")
     schema = OmegaConf.structured(config)
     OmegaConf.set_readonly(schema, False)
     try:
@@ -226,8 +235,3 @@ def load_data_config(values: Mapping[str, Any] | DictConfig) -> DataConfig:
 
 def _first_line(error: OmegaConfBaseException) -> str:
     return str(error).splitlines()[0]
-
-
-def _nearest(word: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}."

@@ -20,7 +20,7 @@ from lightning_compress.foresight.finetuning_cost import FineTuningTask, MicroBa
 from lightning_compress.foresight.jobs import FineTuningJob
 from lightning_compress.foresight.layouts import Layout, worst_shares
 from lightning_compress.foresight.machine import Machine
-from lightning_compress.foresight.planned import card_for
+from lightning_compress.foresight.planned import device_to_give
 from lightning_compress.memory.budget import Place, gib
 
 GIB = 1 << 30
@@ -231,8 +231,5 @@ def _told(step: Step, places: Sequence[Place]) -> str:
     sizes = []
     for place in places:
         size = step.peaks[place]
-        # what a user gives for the device is a card, of which not all is for tensors
-        whole = card_for(size) if place == "device" else size
-        card = f" card, {gib(size)} of it for tensors" if place == "device" else " for all ranks"
-        sizes.append(f"{place}={whole} ({gib(whole)}{card})")
+        sizes.append(device_to_give(size) if place == "device" else f"{place}={size} ({gib(size)} for all ranks)")
     return f"{' and '.join(sizes)}, with {described(step)}"

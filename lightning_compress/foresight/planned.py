@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, final
 
-from lightning_compress.errors import CompressionError
+from lightning_compress.errors import CompressionError, reason
 from lightning_compress.foresight.machine import Machine, machine_of
 from lightning_compress.foresight.plan import Choice, Foreseen, Plan, Resources
-from lightning_compress.memory.budget import Waiting
+from lightning_compress.memory.budget import Waiting, gib
 from lightning_compress.recipe.config import Recipe
 from lightning_compress.recipe.load import load_recipe
 
@@ -27,6 +27,12 @@ def tensors_on(card_bytes: int) -> int:
 def card_for(tensor_bytes: int) -> int:
     """The memory of a GPU on which tensors may take so much."""
     return int(tensor_bytes * (1 + FRAGMENTED)) + 2 + CONTEXT  # never less, however it is rounded
+
+
+def device_to_give(tensor_bytes: int) -> str:
+    """What a user gives for the device so that tensors may take so much: a card, of which not all is for tensors."""
+    card = card_for(tensor_bytes)
+    return f"device={card} ({gib(card)} card, {gib(tensor_bytes)} of it for tensors)"
 
 
 @final
@@ -131,7 +137,7 @@ def load_planned(file: Path) -> Planned:
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CompressionError(
-            f"plan={file} cannot be read ({type(error).__name__}: {error}); make one with "
+            f"plan={file} is no plan: {reason(error)}. Make one with "
             "`lightning-compress plan ... json=FILE`, or use plan=auto."
         ) from error
 

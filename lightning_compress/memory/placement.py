@@ -2,14 +2,13 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lightning_compress.errors import CompressionError
+from lightning_compress.errors import CompressionError, nearest
 from lightning_compress.memory.host import memory_of, total_bytes
 from lightning_compress.memory.source import WeightSource
 from lightning_compress.memory.tracker import parse_bytes
@@ -35,8 +34,7 @@ class MemoryConfig:
         scratch_dir: a folder with room for that file; None: the system's temporary folder.
 
     Raises:
-        CompressionError: a size that is none.
-        ValueError: a negative depth.
+        CompressionError: a size that is none, or a negative depth.
     """
 
     device_budget: int | str | None = None
@@ -50,7 +48,7 @@ class MemoryConfig:
         for name in ("device_budget", "host_budget", "device_activation_budget", "activation_budget"):
             self._num_bytes(name, of=lambda: 0)
         if self.prefetch_depth < 0:
-            raise ValueError(f"prefetch_depth={self.prefetch_depth} is negative; 0 reads nothing ahead.")
+            raise CompressionError(f"prefetch_depth={self.prefetch_depth} is negative; 0 reads nothing ahead.")
 
     def num_bytes(self, name: str, device: torch.device) -> int | None:
         """A budget in bytes, of a run on `device`.
@@ -72,16 +70,14 @@ def memory_config(value: "MemoryConfig | Mapping[str, Any] | None") -> MemoryCon
     """The options in a mapping (or as they are, or the defaults).
 
     Raises:
-        ValueError: an unknown key (names the nearest known one), or what `MemoryConfig` refuses.
+        CompressionError: an unknown key (names the nearest known one), or what `MemoryConfig` refuses.
     """
     if value is None or isinstance(value, MemoryConfig):
         return value or MemoryConfig()
     known = [field.name for field in fields(MemoryConfig)]
     for key in value:
         if key not in known:
-            near = get_close_matches(str(key), known, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}."
-            raise ValueError(f"memory has no option {key!r}; {hint}")
+            raise CompressionError(f"memory has no option {key!r}{nearest(str(key), known)}")
     return MemoryConfig(**value)
 
 

@@ -15,7 +15,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from lightning_compress.errors import CompressionError
+from lightning_compress.errors import CompressionError, reason
 from lightning_compress.memory.buffers import host_buffer
 
 
@@ -51,8 +51,8 @@ class ScratchFile:
         except OSError as error:
             where = "the system's temporary folder" if folder is None else f"scratch_dir={folder}"
             raise CompressionError(
-                f"{where} cannot hold the activations: {error}. Name a folder that is there and can be written to as "
-                "memory.scratch_dir, or leave activation_budget out."
+                f"{where} cannot hold the activations: {reason(error)}. Name a folder that is there and can be written "
+                "to as memory.scratch_dir, or leave activation_budget out."
             ) from error
         weakref.finalize(self, self._file.close)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="scratch")

@@ -33,7 +33,7 @@ from lightning_compress.plugin.progress import STATE_KEY, Progress, from_state
 from lightning_compress.plugin.settings import Settings
 from lightning_compress.recipe.load import RecipeLike, load_recipe
 from lightning_compress.recipe.resolve import adapters
-from lightning_compress.report.report import Report
+from lightning_compress.report.report import Report, partial_line
 
 
 class CompressionCallback(Callback):
@@ -260,7 +260,11 @@ class CompressionCallback(Callback):
             present = bystanders(compat.callbacks(trainer), self, checkpoints=saves)
             stage = compat.replaced(trainer, fit_loop=loop, callbacks=present, log_every_n_steps=1, should_stop=False)
             with stage, compat.own_steps(present):
-                loop.run()
+                try:
+                    loop.run()
+                except KeyboardInterrupt:  # at once, not behind the subgraph, so without a report
+                    rank_zero_info(partial_line(None if is_trial else self.settings.output_dir))
+                    raise
         compat.forget_averages(compat.callbacks(trainer))
         self.report = loop.report
         if self.report is not None:

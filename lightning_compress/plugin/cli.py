@@ -1,6 +1,7 @@
 """The `lightning-compress` command and what it can do, composed by Hydra from the groups in `configs/`."""
 
 import logging
+import os
 import signal
 import sys
 from collections.abc import Callable, Mapping
@@ -12,12 +13,13 @@ from typing import Any, NoReturn, TypeVar, cast
 import hydra
 import lightning.pytorch as pl
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from hydra.types import RunMode
 from hydra.utils import get_class, instantiate
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue
+from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryValue
 from rich.console import Console
 from torch import Tensor
 
@@ -39,6 +41,7 @@ from lightning_compress.plugin.finetuning import run_finetuning_plan
 from lightning_compress.plugin.flags import with_flags
 from lightning_compress.plugin.generation import generation_lines
 from lightning_compress.plugin.inspect import run_inspect
+from lightning_compress.plugin.mistyped import complete, mistyped
 from lightning_compress.plugin.models import (
     load_config_only,
     load_model,
@@ -86,14 +89,25 @@ def main() -> None:
     if command not in _COMMANDS:
         sys.exit(f"{USAGE}\n\nlightning-compress: there is no command {command!r}.")
     given = list(sys.argv)
+    if {"-h", "--help"} & set(given[2:]):
+        print(f"== Keys of {command} alone, explained ==\n{_own_keys(command)}")
 
     def task(config: DictConfig) -> None:
         sys.argv = given  # with which Lightning starts the other ranks
         needs_weights = command in ("compress", "evaluate") or (command == "inspect" and config.get("data") is not None)
-        _COMMANDS[command](_reporting_errors(lambda: with_model_config(with_flags(config), needs_weights)))
+        _COMMANDS[command](_reporting_errors(lambda: complete(with_model_config(with_flags(config), needs_weights))))
 
     sys.argv = [f"{given[0]} {command}", *_as_overrides(given[2:])]
-    hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=command)(task)()
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # with which Hydra raises its errors, and does not print them
+    try:
+        hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=command)(task)()
+    except (HydraException, InterpolationToMissingValueError) as error:  # the latter of a multirun without output_dir
+        _end(_told(CompressionError(mistyped(error))))
+
+
+def _own_keys(command: str) -> str:
+    """With the comments in its configuration, which Hydra's help leaves out: they say what values there are."""
+    return (config_dir() / f"{command}.yaml").read_text().partition("\n\n")[2]
 
 
 def _as_overrides(arguments: list[str]) -> list[str]:
@@ -289,11 +303,17 @@ def _reporting_errors(run: Callable[[], Result]) -> Result:
     try:
         return run()
     except MissingMandatoryValue as error:
-        _end(f"lightning-compress: {error.full_key} has to be given, as {error.full_key}=...")
+        _end(f"lightning-compress: {error.full_key}=... has to be given.")
     except SIGTERMException:  # exits with 0 otherwise, as if all had been done
         sys.exit(128 + signal.SIGTERM)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    except SystemExit as error:  # Lightning's answer to Ctrl-C is 1
+        sys.exit(128 + signal.SIGINT if isinstance(error.__context__, KeyboardInterrupt) else error.code)
     except CommunicationError as error:  # each rank's says what it was doing
         sys.exit(_told(error))
+    except HydraException as error:  # Trainer, callbacks or loggers that cannot be made
+        _end(_told(CompressionError(mistyped(error))))
     except (CompressionError, FileNotFoundError) as error:
         _end(_told(error))
     except Exception as error:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, pytorch_utils
 
 from lightning_compress.algorithms.gptq import Gptq
 from lightning_compress.calibration.target import find_target
-from lightning_compress.errors import CompressionError
+from lightning_compress.errors import CompressionError, nearest
 from lightning_compress.foresight.adapters import num_trainable, targets_of
 from lightning_compress.foresight.allocator import replay, reserved_by_calibration
 from lightning_compress.foresight.closed_form import (
@@ -395,5 +395,5 @@ def instantiated(config: DictConfig) -> Any:
     known = [field.name for field in fields(kind)]
     unknown = [key for key in given if key not in known]
     if unknown:
-        raise CompressionError(f"{kind.__name__} has no option {', '.join(unknown)}; known are {', '.join(known)}.")
+        raise CompressionError(f"{kind.__name__} has no option {unknown[0]}{nearest(unknown[0], known)}")
     return kind(**given)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
+from sympy import Symbol
 from torch import Tensor, fx, nn
 
 from lightning_compress.calibration.batches import CalibrationSet, collect
@@ -16,17 +17,18 @@ from lightning_compress.data.multimodal import blank_images, takes_images
 from lightning_compress.errors import CompressionError, UntraceableModelError
 from lightning_compress.foresight.inputs import inputs_of
 from lightning_compress.graph.leaf import Leaf
+from lightning_compress.graph.sizes import binding, traced_bytes
 from lightning_compress.graph.stages import Group, Schedule, Subgraph, subgraphs
 from lightning_compress.graph.targets import as_patterns
-from lightning_compress.graph.trace import Traced
+from lightning_compress.graph.trace import Traced, flatten_batch
 from lightning_compress.graph.unfold import unfolded
-from lightning_compress.graph.values import concrete
 from lightning_compress.plugin.models import find_processor, load_config_only, load_model
 from lightning_compress.recipe.load import load_recipe
 from lightning_compress.recipe.resolve import named_by, resolve
 from lightning_compress.report.graph import GraphView, GroupView, SubgraphView
 
 _NUM_BATCHES = 2
+Sizes = Mapping[Symbol, int | float]
 
 
 def run_inspect(config: DictConfig) -> GraphView:
@@ -57,7 +59,9 @@ def run_inspect(config: DictConfig) -> GraphView:
         names = tuple(resolved.assignments)
         patterns = as_patterns(config.sequential_targets)
         boundaries = check_layout(target, resolved, schedule, patterns)
-        traced, failed = _recorded(target, names, boundaries, inputs)
+        traced, batch, failed = _recorded(target, names, boundaries, inputs)
+        tensors, structure = flatten_batch(batch)
+        sizes = binding(traced)(tensors)
         names = tuple(name for name in names if name not in traced.only_read)
         parts = subgraphs(
             traced,
@@ -65,11 +69,11 @@ def run_inspect(config: DictConfig) -> GraphView:
             lambda name: group_key(resolved.assignments[name], model.get_submodule(name)),
             schedule,
         )
-        views = tuple(_view(part, later, traced, model) for part, later in _with_later(parts))
-    sizes = ", ".join(f"{path} {_sizes(node)}" for path, node in zip(traced.placeholders, _inputs(traced), strict=True))
+        views = tuple(_view(part, later, traced, model, sizes) for part, later in _with_later(parts))
+    of_batch = ", ".join(f"{path} {[*each.shape]}" for path, each in zip(structure.paths, tensors, strict=True))
     solved = {name for part in parts for name in part.solved}
     uncalled = tuple(name for name in names if name not in solved)
-    return GraphView(type(model).__name__, schedule.value, sizes, views, uncalled, failed)
+    return GraphView(type(model).__name__, schedule.value, of_batch, views, uncalled, failed)
 
 
 _Inputs = Mapping[str, Callable[[], CalibrationSet]]
@@ -90,8 +94,8 @@ def _given(config: DictConfig) -> tuple[nn.Module, _Inputs]:
 
 def _recorded(
     target: Target, names: Sequence[str], boundaries: Sequence[str], inputs: _Inputs
-) -> tuple[Traced, tuple[str, ...]]:
-    """The graph, and why it could not be recorded on what is better than what it was recorded on.
+) -> tuple[Traced, Any, tuple[str, ...]]:
+    """The graph, a batch that it is of, and why it could not be recorded on what is better than that.
 
     Where weights are not here, not all can be recorded of models that read images.
     """
@@ -99,21 +103,15 @@ def _recorded(
     failed: list[str] = []
     for kind, make in better:
         try:
-            return trace_on(target, names, boundaries, make()), tuple(failed)
+            data = make()
+            return trace_on(target, names, boundaries, data), data.batches[0], tuple(failed)
         except CompressionError as error:
             failed.append(f"It could not be recorded on {kind}: {error}")
     try:
-        return trace_on(target, names, boundaries, tokens_or_data()), tuple(failed)
+        data = tokens_or_data()
+        return trace_on(target, names, boundaries, data), data.batches[0], tuple(failed)
     except CompressionError as error:
         raise UntraceableModelError("\n".join([str(error), *failed])) from error
-
-
-def _inputs(traced: Traced) -> list[fx.Node]:
-    return [node for node in traced.graph.nodes if node.op == "placeholder"]
-
-
-def _sizes(node: fx.Node) -> list[int]:
-    return [int(concrete(size)) for size in node.meta["val"].shape]
 
 
 def _with_later(parts: Sequence[Subgraph]) -> list[tuple[Subgraph, set[fx.Node]]]:
@@ -129,7 +127,7 @@ def _with_later(parts: Sequence[Subgraph]) -> list[tuple[Subgraph, set[fx.Node]]
     return found
 
 
-def _view(part: Subgraph, waiting: set[fx.Node], traced: Traced, root: nn.Module) -> SubgraphView:
+def _view(part: Subgraph, waiting: set[fx.Node], traced: Traced, root: nn.Module, sizes: Sizes) -> SubgraphView:
     modules = dict(root.named_modules(remove_duplicate=False))
     tensors: dict[int, Tensor] = {}
     for name in part.modules:
@@ -137,7 +135,6 @@ def _view(part: Subgraph, waiting: set[fx.Node], traced: Traced, root: nn.Module
     tensors.update({id(each): each for each in map(root.get_parameter, _parameters(part, root))})
     calls = {node.target.name for step in part.steps for node in step.nodes if isinstance(node.target, Leaf)}
     solving = [step for step in part.steps if step.solve]
-    values = [node.meta.get("val") for node in waiting]
     return SubgraphView(
         name=part.name,
         class_name=type(modules[part.name]).__name__ if part.name in modules else "",
@@ -145,7 +142,7 @@ def _view(part: Subgraph, waiting: set[fx.Node], traced: Traced, root: nn.Module
         steps=tuple(tuple(_group(each, part.name, modules) for each in step.solve) for step in solving),
         single_calls=tuple(sorted({fallback.module for fallback in traced.fallbacks} & calls)),
         num_crossing=len(waiting),
-        crossing_bytes=sum(concrete(value).nbytes for value in values if isinstance(value, Tensor)),
+        crossing_bytes=sum(traced_bytes(node, sizes) for node in waiting),
     )
 
 

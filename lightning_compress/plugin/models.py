@@ -21,6 +21,7 @@ _AUTO_CLASSES = (
     *("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq"),
     *("AutoModelForMaskedLM", "AutoModelForImageClassification", "AutoModel"),
 )
+_CONFIGS = ("config.json", "adapter_config.json")
 _PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 
 
@@ -197,6 +198,8 @@ def _class_and_options(config: DictConfig) -> tuple[Any, dict[str, str]]:
     if not Path(config.path).exists() and (Path(config.path).is_absolute() or config.path.startswith(".")):
         raise CompressionError(f"model.path={config.path}: there is no such folder.")
     check_finished(Path(config.path))
+    if Path(config.path).is_dir() and not any((Path(config.path) / name).is_file() for name in _CONFIGS):
+        raise CompressionError(f"model.path={config.path} has no config.json, so it is no model's folder.")
     if config.dtype != "auto" and not isinstance(getattr(torch, str(config.dtype), None), torch.dtype):
         raise CompressionError(
             f"model.dtype={config.dtype} is none of torch's; use auto, bfloat16, float16 or float32."

@@ -20,7 +20,7 @@ from lightning_compress.errors import BudgetError, CompressionError
 from lightning_compress.foresight.jobs import CalibrationJob, check_images
 from lightning_compress.foresight.machine import Machine, cache_file, load_machine, named_gpu, save_machine
 from lightning_compress.foresight.plan import Candidate, Choice, Plan
-from lightning_compress.foresight.planned import Planned, Situation, card_for
+from lightning_compress.foresight.planned import CONTEXT, FRAGMENTED, Planned, Situation, device_to_give
 from lightning_compress.foresight.planner import plans, smallest
 from lightning_compress.foresight.probe import probe
 from lightning_compress.graph.stages import Schedule
@@ -223,14 +223,16 @@ def _candidate(choice: Choice, found: Measured, target: Target, device: str, pre
 
 def _nothing_fits(tried: Sequence[Candidate], machine: Machine, situation: Situation) -> str:
     given = {"device": situation.device, "host": situation.host, "disk": situation.disk}
-    said = ", ".join(f"{place}={gib(size)}" for place, size in given.items() if size is not None)
+    taken = f" for tensors (of a card {CONTEXT >> 20} MiB and {FRAGMENTED:.0%} are taken off)"
+    less = {"device": taken, "host": "", "disk": ""}
+    said = ", ".join(f"{place}={gib(size)}{less[place]}" for place, size in given.items() if size is not None)
     needed = []
     for place, (choice, size) in smallest(tried, machine).items():
-        whole = size if place == "device" else size * situation.together
-        card = f" for tensors, so a card of {gib(card_for(size))}" if place == "device" else ""
+        whole = size * situation.together
         needed.append(
-            f"{place}={whole} ({gib(whole)}{card}), with batch size {choice.batch_size}, schedule {choice.schedule}, "
-            f"prefetch depth {choice.prefetch_depth}, weights from {choice.load}"
+            f"{device_to_give(size) if place == 'device' else f'{place}={whole} ({gib(whole)})'}, with batch size "
+            f"{choice.batch_size}, schedule {choice.schedule}, prefetch depth {choice.prefetch_depth}, weights from "
+            f"{choice.load}"
         )
     disk = min(candidate.output_bytes for candidate in tried)
     return (

@@ -9,7 +9,7 @@ from typing import Any, cast
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_compress.errors import CompressionError
+from lightning_compress.errors import CompressionError, nearest, reason
 from lightning_compress.foresight.compare import factors
 from lightning_compress.foresight.generation_cost import Task
 from lightning_compress.foresight.jobs import InferenceJob
@@ -159,7 +159,7 @@ def _report_of(path: Path, kind: str) -> tuple[Plan, list[dict[str, Any]]]:
         report = json.loads(path.read_text())
         plan, subgraphs = report["plan"], report["subgraphs"]
     except (OSError, ValueError, KeyError) as error:
-        raise CompressionError(f"refit: {path} is no report of a run ({type(error).__name__}: {error}).") from error
+        raise CompressionError(f"refit: {path} is no report of a run: {reason(error)}.") from error
     if plan is None or report["num_resumed"]:
         why = "no plan" if plan is None else "subgraphs of an earlier run, whose seconds are not this plan's"
         raise CompressionError(f"refit: {path} has {why}; compress with plan=auto or plan=FILE.")
@@ -234,7 +234,7 @@ def _choices(config: DictConfig) -> Choices:
     given = cast(dict[str, Any], OmegaConf.to_container(config, resolve=True))
     unknown = [key for key in given if key not in known]
     if unknown:
-        raise CompressionError(f"choices has no option {', '.join(unknown)}; known are {', '.join(known)}.")
+        raise CompressionError(f"choices has no option {unknown[0]}{nearest(unknown[0], known)}")
     return Choices(**given)
 
 

@@ -8,9 +8,9 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
-from compressed_tensors.quantization import QuantizationScheme, preset_name_to_scheme
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, preset_name_to_scheme
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -131,8 +131,18 @@ def _scheme(scheme: object, where: str) -> QuantizationScheme:
     )
     try:
         return QuantizationScheme.model_validate({**scheme, "targets": []})
-    except (ValidationError, NotImplementedError) as error:
+    except ValidationError as error:
+        wrong = "; ".join(map(_told, error.errors()))
+        raise RecipeError(f"the scheme of {where} is not valid: {wrong}") from error
+    except NotImplementedError as error:
         raise RecipeError(f"the scheme of {where} is not valid: {error}") from error
+
+
+def _told(wrong: Mapping[str, Any]) -> str:
+    place = ".".join(map(str, wrong["loc"]))
+    if wrong["type"] == "extra_forbidden":
+        return f"{place} is not known.{_nearest(str(wrong['loc'][-1]), QuantizationArgs.model_fields)}"
+    return f"{place}: {wrong['msg']}"
 
 
 def _patterns(value: object, where: str, key: str) -> tuple[str, ...]:

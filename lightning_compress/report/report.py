@@ -168,8 +168,7 @@ class Report:
         elif self.num_resumed:
             lines.append(f"continued an interrupted run, which had finished {self.num_resumed} subgraphs")
         if self.is_partial:
-            where = "nothing was written" if self.output_dir is None else f"the same run continues in {self.output_dir}"
-            lines.append(f"PARTIAL: not every subgraph was quantized; {where}")
+            lines.append(partial_line(self.output_dir))
         elif self.output_dir is not None:
             lines.append(f"checkpoint: {self.place}")
         return "\n".join(lines)
@@ -187,6 +186,12 @@ class Report:
         as_json.write_text(json.dumps(self.to_dict(), indent=2, default=str) + "\n")
         as_html.write_text(render_html(self.to_dict()))
         return as_json, as_html
+
+
+def partial_line(output_dir: str | Path | None) -> str:
+    """What a run that ended early leaves."""
+    where = "nothing was written" if output_dir is None else f"the same run continues in {output_dir}"
+    return f"PARTIAL: not every subgraph was quantized; {where}"
 
 
 def _more(count: int) -> str:

@@ -69,7 +69,7 @@ def test_shipped_groups_compose_with_overrides(overrides: list[str], expected: o
 def test_a_mandatory_field_left_out_is_named() -> None:
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         composed = compose(overrides=["+data=hf"])
-    with pytest.raises(CalibrationDataError, match=r"must be given.*data.path"):
+    with pytest.raises(CalibrationDataError, match=r"data.path=... has to be given"):
         load_data_config(composed.data)
 
 

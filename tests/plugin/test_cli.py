@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -191,13 +192,14 @@ def test_help_lists_commands_groups_and_options(tmp_path: Path) -> None:
     assert "recipe: " in text
     assert "w4a16_gptq" in text
     assert "num_samples: 128" in text
+    assert "schedule: staged # staged, recompute, block, basic or datafree" in text
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["quantize"], "there is no command 'quantize'"),
-        (["compress", "model.path={checkpoint}"], "output_dir has to be given"),
+        (["compress"], "model.path=... output_dir=... has to be given"),
         (["compress", "model.path={checkpoint}", "model.load=gpu", "output_dir=OUT"], "use auto, memory or disk"),
         (["compress", "model.path=/nowhere", "output_dir=OUT"], "/nowhere: there is no such folder"),
         (["compress", "model.path={checkpoint}", "output_dir=OUT", "data=text", "data.files=[no.txt]"], "no.txt"),
@@ -231,12 +233,57 @@ def test_an_unfinished_compression_is_not_read(command: Command, checkpoint: Pat
         assert "begun holds an unfinished compression and is no checkpoint yet" in refused(command, *given)
 
 
-def test_a_terminated_run_is_no_success() -> None:
-    """Lightning answers SIGTERM with an exit that has no code. Seen to fail: 0."""
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["data.num_sample=4"], "data.num_sample is not known; did you mean 'num_samples'?"),
+        (["recipe.modifiers.0.ignroe=[]"], "recipe.modifiers.0.ignroe is not known; did you mean 'ignore'?"),
+        (
+            ["recipe.modifiers.0.damping=1"],
+            "is added with +, as +recipe.modifiers.0.damping=...",
+        ),
+        (["strtegy=auto"], "strtegy is not known; did you mean 'strategy'?"),
+        (["data.files=[a]"], "data.files is not known here, but with data=text."),
+        (["data=dcos"], "data=dcos is not known; did you mean 'docs'?"),
+        (["recipe=conf/mine.yaml"], "DIR/recipe/mine.yaml is recipe=mine --config-dir DIR"),
+        (["data.num_samples=[1"], "data.num_samples=[1: no viable alternative at input '[1' (--help behind"),
+        (["trainer.accelerator=cudaa"], "trainer: You selected an invalid accelerator name: `accelerator='cudaa'`."),
+        (["data=text", "data.files=[{folder}/empty.txt]"], "/empty.txt): too little text: there are 0 tokens"),
+        (["model.path={folder}"], " has no config.json, so it is no model's folder."),
+        (["data=text"], "data.files=... has to be given."),
+        (["data=docs,docs_test"], "Ambiguous value for argument 'data=docs,docs_test' 1. To use it as a list"),
+    ],
+)
+def test_what_is_mistyped_is_one_line(
+    command: Command, checkpoint: Path, tmp_path: Path, options: list[str], message: str
+) -> None:
+    """Hydra advises to append unknown keys, lists its search path, and says nothing of names that are near."""
+    (tmp_path / "empty.txt").touch()
+    given = [f"model.path={checkpoint}", f"output_dir={tmp_path / 'out'}", "trainer=cpu"]
+    said = refused(command, "compress", *given, *(option.format(folder=tmp_path) for option in options))
+    assert said.startswith("lightning-compress: ")
+    assert message in said
+    assert "\n" not in said
 
-    def run() -> None:
-        raise SIGTERMException
 
+def terminated() -> None:
+    raise SIGTERMException
+
+
+def interrupted() -> None:
+    raise KeyboardInterrupt
+
+
+def interrupted_in_a_trainer() -> None:
+    try:
+        interrupted()
+    except KeyboardInterrupt:
+        sys.exit(1)
+
+
+@pytest.mark.parametrize(("run", "code"), [(terminated, 143), (interrupted, 130), (interrupted_in_a_trainer, 130)])
+def test_an_ended_run_is_no_success(run: Callable[[], None], code: int) -> None:
+    """Lightning answers SIGTERM with an exit that has no code, and Ctrl-C with 1. Seen to fail: 0, and 1."""
     with pytest.raises(SystemExit) as ended:
         cli._reporting_errors(run)
-    assert ended.value.code == 143
+    assert ended.value.code == code

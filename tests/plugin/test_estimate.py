@@ -264,7 +264,7 @@ def test_calibration(estimate: Any) -> None:
     ("options", "message"),
     [
         (["job=finetuning", "job.optimizer=adam"], "job.optimizer=adam is none of sgd, sgd_momentum, adamw"),
-        (["job=finetuning", "+job.optimiser=sgd"], "FineTuningJob has no option optimiser; known are batch_size"),
+        (["job=finetuning", "+job.optimiser=sgd"], "FineTuningJob has no option optimiser; did you mean 'optimizer'?"),
         (["job.batch_size=0"], "job.batch_size=0 is no number of at least 1"),
         (["job.schedule=stage"], "job.schedule=stage is none of staged, recompute, block, basic, datafree"),
         (["device=tpu"], "device=tpu is not known; plan for cpu or cuda"),

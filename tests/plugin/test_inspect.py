@@ -65,6 +65,11 @@ def test_a_model_by_its_configuration(command: Command, checkpoint: Path, tmp_pa
         "mlp.gate_proj, mlp.up_proj  [256 x 128]",
         "mlp.down_proj  [128 x 128]",
     ]
+    longer = command("inspect", f"model.path={folder}", "rows=3", "length=256")
+    for sizes, said in (((2, 64), text), ((3, 256), longer)):
+        assert f"traced on input_ids {list(sizes)}" in said
+        least = 4 * sizes[0] * sizes[1] * 128  # hidden states of float32; and what is known of positions
+        assert least / 1e6 < float(said.partition(" values, ")[2].split()[0]) < 2 * least / 1e6
     assert "<svg" in (tmp_path / "graph.svg").read_text()
     text = command("inspect", f"model.path={folder}", "schedule=block")
     assert len([line for line in text.splitlines() if "- cut -" in line]) == 1

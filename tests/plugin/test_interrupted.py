@@ -109,6 +109,26 @@ def test_sigterm_in_compression_stops_behind_the_subgraph(make_trainer: Any, tmp
         assert contents(out) == contents(tmp_path / "whole")
 
 
+def test_interrupted_compressions_say_that_they_can_be_continued(
+    make_trainer: Any, output_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Lightning says that it shuts down, and no more."""
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    callback, handler = compression(output_dir=output_dir, when="only"), signal.getsignal(signal.SIGINT)
+    try:
+        with caplog.at_level("INFO"), pytest.raises(SystemExit):
+            make_trainer(callback, Bystander(interrupt)).fit(TinyModule(), loader())
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert f"PARTIAL: not every subgraph was quantized; the same run continues in {output_dir}" in caplog.messages
+    make_trainer(continued := compression(output_dir=output_dir, when="only")).fit(TinyModule(), loader())
+    assert continued.report is not None
+    assert continued.report.num_resumed == 1
+
+
 def test_timer_ends_compression_early(make_trainer: Any, output_dir: Path) -> None:
     module, callback = TinyModule(), compression(output_dir=output_dir, when="only")
     make_trainer(callback, Bystander(duration={"microseconds": 1})).fit(module, loader())

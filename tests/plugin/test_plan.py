@@ -54,7 +54,7 @@ def test_a_plan_is_made_kept_and_run(command: Command, checkpoint: Path, tmp_pat
     assert "The plan, and what came of it" in page
     said = command("probe", f"refit=[{out / 'report.json'}]")
     assert said.count("refitted") == sum(not kind.startswith(("disk", "scratch", "to_", "dup")) for kind in known())
-    assert refused(command, "probe", f"refit=[{file}]").endswith("'plan').")
+    assert refused(command, "probe", f"refit=[{file}]").endswith("is no report of a run: it has no 'plan'.")
     again = command("plan", *where, "choices.batch_size=[2,4]", "host=100GiB", f"json={file}")
     assert "refitted" in again
     of_other = (f"model.path={checkpoint}", "data.num_samples=8", "data.max_length=32", "trainer=cpu")
@@ -126,9 +126,10 @@ def test_another_machine(command: Command, tmp_path: Path) -> None:
     tight = command(*given, *few, "device=1500MiB")
     assert "batch size 1," in tight
     message = refused(command, *given, *few, "device=700MiB")
-    assert "No plan fits device=0.09 GiB" in message
-    card = message.partition("so a card of ")[2].partition(" GiB")[0]
-    assert "plan: " in command(*given, *few, f"device={float(card) + 0.02}GiB")
+    assert "No plan fits device=0.09 GiB for tensors (of a card 600 MiB and 8% are taken off)" in message
+    least = message.partition(" others: device=")[2].split()[0]
+    assert "plan: " in command(*given, *few, f"device={least}")
+    assert "No plan fits" in refused(command, *given, *few, f"device={int(least) - 4}")
 
 
 @pytest.mark.parametrize(
@@ -185,8 +186,12 @@ def test_generation_is_planned_too(command: Command, tmp_path: Path) -> None:
 def test_a_file_that_is_no_plan(command: Command, checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text("{}")
     given = ("compress", f"model.path={checkpoint}", "trainer=cpu", f"output_dir={tmp_path / 'out'}")
-    assert "cannot be read (KeyError" in refused(command, *given, f"plan={tmp_path / 'plan.json'}")
-    assert "cannot be read (FileNotFoundError" in refused(command, *given, f"plan={tmp_path / 'none.json'}")
+    assert "plan.json is no plan: it has no 'situation'. Make one with" in refused(
+        command, *given, f"plan={tmp_path / 'plan.json'}"
+    )
+    assert "none.json is no plan: no such file or directory. Make one with" in refused(
+        command, *given, f"plan={tmp_path / 'none.json'}"
+    )
 
 
 @pytest.mark.parametrize(

@@ -125,9 +125,12 @@ def test_loading_does_not_change_its_argument() -> None:
         ),
         (
             recipe(scheme={"weights": {**weights(), "groop_size": 3}}),
-            "the scheme of modifier 0 is not valid: .*groop_size",
+            r"the scheme of modifier 0 is not valid: weights.groop_size is not known. Did you mean 'group_size'\?",
         ),
-        (recipe(scheme={"weights": {**weights(), "strategy": "rows"}}), "the scheme of modifier 0 is not valid"),
+        (
+            recipe(scheme={"weights": {**weights(), "strategy": "rows"}}),
+            "the scheme of modifier 0 is not valid: weights.strategy: [^\n]*'rows'[^\n]*$",
+        ),
         (recipe(scheme=["W4A16"]), "modifier 0 needs a `scheme`"),
         ({"modifiers": [{"algorithm": "gptq"}]}, "modifier 0 needs a `scheme`"),
         (recipe(targets="Linear"), "`targets` of modifier 0 has to be a list .* not 'Linear'"),
