@@ -347,6 +347,10 @@ def _check_matched(
     present = sorted(
         {type(module).__name__ for module in root.modules() if getattr(module, "weight", None) is not None}
     )
+    if not present:
+        raise UnsupportedModelError(
+            f"{type(root).__name__} has no modules with weights, so there is nothing to compress."
+        )
     for modifier, found in zip(recipe.modifiers, matched, strict=True):
         if not found:
             raise UnsupportedModelError(

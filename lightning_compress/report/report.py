@@ -107,13 +107,13 @@ class Report:
     def table(self) -> Table:
         """Per-module results for the terminal."""
         table = Table(box=box.SIMPLE, pad_edge=False)
-        table.add_column("module", no_wrap=True)
-        table.add_column("scheme")
+        table.add_column("module", overflow="fold")  # the one that a narrow terminal breaks
+        table.add_column("scheme", no_wrap=True)
         for heading in ("shape", "error", "size"):
-            table.add_column(heading, justify="right")
+            table.add_column(heading, justify="right", no_wrap=True)
         has_notes = any(record.notes for record in self.modules)
         if has_notes:
-            table.add_column("notes")
+            table.add_column("notes", overflow="fold")
         for row in collapsed([asdict(record) for record in self.modules]):
             shape, size = "x".join(map(str, row["shape"])), f"{row['bytes_after'] / row['bytes_before']:.0%}"
             notes = ["; ".join(row["notes"])] if has_notes else []

@@ -386,3 +386,8 @@ def test_the_default_ignore_means_the_output_embedding_of_a_nested_model_too() -
     wrapper.model = tiny_llama(1)
     wrapper.head = nn.Linear(32, 32)
     assert "model.lm_head" not in resolved(recipe(4), wrapper).assignments
+
+
+def test_a_model_without_weights_is_said_to_have_none() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"Sequential has no modules with weights"):
+        resolved(recipe(4), nn.Sequential(nn.ReLU()))

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from helpers import compress, compress_in_memory, modifier, padded, recipe, tiny_llama, token_batches
 from rich.console import Console
 
+from lightning_compress.calibration.solve import describe_scheme
 from lightning_compress.recipe.load import load_recipe
 from lightning_compress.report.report import Report
 
@@ -107,6 +109,34 @@ def test_html_is_self_contained(saved: tuple[Report, Path]) -> None:
     for record in report.modules:
         assert record.module in html
     assert "always zero" in html
+
+
+def test_a_strategy_that_follows_from_the_group_size_is_named_as_one_that_is_given() -> None:
+    scheme = (
+        load_recipe({"modifiers": [{"algorithm": "rtn", "scheme": {"weights": {"num_bits": 4, "group_size": 8}}}]})
+        .modifiers[0]
+        .scheme
+    )
+    assert describe_scheme(scheme) == "W4A16 group 8"
+
+
+def test_a_narrow_table_breaks_names_of_modules_alone(saved: tuple[Report, Path]) -> None:
+    report, _ = saved
+    notes = ("a note of some words that takes more room than there is",)
+    parts = [
+        replace(part, modules=tuple(replace(each, notes=notes) for each in part.modules)) for part in report.subgraphs
+    ]
+    name = "model.layers.11.block_sparse_moe.experts.*.down_proj (64)"
+    module = replace(report.modules[0], module=name, scheme="W4A16 group 128", notes=notes)
+    parts[1] = replace(parts[1], modules=(module, *parts[1].modules))
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(replace(report, subgraphs=tuple(parts)).table())
+    printed = capture.get()
+    assert "W4A16 group 128" in printed
+    for record in report.modules:
+        assert f"{record.error:.2e}" in printed
+    assert "\N{HORIZONTAL ELLIPSIS}" not in printed
 
 
 def test_summary(saved: tuple[Report, Path]) -> None:
