@@ -130,7 +130,7 @@ def describe_scheme(scheme: QuantizationScheme) -> str:
 
 def _name(arguments: QuantizationArgs) -> str:
     """Of the strategy, which is an enum where it was not given but follows from the group size."""
-    return QuantizationStrategy(arguments.strategy).value
+    return str(QuantizationStrategy(arguments.strategy).value)
 
 
 def needed_statistics(assignment: Assignment) -> tuple[type[Statistic], ...]:

@@ -1,7 +1,8 @@
 """The result of a compression run as data, as a table for the terminal, and as files."""
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from rich import box
@@ -41,6 +42,11 @@ class Report:
         num_copies: how many nodes have a whole checkpoint in an `output_dir` of their own; 1: all share one.
         plan: that the run followed, if any.
         memory: budgets, what was foreseen and what was taken; None where there are no budgets.
+        model_path: where the model was read from, if that is known.
+        date: of the end, in UTC, as ISO 8601 has it.
+        versions: of the packages that decide the result.
+        num_samples, num_tokens: of the calibration set, without padding; 0 where it has no token ids.
+        notes: what else there is to know of the run.
         extra: figures that the caller adds, e.g. perplexities.
     """
 
@@ -66,6 +72,12 @@ class Report:
     num_copies: int = 1
     memory: MemoryUse | None = None
     plan: Plan | None = None
+    model_path: str = ""
+    date: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    num_samples: int = 0
+    num_tokens: int = 0
+    notes: tuple[str, ...] = ()
 
     @property
     def modules(self) -> tuple[ModuleRecord, ...]:
@@ -126,7 +138,7 @@ class Report:
         lines = [
             f"{len(errors)} modules quantized in {self.total_s:.1f} s ({self.schedule} on {self.devices}, "
             f"{self.num_batches} batches); "
-            f"{self.bytes_before / 1e6:.1f} MB -> {self.bytes_after / 1e6:.1f} MB"
+            f"all weights: {self.bytes_before / 1e6:.1f} MB -> {self.bytes_after / 1e6:.1f} MB"
         ]
         if errors:
             worst = max(self.modules, key=lambda record: record.error)
@@ -161,6 +173,7 @@ class Report:
                     f"changes outputs by up to {self.verification.max_abs_difference_as_loaded or 0.0:.2g}"
                 )
         lines += self.added_lines()
+        lines += [f"note: {note}" for note in self.notes]
         if self.memory is not None:
             lines.append(self.memory.summary())
         if self.num_resumed and self.num_resumed == len(self.subgraphs):

@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from helpers import compress, compress_in_memory, modifier, padded, recipe, tiny
 from rich.console import Console
 
 from lightning_compress.calibration.solve import describe_scheme
+from lightning_compress.errors import RunWarning
 from lightning_compress.recipe.load import load_recipe
 from lightning_compress.report.report import Report
 
@@ -169,3 +171,31 @@ def test_partial_runs_say_so() -> None:
     assert "checkpoint" not in report.summary()
     assert "PARTIAL" in Report(**{**vars(report), "is_partial": True}).summary()
     assert report.to_dict()["verified"] is None
+
+
+def test_the_report_says_of_what_it_is(saved: tuple[Report, Path]) -> None:
+    report, directory = saved
+    html, content = (directory / "report.html").read_text(), json.loads((directory / "report.json").read_text())
+    assert (report.num_samples, report.num_tokens) == (
+        8,
+        sum(int(b["attention_mask"].sum()) for b in padded(token_batches())),
+    )
+    assert content["date"] == report.date
+    assert content["versions"]["torch"] == version("torch")
+    for fact in (report.date, f"transformers {version('transformers')}", f"{report.num_samples} samples"):
+        assert fact in html
+
+
+def test_samples_beyond_the_positions_are_told_of(tmp_path: Path) -> None:
+    with pytest.warns(RunWarning, match="16 tokens are more than the 12 positions that LlamaForCausalLM is made for"):
+        report = compress(tiny_llama(1, max_position_embeddings=12), token_batches(), recipe(4), tmp_path / "out")
+    assert len(report.notes) == 1
+    assert f"note: {report.notes[0]}" in report.summary()
+
+
+def test_the_finished_checkpoint_of_another_run_is_not_replaced_silently(tmp_path: Path) -> None:
+    first = compress(tiny_llama(1), token_batches(), recipe(4), tmp_path / "out")
+    again = compress(tiny_llama(1), token_batches(), recipe(4), tmp_path / "out")
+    other = compress(tiny_llama(1), token_batches(), recipe(8), tmp_path / "out")
+    assert first.notes == again.notes == ()
+    assert "held the finished checkpoint of another run" in other.summary()
