@@ -215,7 +215,7 @@ def train_and_compress(
 def round_to_nearest(model: LlamaForCausalLM, data: DocsDataModule, output_dir: Path) -> LlamaForCausalLM:
     """A copy of the model, compressed without calibration: what GPTQ has to be better than."""
     rounded = copy.deepcopy(model)
-    trainer = L.Trainer(logger=False, enable_checkpointing=False, enable_model_summary=False)
+    trainer = L.Trainer(max_epochs=1, logger=False, enable_checkpointing=False, enable_model_summary=False)
     Compressor(trainer).compress(
         rounded, dataloaders=data.calibration_dataloader(), recipe="w4a16_rtn", output_dir=output_dir / "rtn"
     )

@@ -122,10 +122,15 @@ def describe_scheme(scheme: QuantizationScheme) -> str:
     """A scheme in a word, e.g. `W4A16 int group 128`."""
     weights, inputs = scheme.weights, scheme.input_activations
     assert weights is not None
-    kind = f"{weights.strategy}{'' if weights.group_size in (None, -1) else f' {weights.group_size}'}"
-    activations = "" if inputs is None else f", {'dynamic' if inputs.dynamic else 'static'} {inputs.strategy}"
+    kind = f"{_name(weights)}{'' if weights.group_size in (None, -1) else f' {weights.group_size}'}"
+    activations = "" if inputs is None else f", {'dynamic' if inputs.dynamic else 'static'} {_name(inputs)}"
     bits = f"W{weights.num_bits}A{inputs.num_bits if inputs else 16}"
     return f"{bits} {kind}{'' if weights.symmetric else ' asymmetric'}{activations}"
+
+
+def _name(arguments: QuantizationArgs) -> str:
+    """Of the strategy, which is an enum where it was not given but follows from the group size."""
+    return str(QuantizationStrategy(arguments.strategy).value)
 
 
 def needed_statistics(assignment: Assignment) -> tuple[type[Statistic], ...]:

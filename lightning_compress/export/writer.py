@@ -141,8 +141,10 @@ class CheckpointWriter:
         self._owners = {key: self._owner(part, piece) for part, piece in names for key in self._parts[part][piece]}
         self._packed: dict[str, PackedModule] = {}
         self._fingerprints, self._expert_parts = fingerprints, expert_parts
+        holds_finished = (folder / MARKER).is_file() and not (folder / INCOMPLETE).is_file()
         # as the first rank sees it, for what others see of a file system may be older
         self._is_begun, self._lines = self._agreed(self._begun() if resume and self._is_writing else None)
+        self.replaces_finished = holds_finished and not self._is_begun
         if self._is_writing:
             self._check_room()
         self._collective.broadcast(None, f"looking for room in {folder}")

@@ -26,8 +26,9 @@ from lightning_compress.graph.targets import as_patterns
 from lightning_compress.memory.placement import MemoryConfig, memory_config
 from lightning_compress.memory.source import is_on_meta
 from lightning_compress.plugin import compat
+from lightning_compress.plugin.agreement import check_data, check_settings
 from lightning_compress.plugin.data import calibration_set
-from lightning_compress.plugin.job import Job, check_data, check_settings, plan_recipe, prepare_job
+from lightning_compress.plugin.job import Job, plan_recipe, prepare_job
 from lightning_compress.plugin.loop import CompressionLoop, bystanders
 from lightning_compress.plugin.progress import STATE_KEY, Progress, from_state
 from lightning_compress.plugin.settings import Settings

@@ -1,6 +1,7 @@
 """The perplexity of a model that a command names: in memory, or a layer at a time; of whole batches, shared out over
 the ranks."""
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,12 +15,14 @@ from lightning_compress.data.batches import evaluation_dataloader, tokenizer_of
 from lightning_compress.data.config import load_data_config
 from lightning_compress.data.perplexity import Batch, perplexity
 from lightning_compress.distributed.collective import Collective
+from lightning_compress.errors import RunWarning
 from lightning_compress.export.packed import checkpoint_source, unfolded_as_packed
 from lightning_compress.memory.files import has_safetensors
 from lightning_compress.memory.placement import placement
 from lightning_compress.memory.source import WeightSource
+from lightning_compress.plugin.agreement import check_same
 from lightning_compress.plugin.callback import onload_device
-from lightning_compress.plugin.job import check_same
+from lightning_compress.plugin.identity import beyond_made_for
 from lightning_compress.plugin.models import load_model, memory_options, reads_from_disk, weights_place
 from lightning_compress.plugin.plan import device_kind
 from lightning_compress.plugin.ranks import ranks_of
@@ -38,6 +41,8 @@ def run_evaluate(config: DictConfig) -> float:
         from_disk = reads_from_disk(config.model) or (kind == "cuda" and is_folder and config.model.load == "auto")
         model, processor = load_model(config.model, from_disk)
         batches = list(evaluation_dataloader(load_data_config(config.data), tokenizer_of(processor)))
+        for note in beyond_made_for(model, batches) if ranks.rank == 0 else ():
+            warnings.warn(note, RunWarning, stacklevel=2)
         weights = weights_place(config.model) if from_disk else None
         return measured_perplexity(model, batches, weights, config.memory, onload_device(trainer), ranks)
 

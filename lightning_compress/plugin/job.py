@@ -1,15 +1,16 @@
 """One compression from a model to a verified checkpoint, as a generator that a Trainer's loop (or anything else)
 drives."""
 
-import json
 import shutil
 import time
 import warnings
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
 from lightning_compress.calibration.batches import CalibrationSet
@@ -17,10 +18,10 @@ from lightning_compress.calibration.boundary import FOLDER
 from lightning_compress.calibration.loop import Calibration, calibrate
 from lightning_compress.calibration.prepare import calibrating, check_layout
 from lightning_compress.calibration.records import UNREACHED, ModuleRecord, SubgraphRecord
-from lightning_compress.calibration.resume import data_fingerprint, fingerprints
+from lightning_compress.calibration.resume import fingerprints
 from lightning_compress.calibration.target import Target, find_target
 from lightning_compress.distributed.collective import Collective, SingleProcess
-from lightning_compress.errors import CompressionError, UnreachedModulesWarning, UnsupportedModelError
+from lightning_compress.errors import RunWarning, UnreachedModulesWarning, UnsupportedModelError
 from lightning_compress.export.checkpoint import check_output_dir
 from lightning_compress.export.verify import ReadBackWarning, Verification, verify, verify_files, why_unreadable
 from lightning_compress.export.writer import CheckpointWriter, Unwritten
@@ -28,7 +29,9 @@ from lightning_compress.graph.stages import Schedule
 from lightning_compress.graph.unfold import Unfolded, unfolded
 from lightning_compress.memory.budget import MemoryUse
 from lightning_compress.memory.source import WeightSource, is_on_meta
+from lightning_compress.plugin.agreement import check_same
 from lightning_compress.plugin.budget import finished_use
+from lightning_compress.plugin.identity import beyond_made_for, model_path, num_samples_and_tokens, versions
 from lightning_compress.plugin.layout import in_parts
 from lightning_compress.plugin.progress import Progress, check_continues
 from lightning_compress.plugin.settings import Settings
@@ -60,6 +63,12 @@ class Job:
     modules: Unfolded
     expert_parts: int = 1
     memory: MemoryUse | None = None
+
+
+_REPLACED = (
+    "{} held the finished checkpoint of another run (another recipe, model, data or software, or resume='never'), "
+    "which this one replaces with its first subgraph."
+)
 
 
 def plan_recipe(module: nn.Module, settings: Settings) -> tuple[Target, ResolvedRecipe]:
@@ -121,69 +130,6 @@ def prepare_job(
     return Job(target, resolved, data, run, settings, schedule, source, given, prepare_s, *rest)
 
 
-def check_settings(settings: Settings, collective: Collective) -> None:
-    """
-    Raises:
-        CompressionError: the ranks were not given the same; weights and budgets may differ.
-    """
-    what = "comparing what the ranks were given"
-    check_same({"recipe": json.dumps(settings.recipe.to_dict(), default=str)}, collective, what)
-    folder = None if settings.output_dir is None else str(settings.output_dir.absolute())
-    given = {"output_dir": folder, **{name: getattr(settings, name) for name in _SAME_SETTINGS}}
-    of_ranks = collective.gather(given, what)
-    for name, value in of_ranks[0].items():
-        for rank, theirs in enumerate(of_ranks):
-            if theirs[name] != value:
-                raise CompressionError(
-                    f"{name} is {theirs[name]} on rank {rank}, and {value} on rank 0. Every rank has to be given the "
-                    "same (a name with the time in it is another one on each)."
-                )
-
-
-_SAME_SETTINGS = ("schedule", "sequential_targets", "expert_parts", "verify", "resume", "keep_activations")
-
-
-def check_data(data: CalibrationSet | None, collective: Collective) -> None:
-    """
-    Raises:
-        CompressionError: the ranks have read different calibration sets, or cannot have.
-    """
-    if collective.size > 1:
-        digest = data_fingerprint(() if data is None else data.batches)
-        check_same({"data": digest}, collective, "comparing the calibration data")
-
-
-def check_same(given: Mapping[str, str], collective: Collective, what: str) -> None:
-    """All ranks are about to do the same.
-
-    Args:
-        given: of this rank, some of `calibration.resume.fingerprints`.
-        collective: the ranks.
-        what: is done, for errors.
-
-    Raises:
-        CompressionError: they are not.
-    """
-    of_ranks = collective.gather(given, what)
-    for name, digest in of_ranks[0].items():
-        others = [rank for rank, theirs in enumerate(of_ranks) if theirs[name] != digest]
-        if others:
-            raise CompressionError(
-                f"{_SAME[name]} {', '.join(map(str, others))} as on rank 0. Every rank has to be given the same: it "
-                "takes its own share of the batches by itself."
-            )
-
-
-_SAME = {
-    "recipe": "The recipe is not the same on ranks",
-    "layout": "The schedule, the sequential targets or the kind of device are not the same on ranks",
-    "model": "The model's weights are not the same on ranks",
-    "data": "The batches (is there a DistributedSampler, a stream that gives each rank its share, or an unseeded "
-    "order?) are not the same on ranks",
-    "software": "The versions of torch, transformers or others are not the same on ranks",
-}
-
-
 def _check_weights(root: nn.Module, settings: Settings) -> None:
     """Every weight is to be read, or is there."""
     if is_on_meta(root):
@@ -236,6 +182,13 @@ def _run(
     bytes_before = _num_bytes(job.target.root)
     output_dir = job.settings.output_dir if max_subgraphs is None else None
     writer = None if output_dir is None else _writer(job, output_dir)
+    beyond = [] if job.data is None else beyond_made_for(job.target.root, job.data.batches)
+    replaced = [_REPLACED.format(writer.folder)] if writer is not None and writer.replaces_finished else []
+    if job.run.collective.rank == 0:
+        for note in beyond:
+            warnings.warn(note, RunWarning, stacklevel=2)
+        for note in replaced:
+            rank_zero_info(note)
     num_resumed = 0 if writer is None else len(writer.finished)
     if continues is not None and writer is not None:
         check_continues(continues, job.fingerprints, str(output_dir), num_resumed, job.settings.resume)
@@ -258,7 +211,7 @@ def _run(
         shutil.rmtree(writer.folder / FOLDER, ignore_errors=True)
         verification = _verified(job, writer.folder)  # on all ranks: compressed-tensors loads as one of them
     total_s = job.prepare_s + time.perf_counter() - start
-    report = _report(job, records, bytes_before, total_s, writer, num_resumed, verification)
+    report = _report(job, records, bytes_before, total_s, writer, num_resumed, verification, (*beyond, *replaced))
     if (factor := more_samples(report.coverage)) is not None:
         warnings.warn(advice(factor), ExpertCoverageWarning, stacklevel=2)
     _warn_of_unreached(report.modules)
@@ -299,10 +252,18 @@ def _report(
     writer: CheckpointWriter | None,
     num_resumed: int,
     verification: Verification | None,
+    notes: tuple[str, ...],
 ) -> Report:
+    num_samples, num_tokens = (0, 0) if job.data is None else num_samples_and_tokens(job.data.batches)
     saved = sum(module.bytes_before - module.bytes_after for record in records for module in record.modules)
     return Report(
         model=type(job.target.root).__name__,
+        model_path=model_path(job.target.root),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        versions=versions(),
+        num_samples=num_samples,
+        num_tokens=num_tokens,
+        notes=notes,
         recipe=job.resolved.recipe.to_dict(),
         schedule=job.schedule.value,
         device=_device_name(job.run.flow.device),

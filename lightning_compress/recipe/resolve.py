@@ -21,6 +21,7 @@ from lightning_compress.errors import NonFiniteError, UnsupportedModelError
 from lightning_compress.recipe.config import Modifier, Recipe
 from lightning_compress.recipe.defaults import left_alone, output_embeddings
 from lightning_compress.recipe.forms import Quantizable, classes, origin, why_not
+from lightning_compress.recipe.groups import check_groups
 from lightning_compress.recipe.parts import transformers_models
 
 OUTPUT_EMBEDDING = "lm_head"
@@ -115,12 +116,12 @@ def resolve(recipe: Recipe, root: nn.Module) -> ResolvedRecipe:
                 reason = f"ignored by the recipe ({pattern})"
         if chosen is not None:
             module = _quantizable(name, module)
-            _check_shape(name, module, chosen.scheme)
             _check_inputs(name, module, chosen.scheme)
             assignments[name] = Assignment(name, _algorithm(chosen, module), _scheme(chosen, module))
         elif isinstance(weight, torch.Tensor) and weight.ndim >= 2:
             excluded.append(Excluded(name, type(module).__name__, tuple(weight.shape), reason))
     _check_matched(recipe, matched, assignments, root)
+    check_groups({name: each.weights for name, each in assignments.items()}, root)
     _check_ties(assignments, root)
     _check_finite(assignments, root)
     return ResolvedRecipe(recipe, assignments, tuple(excluded + _bare_matrices(root)))
@@ -322,31 +323,16 @@ def _check_inputs(name: str, module: Quantizable, scheme: QuantizationScheme) ->
         )
 
 
-def _check_shape(name: str, module: Quantizable, scheme: QuantizationScheme) -> None:
-    assert scheme.weights is not None
-    group, columns = scheme.weights.group_size, module.weight.shape[1]
-    if scheme.weights.strategy != QuantizationStrategy.GROUP or group is None or columns % group == 0:
-        return
-    below = next((size for size in range(min(group, columns), 0, -1) if columns % size == 0), 1)
-    above = next((size for size in range(group, columns + 1) if columns % size == 0), columns)
-    nearest = (
-        f"The nearest sizes that do are {below} and {above}"
-        if below != above
-        else f"The nearest size that does is {below}"
-    )
-    raise UnsupportedModelError(
-        f"{name} has a weight of shape {list(module.weight.shape)}, and group_size {group} does not divide its "
-        f"{columns} input "
-        f"channels. {nearest}. Change group_size, or add {name!r} to `ignore`."
-    )
-
-
 def _check_matched(
     recipe: Recipe, matched: Sequence[bool], assignments: Mapping[str, Assignment], root: nn.Module
 ) -> None:
     present = sorted(
         {type(module).__name__ for module in root.modules() if getattr(module, "weight", None) is not None}
     )
+    if not present:
+        raise UnsupportedModelError(
+            f"{type(root).__name__} has no modules with weights, so there is nothing to compress."
+        )
     for modifier, found in zip(recipe.modifiers, matched, strict=True):
         if not found:
             raise UnsupportedModelError(

@@ -36,7 +36,17 @@ def render_html(report: Mapping[str, Any]) -> str:
         error_figure([(row["module"], row["error"]) for row in rows]),
         "<h2>Modules</h2>",
         _table(
-            ("module", "scheme", "shape", "relative error", "tokens", "size", "solved with", "damping", "notes"),
+            (
+                "module",
+                "scheme",
+                "shape",
+                "relative error",
+                "tokens",
+                "size, of before",
+                "solved with",
+                "damping",
+                "notes",
+            ),
             [_module_row(row) for row in rows],
             numeric=(3, 4, 5, 7),
         ),
@@ -112,8 +122,15 @@ def _facts(report: Mapping[str, Any]) -> str:
     modules = [module for part in report["subgraphs"] for module in part["modules"]]
     kinds = dict.fromkeys((module["algorithm"], module["scheme"]) for module in modules)
     facts: list[tuple[str, str]] = [
+        ("model", _text(" of ".join(filter(None, (report["model"], report["model_path"]))))),
+        ("data", f"{report['num_samples']} samples, {report['num_tokens']} tokens, {report['num_batches']} batches"),
+        ("date", _text(report["date"])),
+        ("versions", _text(", ".join(f"{name} {number}" for name, number in report["versions"].items()))),
         ("recipe", "<br>".join(_text(f"{algorithm}, {scheme}") for algorithm, scheme in kinds)),
-        ("size of the weights", f"{report['bytes_before'] / 1e6:.2f} MB &rarr; {report['bytes_after'] / 1e6:.2f} MB"),
+        (
+            "all weights, quantized or not",
+            f"{report['bytes_before'] / 1e6:.2f} MB &rarr; {report['bytes_after'] / 1e6:.2f} MB",
+        ),
         (
             "ran",
             _text(
@@ -135,6 +152,7 @@ def _facts(report: Mapping[str, Any]) -> str:
         facts.append(("read back", f"{verdict} with {_text(verification['loaded_with'])}{detail}"))
     if report["memory"] is not None:
         facts.append(("memory", _text(MemoryUse(**report["memory"]).summary())))
+    facts += [("note", _text(note)) for note in report["notes"]]
     if report["is_partial"]:
         facts.append(
             ("state", "<span class=bad>partial: not every subgraph was quantized, no checkpoint was written</span>")

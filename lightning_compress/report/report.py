@@ -1,7 +1,8 @@
 """The result of a compression run as data, as a table for the terminal, and as files."""
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from rich import box
@@ -41,6 +42,11 @@ class Report:
         num_copies: how many nodes have a whole checkpoint in an `output_dir` of their own; 1: all share one.
         plan: that the run followed, if any.
         memory: budgets, what was foreseen and what was taken; None where there are no budgets.
+        model_path: where the model was read from, if that is known.
+        date: of the end, in UTC, as ISO 8601 has it.
+        versions: of the packages that decide the result.
+        num_samples, num_tokens: of the calibration set, without padding; 0 where it has no token ids.
+        notes: what else there is to know of the run.
         extra: figures that the caller adds, e.g. perplexities.
     """
 
@@ -66,6 +72,12 @@ class Report:
     num_copies: int = 1
     memory: MemoryUse | None = None
     plan: Plan | None = None
+    model_path: str = ""
+    date: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    num_samples: int = 0
+    num_tokens: int = 0
+    notes: tuple[str, ...] = ()
 
     @property
     def modules(self) -> tuple[ModuleRecord, ...]:
@@ -107,13 +119,13 @@ class Report:
     def table(self) -> Table:
         """Per-module results for the terminal."""
         table = Table(box=box.SIMPLE, pad_edge=False)
-        table.add_column("module", no_wrap=True)
-        table.add_column("scheme")
+        table.add_column("module", overflow="fold")  # the one that a narrow terminal breaks
+        table.add_column("scheme", no_wrap=True)
         for heading in ("shape", "error", "size"):
-            table.add_column(heading, justify="right")
+            table.add_column(heading, justify="right", no_wrap=True)
         has_notes = any(record.notes for record in self.modules)
         if has_notes:
-            table.add_column("notes")
+            table.add_column("notes", overflow="fold")
         for row in collapsed([asdict(record) for record in self.modules]):
             shape, size = "x".join(map(str, row["shape"])), f"{row['bytes_after'] / row['bytes_before']:.0%}"
             notes = ["; ".join(row["notes"])] if has_notes else []
@@ -126,7 +138,7 @@ class Report:
         lines = [
             f"{len(errors)} modules quantized in {self.total_s:.1f} s ({self.schedule} on {self.devices}, "
             f"{self.num_batches} batches); "
-            f"{self.bytes_before / 1e6:.1f} MB -> {self.bytes_after / 1e6:.1f} MB"
+            f"all weights: {self.bytes_before / 1e6:.1f} MB -> {self.bytes_after / 1e6:.1f} MB"
         ]
         if errors:
             worst = max(self.modules, key=lambda record: record.error)
@@ -161,6 +173,7 @@ class Report:
                     f"changes outputs by up to {self.verification.max_abs_difference_as_loaded or 0.0:.2g}"
                 )
         lines += self.added_lines()
+        lines += [f"note: {note}" for note in self.notes]
         if self.memory is not None:
             lines.append(self.memory.summary())
         if self.num_resumed and self.num_resumed == len(self.subgraphs):

@@ -18,7 +18,7 @@ from processes import Ended, Script
 from lightning_compress import CompressionCallback
 from lightning_compress.distributed.collective import SingleProcess
 from lightning_compress.errors import CompressionError, UnsupportedModelError
-from lightning_compress.plugin.job import check_settings
+from lightning_compress.plugin.agreement import check_settings
 from lightning_compress.plugin.settings import Settings
 from lightning_compress.recipe.load import load_recipe
 

@@ -1,11 +1,13 @@
 """A recipe against a model: who gets what, who is left out and why, and every mismatch found before any work."""
 
+import re
 from typing import Any
 
 import pytest
 import torch
 from compressed_tensors.quantization import FP8_E4M3_DATA
 from helpers import VOCAB, linears, modifier, recipe, tiny_llama, weights
+from omegaconf import OmegaConf
 from torch import nn
 from transformers import (
     CLIPConfig,
@@ -386,3 +388,23 @@ def test_the_default_ignore_means_the_output_embedding_of_a_nested_model_too() -
     wrapper.model = tiny_llama(1)
     wrapper.head = nn.Linear(32, 32)
     assert "model.lm_head" not in resolved(recipe(4), wrapper).assignments
+
+
+def test_a_model_without_weights_is_said_to_have_none() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"Sequential has no modules with weights"):
+        resolved(recipe(4), nn.Sequential(nn.ReLU()))
+
+
+def test_a_group_size_for_all_modules_is_named_with_what_to_type_in_place_of_a_preset() -> None:
+    model = nn.Sequential(nn.Linear(96, 200), nn.Linear(200, 256), nn.Linear(256, 96))
+    with pytest.raises(UnsupportedModelError) as caught:
+        resolved({"modifiers": [{"algorithm": "rtn", "scheme": "W4A16"}]}, model)
+    message = str(caught.value)
+    assert "0 has a weight of shape [200, 96], and group_size 128 does not divide its 96 input channels" in message
+    assert "1 more modules (1 [256, 200])" in message
+    assert "nearest size that does is 8, for all 3 modules" in message
+    written = re.search(r"`scheme: (.*?)`", message)
+    assert written is not None
+    scheme = OmegaConf.to_container(OmegaConf.create(written[1]))
+    found = resolved({"modifiers": [{"algorithm": "rtn", "scheme": scheme}]}, model)
+    assert {each.weights.group_size for each in found.assignments.values()} == {8}

@@ -2,6 +2,8 @@
 
 import json
 import re
+from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,8 @@ import torch
 from helpers import compress, compress_in_memory, modifier, padded, recipe, tiny_llama, token_batches
 from rich.console import Console
 
+from lightning_compress.calibration.solve import describe_scheme
+from lightning_compress.errors import RunWarning
 from lightning_compress.recipe.load import load_recipe
 from lightning_compress.report.report import Report
 
@@ -109,6 +113,34 @@ def test_html_is_self_contained(saved: tuple[Report, Path]) -> None:
     assert "always zero" in html
 
 
+def test_a_strategy_that_follows_from_the_group_size_is_named_as_one_that_is_given() -> None:
+    scheme = (
+        load_recipe({"modifiers": [{"algorithm": "rtn", "scheme": {"weights": {"num_bits": 4, "group_size": 8}}}]})
+        .modifiers[0]
+        .scheme
+    )
+    assert describe_scheme(scheme) == "W4A16 group 8"
+
+
+def test_a_narrow_table_breaks_names_of_modules_alone(saved: tuple[Report, Path]) -> None:
+    report, _ = saved
+    notes = ("a note of some words that takes more room than there is",)
+    parts = [
+        replace(part, modules=tuple(replace(each, notes=notes) for each in part.modules)) for part in report.subgraphs
+    ]
+    name = "model.layers.11.block_sparse_moe.experts.*.down_proj (64)"
+    module = replace(report.modules[0], module=name, scheme="W4A16 group 128", notes=notes)
+    parts[1] = replace(parts[1], modules=(module, *parts[1].modules))
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(replace(report, subgraphs=tuple(parts)).table())
+    printed = capture.get()
+    assert "W4A16 group 128" in printed
+    for record in report.modules:
+        assert f"{record.error:.2e}" in printed
+    assert "\N{HORIZONTAL ELLIPSIS}" not in printed
+
+
 def test_summary(saved: tuple[Report, Path]) -> None:
     report, directory = saved
     summary = report.summary()
@@ -139,3 +171,31 @@ def test_partial_runs_say_so() -> None:
     assert "checkpoint" not in report.summary()
     assert "PARTIAL" in Report(**{**vars(report), "is_partial": True}).summary()
     assert report.to_dict()["verified"] is None
+
+
+def test_the_report_says_of_what_it_is(saved: tuple[Report, Path]) -> None:
+    report, directory = saved
+    html, content = (directory / "report.html").read_text(), json.loads((directory / "report.json").read_text())
+    assert (report.num_samples, report.num_tokens) == (
+        8,
+        sum(int(b["attention_mask"].sum()) for b in padded(token_batches())),
+    )
+    assert content["date"] == report.date
+    assert content["versions"]["torch"] == version("torch")
+    for fact in (report.date, f"transformers {version('transformers')}", f"{report.num_samples} samples"):
+        assert fact in html
+
+
+def test_samples_beyond_the_positions_are_told_of(tmp_path: Path) -> None:
+    with pytest.warns(RunWarning, match="16 tokens are more than the 12 positions that LlamaForCausalLM is made for"):
+        report = compress(tiny_llama(1, max_position_embeddings=12), token_batches(), recipe(4), tmp_path / "out")
+    assert len(report.notes) == 1
+    assert f"note: {report.notes[0]}" in report.summary()
+
+
+def test_the_finished_checkpoint_of_another_run_is_not_replaced_silently(tmp_path: Path) -> None:
+    first = compress(tiny_llama(1), token_batches(), recipe(4), tmp_path / "out")
+    again = compress(tiny_llama(1), token_batches(), recipe(4), tmp_path / "out")
+    other = compress(tiny_llama(1), token_batches(), recipe(8), tmp_path / "out")
+    assert first.notes == again.notes == ()
+    assert "held the finished checkpoint of another run" in other.summary()

@@ -1,0 +1,55 @@
+"""Group sizes against the shapes of the weights."""
+
+from collections.abc import Mapping, Sequence
+from math import gcd
+
+from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
+from torch import nn
+
+from lightning_compress.errors import UnsupportedModelError
+
+
+def check_groups(weights: Mapping[str, QuantizationArgs], root: nn.Module) -> None:
+    """Of all modules at once: a size that one of them takes may be none for the next.
+
+    Args:
+        weights: how those of each module [O, I] are quantized.
+        root: the model.
+
+    Raises:
+        UnsupportedModelError: a group size does not divide I.
+    """
+    grouped: dict[int, dict[str, QuantizationArgs]] = {}
+    for name, each in weights.items():
+        if each.strategy == QuantizationStrategy.GROUP and each.group_size is not None:
+            grouped.setdefault(each.group_size, {})[name] = each
+    for group, chosen in grouped.items():
+        shapes = {name: list(root.get_submodule(name).get_parameter("weight").shape) for name in chosen}
+        if failing := [name for name, shape in shapes.items() if shape[1] % group]:
+            raise UnsupportedModelError(_not_divided(failing, shapes, chosen[failing[0]], group))
+
+
+def _not_divided(
+    failing: Sequence[str], shapes: Mapping[str, Sequence[int]], weights: QuantizationArgs, group: int
+) -> str:
+    name, common = failing[0], gcd(*(shape[1] for shape in shapes.values()))
+    below = next((size for size in range(min(group, common), 0, -1) if common % size == 0), 1)
+    above = next((size for size in range(group, common + 1) if common % size == 0), below)
+    nearest = (
+        f"The nearest sizes that do are {below} and {above}"
+        if below != above
+        else f"The nearest size that does is {below}"
+    )
+    others = ", ".join(f"{other} {list(shapes[other])}" for other in failing[1:4])
+    more = (
+        f" The same holds for {len(failing) - 1} more modules ({others}{', ...' * (len(failing) > 4)})."
+        if others
+        else ""
+    )
+    line = f"num_bits: {weights.num_bits}, symmetric: {str(weights.symmetric).lower()}, group_size: {below}"
+    return (
+        f"{name} has a weight of shape {list(shapes[name])}, and group_size {group} does not divide its "
+        f"{shapes[name][1]} input channels.{more} {nearest}, for all {len(shapes)} modules with that group_size. "
+        f"Change group_size (a preset's by giving fields in place of its name: `scheme: {{weights: {{{line}}}}}`), "
+        f"or add {name!r} to `ignore`."
+    )
