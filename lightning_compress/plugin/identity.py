@@ -44,4 +44,4 @@ def _fields(batch: Any) -> Mapping[str, Tensor]:
     """Of a batch with token ids [B, T], in a mapping or alone; nothing of others."""
     fields = batch if isinstance(batch, Mapping) else {"input_ids": batch}
     ids = fields.get("input_ids")
-    return fields if isinstance(ids, Tensor) and ids.ndim == 2 else {}
+    return fields if isinstance(ids, Tensor) and ids.ndim == 2 and not ids.is_floating_point() else {}
