@@ -20,6 +20,7 @@ from lightning_compress.calibration.prepare import calibrating, check_layout
 from lightning_compress.calibration.records import UNREACHED, ModuleRecord, SubgraphRecord
 from lightning_compress.calibration.resume import fingerprints
 from lightning_compress.calibration.target import Target, find_target
+from lightning_compress.distributed.bars import no_bars
 from lightning_compress.distributed.collective import Collective, SingleProcess
 from lightning_compress.errors import RunWarning, UnreachedModulesWarning, UnsupportedModelError
 from lightning_compress.export.checkpoint import check_output_dir
@@ -207,9 +208,10 @@ def _run(
     partial = len(records) < len(job.run.flow.subgraphs)
     verification = None
     if writer is not None and not partial:
-        writer.close(job.settings.tokenizer)
-        shutil.rmtree(writer.folder / FOLDER, ignore_errors=True)
-        verification = _verified(job, writer.folder)  # on all ranks: compressed-tensors loads as one of them
+        with no_bars():
+            writer.close(job.settings.tokenizer)
+            shutil.rmtree(writer.folder / FOLDER, ignore_errors=True)
+            verification = _verified(job, writer.folder)  # on all ranks: compressed-tensors loads as one of them
     total_s = job.prepare_s + time.perf_counter() - start
     report = _report(job, records, bytes_before, total_s, writer, num_resumed, verification, (*beyond, *replaced))
     if (factor := more_samples(report.coverage)) is not None:

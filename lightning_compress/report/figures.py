@@ -44,11 +44,11 @@ def figure(
 
 @figure(3.6)
 def error_figure(axes: "Axes", errors: Sequence[tuple[str, float]]) -> None:
-    """A bar per module on a logarithmic axis."""
+    """A point per module on a logarithmic axis, which has no zero for bars to stand on."""
     kinds = list(dict.fromkeys(name.rpartition(".")[2] for name, _ in errors))
     for number, kind in enumerate(kinds):
         chosen = [(position, error) for position, (name, error) in enumerate(errors) if name.rpartition(".")[2] == kind]
-        axes.bar([p for p, _ in chosen], [e for _, e in chosen], width=0.85, label=kind, color=f"C{number % 10}")
+        axes.plot(*zip(*chosen, strict=True), "o", markersize=5, label=kind, color=f"C{number % 10}")
     if any(error > 0 for _, error in errors):
         axes.set_yscale("log")
     axes.set_xlabel("module, in the model's order")

@@ -93,6 +93,7 @@ def _plan_sections(report: Mapping[str, Any]) -> list[str]:
         "<h2>Memory, as foreseen</h2>",
         *figures,
         "<h2>Lanes, as foreseen, and phases, as measured</h2>",
+        "<p>A colour is one subgraph, the same in all rows; after ten they begin again.</p>",
         lanes_figure(planned, ran if rows else []),
     ]
 

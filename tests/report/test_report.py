@@ -199,3 +199,9 @@ def test_the_finished_checkpoint_of_another_run_is_not_replaced_silently(tmp_pat
     other = compress(tiny_llama(1), token_batches(), recipe(8), tmp_path / "out")
     assert first.notes == again.notes == ()
     assert "held the finished checkpoint of another run" in other.summary()
+
+
+def test_writing_and_reading_back_draw_no_bars(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    compress(tiny_llama(1), token_batches(), recipe(4), tmp_path / "out")
+    assert "0it" not in (printed := capfd.readouterr().err)
+    assert "%|" not in printed
