@@ -13,10 +13,10 @@ from hydra import compose, initialize_config_dir
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import OmegaConf
 from processes import Ended, Script
-from transformers import AutoModelForCausalLM, GptOssConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig
 
 from lightning_compress.data.config import load_data_config
-from lightning_compress.errors import CompressionError
+from lightning_compress.errors import CompressionError, RunWarning
 from lightning_compress.export.verify import READ_BACK
 from lightning_compress.plugin import cli
 from lightning_compress.plugin.cli import run_compress, run_evaluate
@@ -287,3 +287,13 @@ def test_an_ended_run_is_no_success(run: Callable[[], None], code: int) -> None:
     with pytest.raises(SystemExit) as ended:
         cli._reporting_errors(run)
     assert ended.value.code == code
+    assert ended.value.code == 143
+
+
+def test_evaluate_tells_of_samples_beyond_the_positions(checkpoint: Path) -> None:
+    positions = AutoConfig.from_pretrained(checkpoint).max_position_embeddings
+    of_data = ["data=docs", "data.num_samples=2", f"data.max_length={positions + 8}", "data.batch_size=2"]
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        config = compose("evaluate", overrides=[f"model.path={checkpoint}", *of_data])
+    with pytest.warns(RunWarning, match=f"{positions + 8} tokens are more than the {positions} positions"):
+        run_evaluate(config)

@@ -44,11 +44,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 
 def test_instead_of_training(whole: dict[str, bytes], tmp_path: Path) -> None:
-    """Eleven samples, shuffled: Lightning's own samplers would pad them, and take every second one for a rank. One
-    rank draws bars (seen to fail: without `bars_of_first`)."""
+    """Eleven samples, shuffled: Lightning's own samplers would pad them, and take every second one for a rank. No
+    rank draws bars of the checkpoint that is read back (seen to fail: without `no_bars`)."""
     ended = Script(SCRIPT, str(tmp_path / "popen"), "--devices=2").wait()
     assert all(f"rank {rank} of 2, 6 batches" in ended.stdout for rank in (0, 1)), ended.stderr
-    assert ended.stderr.count("Decompressing model:   0%") == 1
+    assert "Decompressing model" not in ended.stderr
     subprocess.run([*TORCHRUN, SCRIPT, str(tmp_path / "torchrun"), "--devices=2"], check=True, timeout=300)
     assert contents(tmp_path / "popen") == contents(tmp_path / "torchrun") == whole
 
@@ -165,7 +165,7 @@ def run_command(*of_ranks: list[str]) -> list[Ended]:
 
 def test_the_command_measures_on_all_of_them(checkpoint: Path, tmp_path: Path) -> None:
     """Before and after a compression, and of its checkpoint; one rank says it, and draws bars. Seen to fail: with
-    perplexities of rank 0 alone; without `bars_of_first`, of transformers and of compressed-tensors."""
+    perplexities of rank 0 alone; without `bars_of_first`, of transformers."""
     options = ["data.num_samples=4", "data.max_length=32", "data.batch_size=2", "recipe=w4a16_rtn"]
     held_out = ["data@held_out=docs_test", "held_out.num_samples=11", "held_out.max_length=32", "held_out.batch_size=2"]
     given = ["compress", f"model.path={checkpoint}", "trainer.accelerator=cpu", *options, *held_out]
@@ -179,8 +179,7 @@ def test_the_command_measures_on_all_of_them(checkpoint: Path, tmp_path: Path) -
         assert report["num_ranks"] == size
         extra.append(report["extra"])
         assert ["it/s" in end.stderr for end in ends] == [True, False][:size]
-        bars = ("Loading weights", "Compressing model", "Applying quantization config")
-        assert all(f"{bar}: 100%" in ends[0].stderr for bar in bars)
+        assert "Loading weights: 100%" in ends[0].stderr
         evaluate = ["evaluate", f"model.path={out}", "data.num_samples=11", "data.max_length=32", "data.batch_size=2"]
         said.append("".join(end.stdout for end in run_command(*[[*evaluate, "device=cpu"]] * size)))
     assert set(extra[0]) == {"perplexity_before", "perplexity_after"}
