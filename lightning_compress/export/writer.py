@@ -47,7 +47,7 @@ from lightning_compress.distributed.collective import Collective, SingleProcess
 from lightning_compress.distributed.folder import shared_folder
 from lightning_compress.errors import CompressionError, OutputDirectoryError
 from lightning_compress.export.beside import FILES, config_files, copied, written_before
-from lightning_compress.export.checkpoint import INCOMPLETE, MARKER, SavesPretrained, check_output_dir
+from lightning_compress.export.checkpoint import INCOMPLETE, MARKER, PLAN, SavesPretrained, check_output_dir
 from lightning_compress.export.layout import packed_bytes, shard_keys
 from lightning_compress.export.packing import (
     PACKED_NAMES,
@@ -268,6 +268,7 @@ class CheckpointWriter:
         if self._is_writing:
             with self._writing(f"its state ({INCOMPLETE})"):
                 (self.folder / INCOMPLETE).unlink(missing_ok=True)
+                (self.folder / PLAN).unlink(missing_ok=True)
                 sync(self.folder)
         self._collective.gather(None, what)
 

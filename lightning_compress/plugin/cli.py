@@ -28,7 +28,6 @@ from lightning_compress.data.config import load_data_config
 from lightning_compress.distributed.collective import Collective, is_first_to_say
 from lightning_compress.distributed.folder import shared_folder
 from lightning_compress.errors import CommunicationError, CompressionError
-from lightning_compress.export.checkpoint import PLAN
 from lightning_compress.foresight.estimate import Estimate
 from lightning_compress.foresight.jobs import FineTuningJob
 from lightning_compress.foresight.planned import save_planned
@@ -265,7 +264,6 @@ def _save_again(report: Report, output_dir: Path, ranks: Collective) -> None:
     """With what was found out behind the run; on every disk that has the checkpoint."""
     if shared_folder(output_dir, ranks).is_first:
         report.save(output_dir)
-        (output_dir / PLAN).unlink(missing_ok=True)
 
 
 def _is_first_rank() -> bool:

@@ -118,13 +118,21 @@ def _experts_section(modules: Sequence[Mapping[str, Any]]) -> list[str]:
     return ["<h2>Experts</h2>", lines, _table(headings, rows, numeric=range(1, 7))]
 
 
+def _data(report: Mapping[str, Any]) -> str:
+    """Of samples without token ids, images say, only the number of batches is known."""
+    if not report["num_batches"]:
+        return "none was needed"
+    of_text = f"{report['num_samples']} samples, {report['num_tokens']} tokens, " if report["num_samples"] else ""
+    return f"{of_text}{report['num_batches']} batches"
+
+
 def _facts(report: Mapping[str, Any]) -> str:
     verification = report["verification"]
     modules = [module for part in report["subgraphs"] for module in part["modules"]]
     kinds = dict.fromkeys((module["algorithm"], module["scheme"]) for module in modules)
     facts: list[tuple[str, str]] = [
         ("model", _text(" of ".join(filter(None, (report["model"], report["model_path"]))))),
-        ("data", f"{report['num_samples']} samples, {report['num_tokens']} tokens, {report['num_batches']} batches"),
+        ("data", _data(report)),
         ("date", _text(report["date"])),
         ("versions", _text(", ".join(f"{name} {number}" for name, number in report["versions"].items()))),
         ("recipe", "<br>".join(_text(f"{algorithm}, {scheme}") for algorithm, scheme in kinds)),

@@ -14,6 +14,7 @@ from rich.console import Console
 from lightning_compress.calibration.solve import describe_scheme
 from lightning_compress.errors import RunWarning
 from lightning_compress.recipe.load import load_recipe
+from lightning_compress.report.html import render_html
 from lightning_compress.report.report import Report
 
 MIXED = {"modifiers": [modifier(4, ignore=["lm_head", "re:.*o_proj"]), modifier(8, "rtn", targets=["re:.*down_proj"])]}
@@ -184,6 +185,14 @@ def test_the_report_says_of_what_it_is(saved: tuple[Report, Path]) -> None:
     assert content["versions"]["torch"] == version("torch")
     for fact in (report.date, f"transformers {version('transformers')}", f"{report.num_samples} samples"):
         assert fact in html
+
+
+@pytest.mark.parametrize(("num_batches", "said"), [(0, "none was needed"), (3, "<dd>3 batches")])
+def test_of_what_has_no_tokens_no_number_is_said(saved: tuple[Report, Path], num_batches: int, said: str) -> None:
+    """Seen to fail: "0 samples, 0 tokens" of images."""
+    page = render_html(replace(saved[0], num_samples=0, num_tokens=0, num_batches=num_batches).to_dict())
+    assert said in page
+    assert "0 tokens" not in page
 
 
 def test_samples_beyond_the_positions_are_told_of(tmp_path: Path) -> None:
