@@ -1,6 +1,7 @@
 """Checkpoint folders: what is in one, and whether it may be written to."""
 
 import tempfile
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Protocol
 
@@ -11,8 +12,6 @@ MARKER = "lightning_compress.json"
 INCOMPLETE = "INCOMPLETE"
 PLAN = f"{INCOMPLETE}-plan.json"
 """What an unfinished run is planned to be, where it is."""
-_FIRST = frozenset((f".{INCOMPLETE}.partial", PLAN, f".{PLAN}.partial"))
-"""What a run leaves that is killed before its first subgraph is written."""
 
 
 class SavesPretrained(Protocol):
@@ -45,7 +44,9 @@ def check_output_dir(output_dir: Path) -> None:
         raise OutputDirectoryError(f"output_dir {output_dir} is a file; give a folder.")
     ours = (output_dir / MARKER).is_file() or (output_dir / INCOMPLETE).is_file()
     entries = [path.name for path in output_dir.iterdir()] if output_dir.is_dir() else []
-    if not ours and not _FIRST.issuperset(entries):
+    # what a run leaves that is killed before its first subgraph is written
+    first = {name for name in entries if name == PLAN or fnmatch(name, ".*.partial")}
+    if not ours and not first.issuperset(entries):
         raise OutputDirectoryError(
             f"output_dir {output_dir} exists and was not written by lightning_compress (no {MARKER} in it). "
             "Give another folder, or remove this one."

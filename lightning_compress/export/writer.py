@@ -160,7 +160,7 @@ class CheckpointWriter:
             return lines if len(lines) == len(self._parts) else None
         lines = read_manifest(self.folder, self._fingerprints)
         for leftover in (*self.folder.glob(".*.partial"), *self.folder.glob(".tmp*")):  # the latter are of safetensors
-            leftover.unlink()
+            leftover.unlink(missing_ok=True)  # another rank may be removing its own, see `shared_folder`
         return lines
 
     def _agreed(self, mine: list[Finished] | None) -> tuple[bool, list[Finished]]:

@@ -172,6 +172,8 @@ def test_folders_that_are_fine(tmp_path: Path) -> None:
     check_output_dir(tmp_path / "empty")
     (tmp_path / "empty" / ".INCOMPLETE.partial").touch()  # a run that was killed while making its first file
     check_output_dir(tmp_path / "empty")
+    (tmp_path / "empty" / ".0123.partial").touch()  # while ranks looked who shares the folder
+    check_output_dir(tmp_path / "empty")
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "download.partial").touch()
     with pytest.raises(OutputDirectoryError, match="was not written by lightning_compress"):

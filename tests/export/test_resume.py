@@ -206,6 +206,24 @@ def test_a_finished_run_is_not_run_again(tmp_path: Path, monkeypatch: pytest.Mon
     assert compress(tiny_llama(2), token_batches(), recipe(4), out, resume=False).num_resumed == 0
 
 
+def test_files_that_another_rank_removes_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank has one of its own in the folder for a moment. Seen to fail where they had to be there."""
+    job = prepare(tiny_llama(2), token_batches(), recipe(4), tmp_path / "out")
+    stopped(job, 1)
+    for name in (".one.partial", ".two.partial"):
+        (tmp_path / "out" / name).touch()
+    unlink = Path.unlink
+
+    def all_at_once(self: Path, missing_ok: bool = False) -> None:
+        for each in self.parent.glob(".*.partial"):
+            if each != self:
+                unlink(each)
+        unlink(self, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", all_at_once)
+    assert run(prepare(tiny_llama(2), token_batches(), recipe(4), tmp_path / "out")).num_resumed == 1
+
+
 def test_what_is_not_ours_stays_in_the_folder(tmp_path: Path) -> None:
     """When a finished checkpoint is replaced. What the earlier run alone had written is removed."""
     out = tmp_path / "out"
