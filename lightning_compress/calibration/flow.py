@@ -18,8 +18,10 @@ from lightning_compress.graph.shadow import Key, node_of, with_shadows
 from lightning_compress.graph.stages import Source, Step, Subgraph, last_steps
 from lightning_compress.graph.trace import Traced
 from lightning_compress.memory.activations import ActivationCache, versions
+from lightning_compress.memory.buffers import trim_heap
 from lightning_compress.memory.placement import Placement
 from lightning_compress.memory.store import WeightStore
+from lightning_compress.memory.tracker import resident_bytes
 
 Values = dict[Key, object]
 Watch = Callable[[int, Sequence[Source], Values], AbstractContextManager[None]]
@@ -135,6 +137,8 @@ def run_step(
             flow.cache.store(batch, {key: value for key, value in changed.items() if key in outliving})
             flow.cache.retain(batch, outliving)
             del changed  # what went to the file must not live on while the next batch runs
+        if flow.placement.most_resident is not None and resident_bytes() > flow.placement.most_resident:
+            trim_heap()
         yield values
         del values
 

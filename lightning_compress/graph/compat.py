@@ -91,8 +91,6 @@ class Recorder(PythonKeyTracer):
         self.fake_mode = fake_mode
         self.constants: dict[str, Tensor] = {}
         self.before_node: Callable[[], None] = lambda: None
-        # a proxy mode defers sizes exactly while it runs an operation
-        shapes_of(fake_mode).inside_operation = lambda: self.enable_thunkify
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         """As in fx; `before_node` may object."""
@@ -228,6 +226,9 @@ def recording(recorder: Recorder) -> Iterator[None]:
             # they log a failure at length before raising it, and failing is how fallbacks are found
             stack.enter_context(assigned(logging.getLogger(logger), "disabled", True))
         stack.enter_context(assigned(torch.distributions.Distribution, "_validate_args", False))  # which reads values
+        # a proxy mode defers sizes exactly while it runs an operation; torch's caches keep the shapes for good
+        deferring = assigned(shapes_of(recorder.fake_mode), "inside_operation", lambda: recorder.enable_thunkify)
+        stack.enter_context(deferring)
         stack.enter_context(autocast_restored())
         stack.enter_context(torch.no_grad())
         stack.enter_context(recorder.fake_mode)

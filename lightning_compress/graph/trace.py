@@ -41,7 +41,7 @@ from lightning_compress.graph.leaf import Leaf, leaf_input
 from lightning_compress.graph.methods import methods_replaced
 from lightning_compress.graph.reads import Reads, watching
 from lightning_compress.graph.record import Attempt, Cut
-from lightning_compress.graph.restore import attributes_restored
+from lightning_compress.graph.restore import assigned, attributes_restored
 from lightning_compress.graph.synthesize import Structure, Synthetic, flatten_batch, synthesize
 from lightning_compress.graph.values import expression, is_symbolic, symbolic_sizes
 from lightning_compress.recipe.forms import reader
@@ -247,11 +247,12 @@ def _attempt(
         attempt = Attempt(cut, recorder, frozenset(other), symbolic_sizes(inputs), other)
         recorder.before_node = attempt.check_sizes
         decisions: dict[sympy.Basic, Decision] = {}
-        if cut.decides:
-            compat.shapes_of(fake_mode).decide = partial(decide, recorder, real, decisions)
+        shapes = compat.shapes_of(fake_mode)
+        chosen = partial(decide, recorder, real, decisions) if cut.decides else shapes.decide
         try:
             replaced = compat.calls_replaced({**cut.leaves, **cut.containers}, attempt.wrap)
-            with replaced, methods_replaced(cut.methods, attempt.wrap_method), compat.recording(recorder):
+            deciding = assigned(shapes, "decide", chosen)
+            with replaced, methods_replaced(cut.methods, attempt.wrap_method), compat.recording(recorder), deciding:
                 for path, value in zip(structure.paths, inputs, strict=True):
                     compat.add_placeholder(recorder, path.replace(".", "_") or "batch", value)
                 outputs, returned = flatten_batch(step(structure.build(inputs)))
@@ -262,7 +263,7 @@ def _attempt(
             fixed = _dimensions(inputs, error)
             rows = any(dim == 0 and inputs[i].ndim == 2 and not inputs[i].is_floating_point() for i, dim in fixed)
             return Failure(name, error, fixed, rows)
-    conditions = dict.fromkeys(compat.shapes_of(fake_mode).decisions)
+    conditions = dict.fromkeys(shapes.decisions)
     guards = tuple(condition for condition in conditions if condition.free_symbols <= attempt.symbols)
     spans = _tidy(recorder.graph, attempt.spans)
     return Traced(

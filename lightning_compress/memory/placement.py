@@ -104,6 +104,8 @@ class Placement:
         scratch_dir: folder of the file for the others; None: the system's temporary folder.
         is_tight: there is a budget of host memory or of activations in it, so what is freed is given back to the system
             at once (where all activations wait in memory, that would cost some percent of the time).
+        most_resident: bytes of the process's memory above which holes in the C heap are given back after a batch;
+            None: there is no budget of it.
     """
 
     device: torch.device
@@ -114,6 +116,7 @@ class Placement:
     activation_budget: int | None = None
     scratch_dir: Path | None = None
     is_tight: bool = False
+    most_resident: int | None = None
 
 
 def placement(memory: MemoryConfig, device: torch.device, source: WeightSource | None) -> Placement:

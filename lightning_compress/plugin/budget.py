@@ -21,6 +21,8 @@ from lightning_compress.memory.placement import MemoryConfig
 from lightning_compress.memory.tracker import high_water_bytes, resident_bytes
 from lightning_compress.recipe.resolve import ResolvedRecipe
 
+_NEARLY = 0.9
+
 
 class BudgetWarning(UserWarning):
     """The process took more than its budget."""
@@ -66,6 +68,8 @@ def within_budgets(
         prefetch_depth=found.depth,
         device_activation_budget=found.waiting.device,
         activation_budget=found.waiting.host,
+        # more than is foreseen are holes, which do not matter while there is room
+        most_resident=None if budgets.host is None else max(found.host_bytes, int(_NEARLY * budgets.host)),
     )
     flow = replace(run.flow, placement=placement)
     if flow.traced is not None:

@@ -27,7 +27,7 @@ from lightning_compress.data.batches import calibration_batches, evaluation_data
 from lightning_compress.data.config import load_data_config
 from lightning_compress.distributed.collective import Collective, is_first_to_say
 from lightning_compress.distributed.folder import shared_folder
-from lightning_compress.errors import CommunicationError, CompressionError
+from lightning_compress.errors import CommunicationError, CompressionError, RecipeError
 from lightning_compress.foresight.estimate import Estimate
 from lightning_compress.foresight.jobs import FineTuningJob
 from lightning_compress.foresight.planned import save_planned
@@ -52,6 +52,7 @@ from lightning_compress.plugin.models import (
 from lightning_compress.plugin.planned_run import keep_plan, plan_for_run, with_plan
 from lightning_compress.plugin.planning import run_generation_plan, run_plan, run_probe
 from lightning_compress.plugin.ranks import ranks_of
+from lightning_compress.plugin.recipe_files import named_recipes
 from lightning_compress.recipe.load import config_dir
 from lightning_compress.report.estimate import estimate_lines, estimate_table, save_estimate
 from lightning_compress.report.finetuning import finetuning_lines, finetuning_table
@@ -96,10 +97,13 @@ def main() -> None:
         needs_weights = command in ("compress", "evaluate") or (command == "inspect" and config.get("data") is not None)
         _COMMANDS[command](_reporting_errors(lambda: complete(with_model_config(with_flags(config), needs_weights))))
 
-    sys.argv = [f"{given[0]} {command}", *_as_overrides(given[2:])]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # with which Hydra raises its errors, and does not print them
     try:
-        hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=command)(task)()
+        with named_recipes(_as_overrides(given[2:])) as overrides:
+            sys.argv = [f"{given[0]} {command}", *overrides]
+            hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=command)(task)()
+    except RecipeError as error:
+        _end(_told(error))
     except (HydraException, InterpolationToMissingValueError) as error:  # the latter of a multirun without output_dir
         _end(_told(CompressionError(mistyped(error))))
 

@@ -1,10 +1,13 @@
 """Branches that values decide: taken as all batches take them, and refused where they do not."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from helpers import tiny_llama, token_batches
 from torch import Tensor, fx, nn
 
 from lightning_compress.calibration.batches import CalibrationSet
@@ -132,3 +135,19 @@ def test_what_nobody_can_tell(condition: Condition) -> None:
     batch = torch.full((4, 8), float("nan"))
     with pytest.raises(UntraceableModelError, match="data-dependent"):
         graph_of(Branching(condition).eval(), batch, [batch])
+
+
+def test_a_traced_model_is_freed() -> None:
+    """torch's caches keep the symbols of a trace. Seen to fail: with what decides by values left on them, and with what
+    knows whether an operation runs."""
+
+    def traced_models() -> list[weakref.ref[nn.Module]]:
+        x, (batch, *_) = torch.rand(4, 8) + 0.5, token_batches(1)
+        branching, llama = Branching(CONDITIONS["float"]).eval(), tiny_llama(1)
+        graph_of(branching, x, [x])
+        trace(llama, lambda given: llama(**given), batch, leaf_names=["lm_head"], boundary_names=[])
+        return [weakref.ref(branching), weakref.ref(llama)]
+
+    kept = traced_models()
+    gc.collect()
+    assert [each() for each in kept] == [None, None]

@@ -20,6 +20,7 @@ from lightning_compress.errors import CompressionError, RunWarning
 from lightning_compress.export.verify import READ_BACK
 from lightning_compress.plugin import cli
 from lightning_compress.plugin.cli import run_compress, run_evaluate
+from lightning_compress.plugin.recipe_files import named_recipes
 from lightning_compress.recipe.load import config_dir, load_recipe
 
 from .conftest import Command, refused
@@ -158,25 +159,27 @@ def test_weights_of_a_lightning_checkpoint(checkpoint: Path, tmp_path: Path) -> 
 
 
 def test_multirun_writes_a_folder_per_recipe_and_evaluate_reads_them(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "my-own.yaml").write_text((config_dir() / "recipe" / "w4a16_gptq.yaml").read_text())
     done = run_command(
         "compress",
         "-m",
         f"model.path={checkpoint}",
         *SMALL,
-        "recipe=w4a16_gptq,w8a16_rtn",
+        "recipe=my-own.yaml,w8a16_rtn",
+        "recipe.modifiers.0.ignore=[lm_head]",
         "output_dir=OUT",
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
     assert "model.layers.1.mlp.down_proj" in done.stdout
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["OUT"]
-    for folder in ("0_w4a16_gptq", "1_w8a16_rtn"):
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["OUT", "my-own.yaml"]
+    for folder in ("0_my_own", "1_w8a16_rtn"):
         report = json.loads((tmp_path / "OUT" / folder / "report.json").read_text())
         assert report["verified"] is True
         AutoModelForCausalLM.from_pretrained(tmp_path / "OUT" / folder)
     done = run_command(
         "evaluate",
-        "model.path=OUT/0_w4a16_gptq",
+        "model.path=OUT/0_my_own",
         "data.num_samples=4",
         "data.max_length=32",
         "device=cpu",
@@ -184,6 +187,23 @@ def test_multirun_writes_a_folder_per_recipe_and_evaluate_reads_them(checkpoint:
     )
     assert done.returncode == 0, done.stderr
     assert 1 < float(done.stdout.split()[-1]) < 400
+
+
+def test_files_named_like_other_recipes_are_told_apart(tmp_path: Path) -> None:
+    content = (config_dir() / "recipe" / "w4a16_rtn.yaml").read_text()
+    files = [tmp_path / "a" / "w8a8_gptq.yaml", tmp_path / "b" / "w8a8_gptq.json"]
+    for file, text in zip(files, (content, json.dumps(OmegaConf.to_container(OmegaConf.create(content)))), strict=True):
+        file.parent.mkdir()
+        file.write_text(text)
+    given = ["-m", "recipe=" + ",".join([*map(str, files), "w8a8_gptq"]), "data=docs"]
+    with named_recipes(given) as arguments:
+        assert arguments[:3] == ["-m", "recipe=w8a8_gptq_2,w8a8_gptq_3,w8a8_gptq", "data=docs"]
+        folder = Path(arguments[3].removeprefix("hydra.searchpath=[file://").removesuffix("]"))
+        expected = load_recipe(files[0])
+        assert [load_recipe(path) for path in sorted(folder.glob("recipe/*"))] == [expected, expected]
+    assert not folder.exists()
+    with named_recipes(["recipe=w4a16_rtn"]) as arguments:
+        assert arguments == ["recipe=w4a16_rtn"]
 
 
 def test_help_lists_commands_groups_and_options(tmp_path: Path) -> None:
@@ -245,7 +265,8 @@ def test_an_unfinished_compression_is_not_read(command: Command, checkpoint: Pat
         (["strtegy=auto"], "strtegy is not known; did you mean 'strategy'?"),
         (["data.files=[a]"], "data.files is not known here, but with data=text."),
         (["data=dcos"], "data=dcos is not known; did you mean 'docs'?"),
-        (["recipe=conf/mine.yaml"], "DIR/recipe/mine.yaml is recipe=mine --config-dir DIR"),
+        (["data=conf/mine.yaml"], "DIR/data/mine.yaml is data=mine --config-dir DIR"),
+        (["recipe=conf/mine.yaml"], "There is no recipe file conf/mine.yaml."),
         (["data.num_samples=[1"], "data.num_samples=[1: no viable alternative at input '[1' (--help behind"),
         (["trainer.accelerator=cudaa"], "trainer: You selected an invalid accelerator name: `accelerator='cudaa'`."),
         (["data=text", "data.files=[{folder}/empty.txt]"], "/empty.txt): too little text: there are 0 tokens"),

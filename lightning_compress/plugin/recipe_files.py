@@ -1,0 +1,51 @@
+"""Recipes that the command line names by file, for Hydra, which chooses by name among the options of a group."""
+
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from lightning_compress.recipe.load import load_recipe, shipped_recipes
+
+_CHOICE = "recipe="
+_SUFFIXES = (".yaml", ".yml", ".json")
+
+
+@contextmanager
+def named_recipes(arguments: Sequence[str]) -> Iterator[list[str]]:
+    """Arguments of Hydra in which `recipe=mine.yaml` is `recipe=mine`, an option that there is as long as this lasts.
+
+    Of several, as a multirun has them, each that ends like a file is one. A name that is a shipped one, or another
+    file's, has a number behind it.
+
+    Raises:
+        RecipeError: there is no such file, or it holds no recipe.
+    """
+    files: dict[str, Path] = {}
+    named = [_named(argument, files) if argument.startswith(_CHOICE) else argument for argument in arguments]
+    if not files:
+        yield named
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        group = Path(folder) / "recipe"
+        group.mkdir()
+        for name, file in files.items():
+            shutil.copyfile(file, group / f"{name}.yaml")
+        yield [*named, f"hydra.searchpath=[file://{folder}]"]
+
+
+def _named(argument: str, files: dict[str, Path]) -> str:
+    choices = argument.removeprefix(_CHOICE).split(",")
+    return _CHOICE + ",".join(_name(each, files) if each.endswith(_SUFFIXES) else each for each in choices)
+
+
+def _name(file: str, files: dict[str, Path]) -> str:
+    """An option's name for a file, which it is kept under."""
+    load_recipe(Path(file))
+    stem = re.sub(r"\W", "_", Path(file).stem)
+    taken = {*shipped_recipes(), *files}
+    name = next(each for each in (stem, *(f"{stem}_{number}" for number in range(2, 99))) if each not in taken)
+    files[name] = Path(file)
+    return name
