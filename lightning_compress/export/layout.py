@@ -66,7 +66,7 @@ def _parts(root: nn.Module, subgraphs: Sequence[Subgraph]) -> list[list[str]]:
     state = root.state_dict(keep_vars=True)
     for key, tensor in state.items():
         if isinstance(tensor, Tensor) and key not in ignored:
-            by_tensor.setdefault(_identity(tensor), []).append(key)
+            by_tensor.setdefault(identity(tensor), []).append(key)
     names = (
         min(keys, key=lambda key: (key.rpartition(".")[0] not in solved_by, key in tied)) for keys in by_tensor.values()
     )
@@ -109,7 +109,7 @@ def _rest(sizes: Mapping[str, int]) -> list[list[str]]:
     return [list(chain(*part)) for part in together]
 
 
-def _identity(tensor: Tensor) -> object:
+def identity(tensor: Tensor) -> object:
     """Equal for tensors that are one in memory: safetensors stores no memory twice."""
     if tensor.is_meta or tensor.numel() == 0:
         return id(tensor)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lightning_compress.calibration.solve import InputQuantizer, quantize_inputs
 from lightning_compress.errors import CompressionError
 from lightning_compress.export.checkpoint import check_finished
+from lightning_compress.export.layout import identity
 from lightning_compress.export.packing import PACKED_NAMES, checkpoint_names, unpack
 from lightning_compress.graph.unfold import unfolded
 from lightning_compress.memory.files import StoredTensor, stored_tensors
@@ -151,8 +152,8 @@ def _load(
     _quantize_inputs(module, stored, schemes)
     missing, unknown = module.load_state_dict(state, strict=False)
     tensors = module.state_dict(keep_vars=True)
-    loaded = {id(tensors[key]) for key in state if key in tensors}
-    missing = [key for key in missing if id(tensors[key]) not in loaded]  # tied to what was loaded
+    loaded = {identity(tensors[key]) for key in state if key in tensors}
+    missing = [key for key in missing if identity(tensors[key]) not in loaded]  # tied to what was loaded
     if missing or unknown or unexpected:
         raise CompressionError(
             f"{directory} does not fit {type(module).__name__}: it lacks {missing[:5]}, and the module has no "

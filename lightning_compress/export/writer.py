@@ -356,6 +356,7 @@ class CheckpointWriter:
     def _state(self, keys: Sequence[str]) -> dict[str, Tensor]:
         """The checkpoint's tensors of these keys of the state dict, under their names in the original checkpoint."""
         state: dict[str, Tensor] = {}
+        taken: set[int] = set()
         for key in keys:
             module, _, name = key.rpartition(".")
             if module in self._packed and name == "weight":
@@ -363,7 +364,9 @@ class CheckpointWriter:
             else:
                 owner = self._root.get_submodule(module)
                 tensor = getattr(owner, name).detach().cpu()
-                state[key] = (owner.joined(name, tensor) if isinstance(owner, Unfolding) else tensor).contiguous()
+                tensor = (owner.joined(name, tensor) if isinstance(owner, Unfolding) else tensor).contiguous()
+                state[key] = tensor.clone() if tensor.data_ptr() in taken else tensor  # a view in another shape
+                taken.add(tensor.data_ptr())  # safetensors stores no memory twice
         if isinstance(self._root, PreTrainedModel):
             try:
                 state = revert_weight_conversion(self._root, state)

@@ -347,14 +347,11 @@ def _check_matched(
 
 
 def _check_ties(assignments: Mapping[str, Assignment], root: nn.Module) -> None:
-    owners: dict[int, list[str]] = {}
-    for name, parameter in root.named_parameters(remove_duplicate=False):
-        owners.setdefault(id(origin(parameter)), []).append(name)
     modules = dict(root.named_modules(remove_duplicate=False))
+    others = _overlapping(root)
     for name in assignments:
         weight = modules[name].weight
-        same = owners.get(id(origin(weight)), [])
-        tied = [other for other in same if modules[other.rpartition(".")[0]] is not modules[name]]
+        tied = [other for other in others[id(origin(weight))] if modules[other.rpartition(".")[0]] is not modules[name]]
         if tied:
             raise UnsupportedModelError(
                 f"{name} (shape {list(weight.shape)}) shares its weight with {', '.join(tied)}, so it cannot be "
@@ -362,6 +359,25 @@ def _check_ties(assignments: Mapping[str, Assignment], root: nn.Module) -> None:
                 f"Add {name!r} to `ignore`, or untie it first: clone the weight and set "
                 f"config.tie_word_embeddings=False. (An `ignore` of your own replaces the default, {OUTPUT_EMBEDDING}.)"
             )
+
+
+def _overlapping(root: nn.Module) -> dict[int, list[str]]:
+    """By the id of each parameter the names of all that have memory in common with it, its own among them: those that
+    are one parameter, and those that were made of the same values (`nn.Parameter(other)`, `.data = other.data`)."""
+    spans: list[tuple[int, int, int, int, str]] = []
+    for name, parameter in root.named_parameters(remove_duplicate=False):
+        tensor = origin(parameter)
+        start = tensor.storage_offset() * tensor.itemsize
+        spans.append((tensor.untyped_storage()._cdata, start, start + tensor.nbytes, id(tensor), name))
+    found: dict[int, list[str]] = {}
+    names, storage, end = list[str](), 0, 0
+    for place, start, stop, number, name in sorted(spans):
+        if place != storage or start >= end:
+            names, storage, end = [], place, start
+        names.append(name)
+        end = max(end, stop)
+        found[number] = names
+    return found
 
 
 def _check_finite(assignments: Mapping[str, Assignment], root: nn.Module) -> None:

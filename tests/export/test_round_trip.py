@@ -15,7 +15,7 @@ import torch
 import transformers
 from helpers import CPU, VOCAB, compress, linears, modifier, ragged_batches, recipe, tiny_llama, token_batches
 from packaging.version import Version
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AlbertConfig,
     AlbertModel,
@@ -32,6 +32,7 @@ from transformers import (
 )
 
 from lightning_compress.export.checkpoint import MARKER
+from lightning_compress.export.packed import load_compressed
 from lightning_compress.export.verify import ReadBackWarning
 from lightning_compress.report.report import Report
 
@@ -287,3 +288,28 @@ def test_a_model_cast_as_a_whole(tmp_path: Path) -> None:
     assert report.verification is not None
     assert report.verification.passed
     assert copy.deepcopy(model).to(CPU).dtype == torch.bfloat16
+
+
+class Sharing(nn.Module):
+    """A head and a table that share values with an embedding, as parameters of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.middle = nn.Embedding(64, 32), nn.Linear(32, 32)
+        self.head = nn.Linear(32, 64, bias=False)
+        self.head.weight = nn.Parameter(self.embedding.weight)
+        self.table = nn.Parameter(self.embedding.weight.detach().view(-1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.middle(self.embedding(x)))
+        return y * self.table[0]
+
+
+def test_parameters_that_share_memory(tmp_path: Path) -> None:
+    """Seen to fail: with those of one shape told apart when they are read, and with a view of another shape that is
+    written as it is."""
+    torch.manual_seed(0)
+    model, batches = Sharing(), [torch.randint(0, 64, (4, 8)) for _ in range(4)]
+    compress(model, batches, recipe(4, ignore=["head"]), tmp_path / "out")
+    loaded = load_compressed(Sharing(), tmp_path / "out")
+    assert torch.equal(loaded(batches[0]), model(batches[0]))

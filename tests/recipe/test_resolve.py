@@ -311,6 +311,29 @@ def test_tied_lm_head() -> None:
     assert "Add 'lm_head' to `ignore`, or untie it first" in message
 
 
+class Shared(nn.Module):
+    """Two linears whose weights are different parameters of the same values."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        if kind == "parameter":
+            self.second.weight = nn.Parameter(self.first.weight)
+        elif kind == "data":
+            self.second.weight.data = self.first.weight.data
+        else:
+            rows = torch.randn(12 if kind == "overlapping" else 16, 8)
+            self.first.weight, self.second.weight = nn.Parameter(rows[:8]), nn.Parameter(rows[-8:])
+
+
+@pytest.mark.parametrize("kind", ["parameter", "data", "overlapping"])
+def test_weights_that_share_memory_are_tied(kind: str) -> None:
+    """Seen to fail: with parameters told apart as objects."""
+    with pytest.raises(UnsupportedModelError, match=r"first \(shape \[8, 8\]\) shares .* with .*second.weight"):
+        resolved(recipe(4, strategy="channel"), Shared(kind))
+    assert list(resolved(recipe(4, strategy="channel"), Shared("neighbours")).assignments) == ["first", "second"]
+
+
 def test_a_module_under_two_names_is_not_a_tie() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
