@@ -7,7 +7,7 @@ import torch
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from torch import Tensor
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from lightning_compress.data.config import CustomConfig
 from lightning_compress.errors import CalibrationDataError
@@ -34,7 +34,8 @@ def custom_batches(config: CustomConfig, processor: Any) -> Iterable[Any]:
         raise CalibrationDataError(
             f"data.loader made a {type(made).__name__}: one batch, it seems. Return a list of batches, or a DataLoader."
         )
-    if hasattr(made, "__getitem__") and hasattr(made, "__len__") and not isinstance(made, list | tuple):
+    has_items = hasattr(made, "__getitem__") and hasattr(made, "__len__")  # torch's class of streams has the former
+    if has_items and not isinstance(made, list | tuple | IterableDataset):
         generator = torch.Generator().manual_seed(config.seed)
         order = torch.randperm(len(made), generator=generator)[: config.num_samples].tolist()
         return DataLoader(Subset(made, order), batch_size=config.batch_size)

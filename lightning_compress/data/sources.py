@@ -5,6 +5,7 @@ until they are drawn). Documents are strings, or chats (lists of messages) for `
 """
 
 import ast
+import glob
 import inspect
 import os
 import sysconfig
@@ -118,7 +119,7 @@ def load_rows(config: HfConfig | MultimodalConfig) -> datasets.Dataset:
         raise FileNotFoundError(f"data.path: {config.path!r} is not a file (looked in {os.getcwd()}).")
     try:
         if path.suffix in _LOADERS:
-            return datasets.load_dataset(_LOADERS[path.suffix], data_files=config.path, split=config.split)
+            return datasets.load_dataset(_LOADERS[path.suffix], data_files=glob.escape(config.path), split=config.split)
         return datasets.load_dataset(config.path, config.name, split=config.split)
     except ValueError as error:
         raise CalibrationDataError(f"data.split={config.split!r} of {config.path!r}: {error}") from error
@@ -134,7 +135,8 @@ def _split(loaded: datasets.Dataset | datasets.DatasetDict, config: HfConfig | M
 
 def _column(dataset: datasets.Dataset, config: HfConfig) -> Sequence[Document]:
     check_columns(dataset, config, column=config.column)
-    first = dataset[0][config.column]
+    rows = (dataset[number][config.column] for number in range(len(dataset)))
+    first = next((row for row in rows if row is not None), None)
     if not isinstance(first, str) and not is_chat(first):
         raise CalibrationDataError(
             f"data.column={config.column!r} of {config.path!r} holds {type(first).__name__}; calibration reads "

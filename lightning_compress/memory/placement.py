@@ -34,7 +34,7 @@ class MemoryConfig:
         scratch_dir: a folder with room for that file; None: the system's temporary folder.
 
     Raises:
-        CompressionError: a size that is none, or a negative depth.
+        CompressionError: a size that is none, or a depth that is no number from 0 on.
     """
 
     device_budget: int | str | None = None
@@ -47,8 +47,10 @@ class MemoryConfig:
     def __post_init__(self) -> None:
         for name in ("device_budget", "host_budget", "device_activation_budget", "activation_budget"):
             self._num_bytes(name, of=lambda: 0)
-        if self.prefetch_depth < 0:
-            raise CompressionError(f"prefetch_depth={self.prefetch_depth} is negative; 0 reads nothing ahead.")
+        if not isinstance(self.prefetch_depth, int) or self.prefetch_depth < 0:
+            raise CompressionError(
+                f"prefetch_depth={self.prefetch_depth} is no number of subgraphs: 0, 1, 2, ...; 0 reads nothing ahead."
+            )
 
     def num_bytes(self, name: str, device: torch.device) -> int | None:
         """A budget in bytes, of a run on `device`.

@@ -367,8 +367,8 @@ def _overlapping(root: nn.Module) -> dict[int, list[str]]:
     spans: list[tuple[int, int, int, int, str]] = []
     for name, parameter in root.named_parameters(remove_duplicate=False):
         tensor = origin(parameter)
-        start = tensor.storage_offset() * tensor.itemsize
-        spans.append((tensor.untyped_storage()._cdata, start, start + tensor.nbytes, id(tensor), name))
+        start = int(tensor.storage_offset()) * tensor.itemsize
+        spans.append((tensor.untyped_storage()._cdata, start, start + int(tensor.nbytes), id(tensor), name))
     found: dict[int, list[str]] = {}
     names, storage, end = list[str](), 0, 0
     for place, start, stop, number, name in sorted(spans):

@@ -12,7 +12,7 @@ from helpers import NEEDS_RECENT, llava_processor
 from PIL import Image
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 from transformers import LlavaProcessor
 
 from lightning_compress.data import calibration_batches, evaluation_dataloader, load_data_config
@@ -145,6 +145,14 @@ def stream(size: int) -> Iterator[dict[str, Tensor]]:
     yield from ({"input_ids": torch.full((1, 2), number)} for number in range(size))
 
 
+class SizedStream(IterableDataset[dict[str, Tensor]]):
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return stream(3)
+
+
 def of_tokenizer(tokenizer: Any, text: str) -> list[Any]:
     return [tokenizer(text=text, return_tensors="pt")]
 
@@ -156,6 +164,7 @@ def test_a_loader_of_ones_own() -> None:
     assert [batch["input_ids"].shape for batch in drawn] == [(2, 2), (2, 2), (1, 2)]
     assert len({int(ids[0]) for batch in drawn for ids in batch["input_ids"]}) == 5
     assert len(batches({**here, "loader": {"_target_": f"{__name__}.stream", "size": 3}})) == 3
+    assert len(batches({**here, "loader": {"_target_": f"{__name__}.SizedStream"}})) == 3
     partial = {"_target_": f"{__name__}.of_tokenizer", "_partial_": True, "text": "a cat"}
     (batch,) = batches({**here, "loader": partial})
     assert batch["input_ids"].tolist() == [[WORDS.index("a"), WORDS.index("cat")]]

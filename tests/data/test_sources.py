@@ -71,7 +71,7 @@ def test_text_files_that_cannot_be_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("suffix", ["json", "jsonl", "parquet", "csv"])
 def test_local_files_of_datasets(tmp_path: Path, suffix: str) -> None:
     rows = datasets.Dataset.from_dict({"id": [1, 2, 3], "story": ["one", "two", "three"]})
-    path = str(tmp_path / f"rows.{suffix}")
+    path = str(tmp_path / f"rows [v1]*.{suffix}")
     {"json": rows.to_json, "jsonl": rows.to_json, "parquet": rows.to_parquet, "csv": rows.to_csv}[suffix](path)
     assert list(load_documents(HfConfig(path=path, column="story"))) == ["one", "two", "three"]
     assert list(load_documents(HfConfig(path=path, column="story", split="train[1:]"))) == ["two", "three"]
@@ -102,6 +102,9 @@ def test_columns_that_cannot_be_used(tmp_path: Path) -> None:
         load_documents(HfConfig(path=str(path)))
     with pytest.raises(CalibrationDataError, match=r"data.column='id' of .* holds int"):
         load_documents(HfConfig(path=str(path), column="id"))
+    path.write_text('{"id": 1, "story": null}\n' * 3)
+    with pytest.raises(CalibrationDataError, match=r"data.column='story' of .* holds NoneType"):
+        load_documents(HfConfig(path=str(path), column="story"))
     with pytest.raises(CalibrationDataError, match=r"data.split='train\[:0\]' of .*corresponds to no data"):
         load_documents(HfConfig(path=str(path), column="story", split="train[:0]"))
     with pytest.raises(CalibrationDataError, match=r"data.split='valid' of .*Unknown split"):

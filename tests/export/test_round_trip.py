@@ -299,10 +299,11 @@ class Sharing(nn.Module):
         self.head = nn.Linear(32, 64, bias=False)
         self.head.weight = nn.Parameter(self.embedding.weight)
         self.table = nn.Parameter(self.embedding.weight.detach().view(-1))
+        self.pairs = nn.Parameter(self.table.detach().view(-1, 2))
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.head(self.middle(self.embedding(x)))
-        return y * self.table[0]
+        return y * self.table[0] * self.pairs[0, 0]
 
 
 def test_parameters_that_share_memory(tmp_path: Path) -> None:

@@ -275,3 +275,9 @@ def test_reading(tmp_path: Path, count: int) -> None:
     save_file(state, tmp_path / "model.safetensors")
     for name, stored in stored_tensors(tmp_path).items():
         assert torch.equal(read_tensor(stored), state[name])
+
+
+@pytest.mark.parametrize("depth", [-1, 1.5, None, "two"])
+def test_depths_that_are_none(depth: Any) -> None:
+    with pytest.raises(CompressionError, match="is no number of subgraphs"):
+        MemoryConfig(prefetch_depth=depth)
