@@ -172,6 +172,7 @@ class CompressionCallback(Callback):
         self._num_sanity_val_steps = trainer.num_sanity_val_steps
         if self.when == "only":
             trainer.num_sanity_val_steps = 0
+            compat.restore_weights_only(trainer)
         elif self.settings.resume and is_unfinished(self.settings.output_dir):
             rank_zero_warn(
                 f"{self.settings.output_dir} holds an unfinished compression, which is continued if this training ends "

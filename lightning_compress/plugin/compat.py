@@ -134,6 +134,11 @@ class HeldSignals:
             _HandlersCompose(others)(signum, sys._getframe())
 
 
+def restore_weights_only(trainer: pl.Trainer) -> None:
+    """Called in `on_fit_start`: of the checkpoint in `ckpt_path`, loops, optimizers and schedulers are not restored."""
+    trainer._checkpoint_connector._loaded_checkpoint = {}
+
+
 def starts_scripts(trainer: pl.Trainer) -> bool:
     """Whether the strategy starts the script anew for each further rank."""
     launcher = trainer.strategy.launcher

@@ -176,6 +176,27 @@ def test_ordinary_checkpoints_are_loaded_strictly(make_trainer: Any, tmp_path: P
             go_on(make_trainer, tmp_path / "other.ckpt", tmp_path / "out")
 
 
+@pytest.mark.parametrize("weights_only", [False, True])
+@pytest.mark.parametrize("strategy", ["auto", "sequential_onload"])
+def test_of_a_training_only_the_weights_are_loaded(
+    make_trainer: Any, tmp_path: Path, strategy: str, weights_only: bool
+) -> None:
+    """Seen to fail where Lightning restores all: "You restored a checkpoint with current_epoch=3", or a KeyError for
+    optimizers' states. The Trainer trains afterwards as if it had loaded nothing."""
+    trained = TinyModule()
+    trainer = make_trainer(max_epochs=3)
+    trainer.fit(trained, loader())
+    trainer.save_checkpoint(tmp_path / "trained.ckpt", weights_only=weights_only)
+    one, other = make_trainer(strategy=strategy), make_trainer(strategy=strategy)
+    module = TinyModule()
+    Compressor(one).compress(
+        module, recipe=GPTQ, output_dir=None, dataloaders=loader(), ckpt_path=tmp_path / "trained.ckpt"
+    )
+    Compressor(other).compress(trained, recipe=GPTQ, output_dir=None, dataloaders=loader())
+    assert same(weights_of(module), weights_of(trained))
+    assert (one.current_epoch, one.global_step) == (0, 0)
+
+
 def test_a_checkpoint_without_weights_is_no_model(make_trainer: Any, tmp_path: Path) -> None:
     checkpoint = killed(make_trainer, tmp_path)
     with pytest.raises(UnsupportedModelError, match=r"holds no weights: they are in \S+compressed"):
