@@ -1,8 +1,6 @@
 """Lightning's checkpoints during a compression: small, and continued by `ckpt_path`."""
 
-import os
 import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +8,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_compress import Compressor, Report
 from lightning_compress.errors import OutputDirectoryError, UnsupportedModelError
@@ -223,42 +220,3 @@ def test_checkpoints_that_would_be_large_or_idle_are_not_saved(
     trainer.fit(TinyModule(), loader())
     assert callback.report is not None
     assert not (tmp_path / "saved").exists()
-
-
-@pytest.fixture
-def slurm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job of one task, whose `scontrol` cannot be found."""
-    job = {"JOB_ID": "7", "NTASKS": "1", "JOB_NAME": "train", "PROCID": "0", "LOCALID": "0", "NODEID": "0"}
-    for name, value in job.items():
-        monkeypatch.setenv(f"SLURM_{name}", value)
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "0")
-
-
-@pytest.mark.usefixtures("slurm")
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_preemption_by_slurm(make_trainer: Any, tmp_path: Path) -> None:
-    """The signals of a preemption, SIGUSR1 (Lightning saves and requeues) and SIGTERM, arrive in the second subgraph;
-    the requeued job finds that checkpoint by itself and goes on. Seen to fail without the continuation."""
-    module, reference = TinyModule(), TinyModule()
-    make_trainer(compression(output_dir=tmp_path / "whole", when="only")).fit(reference, loader())
-    seen: list[int] = []
-
-    def preempt() -> None:
-        seen.append(1)
-        if len(seen) == 2:
-            os.kill(os.getpid(), signal.SIGUSR1)
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    trainer = make_trainer(
-        compression(output_dir=tmp_path / "compressed", when="only"), Bystander(preempt), strategy="sequential_onload"
-    )
-    with pytest.raises(SIGTERMException):
-        trainer.fit(module, loader())
-    assert len(seen) == 2
-    assert (tmp_path / "hpc_ckpt_1.ckpt").stat().st_size < 100_000
-    callback = compression(output_dir=tmp_path / "compressed", when="only")
-    make_trainer(callback, strategy="sequential_onload").fit(TinyModule(), loader())
-    assert callback.report is not None
-    assert callback.report.num_resumed == 2
-    assert files_of(tmp_path / "compressed") == files_of(tmp_path / "whole")
