@@ -9,7 +9,6 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import move_data_to_device, rank_zero_info, rank_zero_warn
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 
@@ -31,6 +30,7 @@ from lightning_compress.plugin.data import calibration_set
 from lightning_compress.plugin.job import Job, plan_recipe, prepare_job
 from lightning_compress.plugin.loop import CompressionLoop, bystanders
 from lightning_compress.plugin.progress import STATE_KEY, Progress, from_state
+from lightning_compress.plugin.requeue import TRAINED_KEY, replace_run
 from lightning_compress.plugin.settings import Settings
 from lightning_compress.recipe.load import RecipeLike, load_recipe
 from lightning_compress.recipe.resolve import adapters
@@ -127,7 +127,7 @@ class CompressionCallback(Callback):
         self.report: Report | None = None
         self._data: CalibrationSet | None = None
         self._num_sanity_val_steps: int | float | None = None
-        self._is_pending = self._has_run_step = False
+        self._is_pending = self._has_run_step = self._is_trained = False
         self._continues: Progress | None = None
 
     @property
@@ -147,6 +147,12 @@ class CompressionCallback(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Called for `ckpt_path`, before `on_fit_start`: the run that it was saved in is the one to be continued."""
         self._continues = from_state(state_dict)
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Called for `ckpt_path`, before `on_fit_start`: at the end of a training, that is not repeated."""
+        self._is_trained = TRAINED_KEY in checkpoint
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Called before the model is configured; refuses what cannot work whatever the model."""
@@ -172,13 +178,14 @@ class CompressionCallback(Callback):
         self._num_sanity_val_steps = trainer.num_sanity_val_steps
         if self.when == "only":
             trainer.num_sanity_val_steps = 0
-        elif self.settings.resume and is_unfinished(self.settings.output_dir):
+            compat.restore_weights_only(trainer)
+        elif self.settings.resume and not self._is_trained and is_unfinished(self.settings.output_dir):
             rank_zero_warn(
                 f"{self.settings.output_dir} holds an unfinished compression, which is continued if this training ends "
                 "in the very same weights and refused otherwise. To compress what comes of this training, give another "
                 "output_dir or resume='never'."
             )
-        _replace_run(trainer, self)
+        replace_run(trainer, self.compress, self.when == "after_train", self._is_trained)
         self._is_pending = True
 
     def _prepare(self, trainer: pl.Trainer, module: nn.Module) -> None:
@@ -242,7 +249,6 @@ class CompressionCallback(Callback):
         """Run the compression stage now; called in place of, or after, the fit loop's own run."""
         self._is_pending = False
         training_loop, pl_module = trainer.fit_loop, trainer.lightning_module
-        compat.free_optimizers(trainer)
         # all of the module: a `calibration_step` may run dropout that is not the model's
         with (
             calibrating(pl_module),
@@ -279,7 +285,7 @@ class CompressionCallback(Callback):
     def _restore(self, trainer: pl.Trainer) -> None:
         trainer.fit_loop.__dict__.pop("run", None)
         self._data = None
-        self._is_pending = self._has_run_step = False
+        self._is_pending = self._has_run_step = self._is_trained = False
         self._continues = None
         if self._num_sanity_val_steps is not None:
             trainer.num_sanity_val_steps = cast(int, self._num_sanity_val_steps)
@@ -370,19 +376,3 @@ def _meta_under(trainer: pl.Trainer, pl_module: pl.LightningModule) -> str:
 def _first_quantizing(job: Job) -> int:
     """How many subgraphs it takes to reach one that quantizes something: the embeddings come before the layers."""
     return next(number for number, subgraph in enumerate(job.run.flow.subgraphs, 1) if subgraph.solved)
-
-
-def _replace_run(trainer: pl.Trainer, callback: CompressionCallback) -> None:
-    """Let the fit loop's run compress: afterwards (behind all `on_train_end`, before any teardown), or instead."""
-    train = trainer.fit_loop.run
-
-    def run() -> None:
-        if callback.when == "after_train":
-            train()
-            if trainer.received_sigterm:
-                raise SIGTERMException
-        callback.compress(trainer)
-        if trainer.received_sigterm:
-            raise SIGTERMException
-
-    trainer.fit_loop.__dict__["run"] = run

@@ -3,17 +3,21 @@
 Written and tested against Lightning 2.6; `check_lightning` refuses other minors early instead of failing inside a run.
 """
 
+import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
+from pathlib import Path
 from types import FrameType
 from typing import Any, Self, cast, final
 
 import lightning
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.fabric.utilities.data import _update_dataloader
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, RichProgressBar, TQDMProgressBar, WeightAveraging
@@ -97,8 +101,8 @@ def collective(trainer: pl.Trainer) -> Collective:
 class HeldSignals:
     """Inside, what ranks get of the signals that Lightning answers to waits until all are at the same place.
 
-    Lightning's handlers meet the other ranks, at once (that of SIGTERM broadcasts, that of SLURM's requeue signal has a
-    barrier in the saving of its checkpoint). Where those wait for this rank in another operation, none would go on.
+    Lightning's handler of SIGTERM meets the other ranks, at once; where those wait for this rank in another operation,
+    none would go on. That of SLURM's requeue signal does something on rank 0 only, whichever rank got it.
     One rank has nobody to meet, and answers at once.
     """
 
@@ -132,6 +136,55 @@ class HeldSignals:
             handlers = self._handlers[signum].signal_handlers
             others = [handler for handler in handlers if handler != self._connector._sigterm_notifier_fn]
             _HandlersCompose(others)(signum, sys._getframe())
+
+
+def requeues(trainer: pl.Trainer) -> bool:
+    """Whether Lightning has SLURM requeue the job when it gets the signal for that."""
+    environment = trainer._accelerator_connector.cluster_environment
+    return isinstance(environment, SLURMEnvironment) and environment.auto_requeue
+
+
+def found_checkpoint(trainer: pl.Trainer) -> str | None:
+    """The checkpoint that was loaded, if it is one that a requeued job loads by itself."""
+    found = trainer._checkpoint_connector._hpc_resume_path
+    return found if found is not None and found == trainer.ckpt_path else None
+
+
+def save_beside(trainer: pl.Trainer, added: Mapping[str, Any]) -> str:
+    """Save a checkpoint, with `added`, that no job loads by itself; returns where. Ranks do not wait for the first."""
+    path = os.path.join(trainer.default_root_dir, f"trained_by_job_{os.environ['SLURM_JOB_ID']}.ckpt")
+    checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False) | dict(added)
+    trainer.strategy.save_checkpoint(checkpoint, path)
+    return path
+
+
+def rename_checkpoint(trainer: pl.Trainer, path: str, to: str) -> None:
+    """Called by all ranks, of which the first does it."""
+    if trainer.is_global_zero:
+        get_filesystem(path).mv(path, to)
+
+
+@contextmanager
+def saving_for_requeued(trainer: pl.Trainer, save: Callable[[str], None]) -> Iterator[None]:
+    """Inside, Lightning calls `save` with the path of the checkpoint that it would save for a requeued job."""
+    save_checkpoint = trainer.save_checkpoint
+
+    def save_other(filepath: str | Path, *args: Any, **options: Any) -> None:
+        if Path(filepath).name.startswith("hpc_ckpt_"):
+            save(str(filepath))
+        else:
+            save_checkpoint(filepath, *args, **options)
+
+    trainer.__dict__["save_checkpoint"] = save_other
+    try:
+        yield
+    finally:
+        del trainer.__dict__["save_checkpoint"]
+
+
+def restore_weights_only(trainer: pl.Trainer) -> None:
+    """Called in `on_fit_start`: of the checkpoint in `ckpt_path`, loops, optimizers and schedulers are not restored."""
+    trainer._checkpoint_connector._loaded_checkpoint = {}
 
 
 def starts_scripts(trainer: pl.Trainer) -> bool:

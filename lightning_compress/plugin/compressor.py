@@ -42,8 +42,9 @@ class Compressor:
             output_dir: folder of the checkpoint and the report, or None.
             dataloaders: calibration data: a DataLoader, a collection of them, or any iterable of batches.
             datamodule: instead of `dataloaders`; its `calibration_dataloader()`, else its `train_dataloader()`.
-            ckpt_path: a checkpoint that is loaded before, as by `trainer.fit`: of the LightningModule's weights; or one
-                that was saved during this compression, which is then continued.
+            ckpt_path: a checkpoint that is loaded before, as by `trainer.fit`: of the LightningModule's weights
+                (its epochs and optimizers are not restored); or one that was saved during this compression, which is
+                then continued.
             options: further arguments of `CompressionCallback`.
 
         Raises:

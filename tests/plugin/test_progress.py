@@ -1,8 +1,6 @@
 """Lightning's checkpoints during a compression: small, and continued by `ckpt_path`."""
 
-import os
 import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +8,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_compress import Compressor, Report
 from lightning_compress.errors import OutputDirectoryError, UnsupportedModelError
@@ -176,6 +173,27 @@ def test_ordinary_checkpoints_are_loaded_strictly(make_trainer: Any, tmp_path: P
             go_on(make_trainer, tmp_path / "other.ckpt", tmp_path / "out")
 
 
+@pytest.mark.parametrize("weights_only", [False, True])
+@pytest.mark.parametrize("strategy", ["auto", "sequential_onload"])
+def test_of_a_training_only_the_weights_are_loaded(
+    make_trainer: Any, tmp_path: Path, strategy: str, weights_only: bool
+) -> None:
+    """Seen to fail where Lightning restores all: "You restored a checkpoint with current_epoch=3", or a KeyError for
+    optimizers' states. The Trainer trains afterwards as if it had loaded nothing."""
+    trained = TinyModule()
+    trainer = make_trainer(max_epochs=3)
+    trainer.fit(trained, loader())
+    trainer.save_checkpoint(tmp_path / "trained.ckpt", weights_only=weights_only)
+    one, other = make_trainer(strategy=strategy), make_trainer(strategy=strategy)
+    module = TinyModule()
+    Compressor(one).compress(
+        module, recipe=GPTQ, output_dir=None, dataloaders=loader(), ckpt_path=tmp_path / "trained.ckpt"
+    )
+    Compressor(other).compress(trained, recipe=GPTQ, output_dir=None, dataloaders=loader())
+    assert same(weights_of(module), weights_of(trained))
+    assert (one.current_epoch, one.global_step) == (0, 0)
+
+
 def test_a_checkpoint_without_weights_is_no_model(make_trainer: Any, tmp_path: Path) -> None:
     checkpoint = killed(make_trainer, tmp_path)
     with pytest.raises(UnsupportedModelError, match=r"holds no weights: they are in \S+compressed"):
@@ -202,42 +220,3 @@ def test_checkpoints_that_would_be_large_or_idle_are_not_saved(
     trainer.fit(TinyModule(), loader())
     assert callback.report is not None
     assert not (tmp_path / "saved").exists()
-
-
-@pytest.fixture
-def slurm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job of one task, whose `scontrol` cannot be found."""
-    job = {"JOB_ID": "7", "NTASKS": "1", "JOB_NAME": "train", "PROCID": "0", "LOCALID": "0", "NODEID": "0"}
-    for name, value in job.items():
-        monkeypatch.setenv(f"SLURM_{name}", value)
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "0")
-
-
-@pytest.mark.usefixtures("slurm")
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_preemption_by_slurm(make_trainer: Any, tmp_path: Path) -> None:
-    """The signals of a preemption, SIGUSR1 (Lightning saves and requeues) and SIGTERM, arrive in the second subgraph;
-    the requeued job finds that checkpoint by itself and goes on. Seen to fail without the continuation."""
-    module, reference = TinyModule(), TinyModule()
-    make_trainer(compression(output_dir=tmp_path / "whole", when="only")).fit(reference, loader())
-    seen: list[int] = []
-
-    def preempt() -> None:
-        seen.append(1)
-        if len(seen) == 2:
-            os.kill(os.getpid(), signal.SIGUSR1)
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    trainer = make_trainer(
-        compression(output_dir=tmp_path / "compressed", when="only"), Bystander(preempt), strategy="sequential_onload"
-    )
-    with pytest.raises(SIGTERMException):
-        trainer.fit(module, loader())
-    assert len(seen) == 2
-    assert (tmp_path / "hpc_ckpt_1.ckpt").stat().st_size < 100_000
-    callback = compression(output_dir=tmp_path / "compressed", when="only")
-    make_trainer(callback, strategy="sequential_onload").fit(TinyModule(), loader())
-    assert callback.report is not None
-    assert callback.report.num_resumed == 2
-    assert files_of(tmp_path / "compressed") == files_of(tmp_path / "whole")

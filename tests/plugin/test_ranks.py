@@ -84,14 +84,27 @@ def run_by_slurm(folder: Path, *options: str) -> list[str]:
 
 
 def test_preempted_and_requeued_by_slurm(whole: dict[str, bytes], tmp_path: Path) -> None:
-    """The requeue signal reaches one rank in the midst of a subgraph; Lightning's handler, which saves a checkpoint
-    behind a barrier, is called on both at its end. The requeued job finds that checkpoint."""
+    """The requeue signal reaches one rank in the midst of a subgraph; Lightning's handler, which requeues on rank 0,
+    is called on both at its end. The requeued job goes on from the shards."""
     run_by_slurm(tmp_path, "--preempted=1", "--signals", "SIGUSR1", "SIGTERM")
-    assert (tmp_path / "hpc_ckpt_1.ckpt").stat().st_size < 100_000
+    assert not list(tmp_path.glob("*.ckpt"))
     assert (tmp_path / "out" / "INCOMPLETE").is_file()
     said = run_by_slurm(tmp_path)
     assert all(f"rank {rank} of 2, 6 batches" in said[rank] for rank in (0, 1))
     assert contents(tmp_path / "out") == whole
+
+
+def test_requeued_after_a_training(tmp_path: Path) -> None:
+    """By two ranks, one of which leaves the trained weights: what the requeued job writes is not twice quantized."""
+    options = ("--strategy=ddp", "--when=after_train")
+    for folder in ("whole", "requeued"):
+        (tmp_path / folder).mkdir()
+    run_by_slurm(tmp_path / "whole", *options)
+    run_by_slurm(tmp_path / "requeued", *options, "--preempted=1", "--signals", "SIGUSR1", "SIGTERM")
+    assert [path.name for path in (tmp_path / "requeued").glob("*.ckpt")] == ["hpc_ckpt_1.ckpt"]
+    assert not any("trains" in said for said in run_by_slurm(tmp_path / "requeued", *options))
+    assert contents(tmp_path / "requeued" / "out") == contents(tmp_path / "whole" / "out")
+    assert not list(tmp_path.rglob("*.ckpt"))
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])

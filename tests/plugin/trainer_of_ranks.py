@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_compress import CompressionCallback, SequentialOnloadStrategy
+from lightning_compress.plugin.loop import CompressionLoop
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from helpers import recipe, tiny_llama
@@ -70,7 +71,8 @@ class Preempted(Timer):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: object, index: int
     ) -> None:
-        if index == 1 and trainer.global_rank == self.rank:
+        is_compressing = isinstance(trainer.fit_loop, CompressionLoop)
+        if is_compressing and index == 1 and trainer.global_rank == self.rank:
             for name in self.signals:
                 os.kill(os.getpid(), signal.Signals[name])
 
