@@ -177,6 +177,16 @@ def test_transfer_hooks_run(make_trainer: Any) -> None:
     assert {record.num_tokens for record in callback.report.modules} == {16 * 6}
 
 
+def test_hooks_before_the_transfer_run(read: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen to fail: with those at and after the transfer only."""
+
+    def name(module: TinyModule, batch: Tensor, dataloader_idx: int) -> dict[str, Tensor]:
+        return {"input_ids": batch}
+
+    monkeypatch.setattr(TinyModule, "on_before_batch_transfer", name)
+    assert tokens(read(calibration=[batch["input_ids"] for batch in loader()])) == rows(16)
+
+
 def test_precision_converts_inputs(read: Any) -> None:
     batches = [{"inputs_embeds": torch.randn(2, 5, 32)}]
     assert read(calibration=batches, precision="bf16-true").batches[0]["inputs_embeds"].dtype == torch.bfloat16
