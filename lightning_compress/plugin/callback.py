@@ -338,7 +338,7 @@ def onload_device(trainer: pl.Trainer) -> torch.device:
 
 
 class Adapter(pl.LightningModule):
-    """Carries a module without a training step through `Trainer.fit`, which asks for one before any hook runs."""
+    """Carries a module that is no LightningModule through `Trainer.fit`."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -347,14 +347,6 @@ class Adapter(pl.LightningModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The carried module's."""
         return self.model(*args, **kwargs)
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        """Demanded by `Trainer.fit`; never called, for the compression stage runs in its place."""
-        raise RuntimeError("A model that is only compressed cannot be trained.")
-
-    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        """Demanded by `Trainer.fit`; there is nothing to optimize."""
-        return []
 
 
 def _meta_under(trainer: pl.Trainer, pl_module: pl.LightningModule) -> str:
