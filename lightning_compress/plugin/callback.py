@@ -190,7 +190,8 @@ class CompressionCallback(Callback):
         else:
             needs = needs_data(plan_recipe(module, self.settings)[1])
         if needs:
-            self._data = calibration_set(trainer, module, self.calibration, self.max_samples, self.seed)
+            trains = self.when == "after_train"
+            self._data = calibration_set(trainer, module, self.calibration, self.max_samples, self.seed, trains=trains)
             if self._data is None:
                 raise CalibrationDataError(
                     "This recipe needs calibration data and there is none: pass `calibration=` or `dataloaders=`, "
