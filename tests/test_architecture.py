@@ -138,6 +138,16 @@ def test_no_own_imports_inside_functions(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=relative)
+def test_text_files_have_an_encoding(path: Path) -> None:
+    """Else it is the locale's. Seen to fail: on the report of a run in a folder whose name a locale cannot write."""
+    for call in (node for node in ast.walk(tree(path)) if isinstance(node, ast.Call)):
+        name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", None)
+        if name in ("read_text", "write_text"):
+            where = f"{relative(path)}:{call.lineno} calls {name} without an encoding"
+            assert "encoding" in (keyword.arg for keyword in call.keywords), where
+
+
+@pytest.mark.parametrize("path", FILES, ids=relative)
 def test_lengths(path: Path) -> None:
     lines = len(path.read_text().splitlines())
     assert lines <= MAX_FILE_LINES, f"{relative(path)} has {lines} lines"

@@ -237,7 +237,7 @@ def _check_shard(folder: Path, entry: Finished, shard: Shard) -> None:
 
 def written_shards(folder: Path) -> list[Shard]:
     """Those in a finished folder's manifest."""
-    entries = [_parsed(json.loads(line)) for line in (folder / MANIFEST).read_text().splitlines()[1:]]
+    entries = [_parsed(json.loads(line)) for line in (folder / MANIFEST).read_text(encoding="utf-8").splitlines()[1:]]
     return [shard for entry in entries for shard in entry.shards]
 
 

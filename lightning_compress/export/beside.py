@@ -29,7 +29,7 @@ def config_files(root: nn.Module, folder: Path) -> tuple[dict[str, object], list
 
     def save(temporary: str) -> None:
         root.save_pretrained(temporary, state_dict={})
-        config.update(json.loads((Path(temporary) / "config.json").read_text()))
+        config.update(json.loads((Path(temporary) / "config.json").read_text(encoding="utf-8")))
         for file in (Path(temporary) / "config.json", *Path(temporary).glob("*.safetensors")):
             file.unlink()
 
@@ -57,7 +57,7 @@ def written_before(folder: Path) -> list[Path]:
     """The files that an earlier run left in its folder; others are the user's."""
     names = [MARKER, INDEX, MANIFEST, "report.json", "report.html"]
     with suppress(OSError, ValueError):
-        given = map(Path, json.loads((folder / MARKER).read_text()).get(FILES, ()))
+        given = map(Path, json.loads((folder / MARKER).read_text(encoding="utf-8")).get(FILES, ()))
         names += [str(path) for path in given if not path.is_absolute() and ".." not in path.parts]
     shards = folder.glob("model-[0-9]*-of-[0-9]*.safetensors")
     return [*(folder / name for name in names), *shards, *folder.glob(".*.partial"), *folder.glob(".tmp*")]

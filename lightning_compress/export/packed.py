@@ -57,7 +57,7 @@ def quantization_config(folder: Path) -> QuantizationConfig | None:
         CompressionError: it is quantized by another method.
     """
     file = folder / "config.json"
-    content = json.loads(file.read_text()) if file.is_file() else {}
+    content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     found = content.get("quantization_config")
     if found is None:
         return None

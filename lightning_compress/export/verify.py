@@ -172,7 +172,7 @@ def verify_files(directory: Path, names: Iterable[str], unreadable: str | None =
     """What `read_back` has shown of every shard, for models that do not fit into memory; looked at now are only their
     sizes and that the index is right about them. `unreadable`: see `why_unreadable`."""
     shards = written_shards(directory)
-    index = json.loads((directory / INDEX).read_text())["weight_map"]
+    index = json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"]
     damaged = set(index.values()) - {shard.name for shard in shards}
     for shard in shards:
         file = directory / shard.name

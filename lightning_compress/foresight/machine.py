@@ -177,7 +177,7 @@ def cache_file(device: str, folder: Path | None = None) -> Path:
 def save_machine(machine: Machine, file: Path) -> None:
     """Write the cache."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(asdict(machine), indent=2) + "\n")
+    file.write_text(json.dumps(asdict(machine), indent=2) + "\n", encoding="utf-8")
 
 
 def load_machine(file: Path) -> Machine:
@@ -187,7 +187,7 @@ def load_machine(file: Path) -> Machine:
         CompressionError: it is no such file.
     """
     try:
-        found = machine_of(json.loads(file.read_text()))
+        found = machine_of(json.loads(file.read_text(encoding="utf-8")))
     except (ValueError, KeyError, TypeError) as error:
         raise CompressionError(
             f"{file} is no record of a probe ({type(error).__name__}: {error}); measure again with "

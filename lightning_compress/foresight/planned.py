@@ -113,7 +113,7 @@ def save_planned(planned: Planned, file: Path) -> None:
         OSError: it cannot be written.
     """
     situation = {**asdict(planned.situation), "recipe": planned.situation.recipe.to_dict()}
-    file.write_text(json.dumps({**asdict(planned), "situation": situation}, indent=2) + "\n")
+    file.write_text(json.dumps({**asdict(planned), "situation": situation}, indent=2) + "\n", encoding="utf-8")
 
 
 def load_planned(file: Path) -> Planned:
@@ -123,7 +123,7 @@ def load_planned(file: Path) -> Planned:
         CompressionError: there is no such file, or it is something else.
     """
     try:
-        found = json.loads(file.read_text())
+        found = json.loads(file.read_text(encoding="utf-8"))
         situation = {**found["situation"], "recipe": load_recipe(found["situation"]["recipe"])}
         situation["budgets"] = tuple(situation["budgets"])
         return Planned(

@@ -140,7 +140,7 @@ def _files(folder: Path) -> list[Path]:
         return [folder]
     index = folder / INDEX
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise CompressionError(f"{folder} lacks {', '.join(missing[:5])}, which its index names.")

@@ -44,7 +44,7 @@ def memory_of(device: torch.device) -> int:
 def _meminfo(root: Path, field: str) -> int:
     file = root / "proc/meminfo"
     if file.is_file():
-        fields = dict(line.split(":", 1) for line in file.read_text().splitlines())
+        fields = dict(line.split(":", 1) for line in file.read_text(encoding="utf-8").splitlines())
         return int(fields[field].split()[0]) * 1024
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
@@ -55,7 +55,7 @@ def _limits(root: Path) -> Iterator[tuple[int, int]]:
     Both versions of cgroups are read: https://docs.kernel.org/admin-guide/cgroup-v2.html and cgroup-v1/memory.html.
     """
     own = root / "proc/self/cgroup"
-    for line in own.read_text().splitlines() if own.is_file() else []:
+    for line in os.fsdecode(own.read_bytes()).splitlines() if own.is_file() else []:
         _, controllers, path = line.split(":", 2)
         if not controllers:
             top, names, prefix = root / "sys/fs/cgroup", ("memory.max", "memory.current"), ""
@@ -67,8 +67,8 @@ def _limits(root: Path) -> Iterator[tuple[int, int]]:
         group = top / path.strip("/")  # not to be seen in a container that has the outside's names: its own is the top
         for folder in (group, *group.parents):
             if folder.is_relative_to(top) and all((folder / name).is_file() for name in (*names, "memory.stat")):
-                limit, used = ((folder / name).read_text().strip() for name in names)
-                stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                limit, used = ((folder / name).read_text(encoding="utf-8").strip() for name in names)
+                stat = dict(line.split() for line in (folder / "memory.stat").read_text(encoding="utf-8").splitlines())
                 cached = int(stat[f"{prefix}inactive_file"]) + int(stat[f"{prefix}active_file"])
                 if limit != "max":
                     yield int(limit), max(0, int(used) - cached)

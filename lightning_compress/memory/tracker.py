@@ -107,7 +107,7 @@ def resident_bytes() -> int:
 def _status(field: str) -> int | None:
     """A size in /proc/self/status, where that exists (Linux)."""
     status = Path("/proc/self/status")
-    lines = status.read_text().splitlines() if status.is_file() else []
+    lines = status.read_text(encoding="utf-8", errors="replace").splitlines() if status.is_file() else []
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:")), None)
 
 

@@ -197,7 +197,8 @@ class CompressionCallback(Callback):
         else:
             needs = needs_data(plan_recipe(module, self.settings)[1])
         if needs:
-            self._data = calibration_set(trainer, module, self.calibration, self.max_samples, self.seed)
+            trains = self.when == "after_train"
+            self._data = calibration_set(trainer, module, self.calibration, self.max_samples, self.seed, trains=trains)
             if self._data is None:
                 raise CalibrationDataError(
                     "This recipe needs calibration data and there is none: pass `calibration=` or `dataloaders=`, "
@@ -344,7 +345,7 @@ def onload_device(trainer: pl.Trainer) -> torch.device:
 
 
 class Adapter(pl.LightningModule):
-    """Carries a module without a training step through `Trainer.fit`, which asks for one before any hook runs."""
+    """Carries a module that is no LightningModule through `Trainer.fit`."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -353,14 +354,6 @@ class Adapter(pl.LightningModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The carried module's."""
         return self.model(*args, **kwargs)
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        """Demanded by `Trainer.fit`; never called, for the compression stage runs in its place."""
-        raise RuntimeError("A model that is only compressed cannot be trained.")
-
-    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        """Demanded by `Trainer.fit`; there is nothing to optimize."""
-        return []
 
 
 def _meta_under(trainer: pl.Trainer, pl_module: pl.LightningModule) -> str:

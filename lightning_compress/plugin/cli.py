@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from io import TextIOWrapper
 from pathlib import Path
 from traceback import format_exception_only
 from typing import Any, NoReturn, TypeVar, cast
@@ -95,8 +96,10 @@ def main() -> None:
     def task(config: DictConfig) -> None:
         sys.argv = given  # with which Lightning starts the other ranks
         needs_weights = command in ("compress", "evaluate") or (command == "inspect" and config.get("data") is not None)
-        _COMMANDS[command](_reporting_errors(lambda: complete(with_model_config(with_flags(config), needs_weights))))
+        _COMMANDS[command](_reporting_errors(lambda: _completed(config, needs_weights)))
 
+    if isinstance(sys.stdout, TextIOWrapper):  # no name is a reason to fail behind a run
+        sys.stdout.reconfigure(errors="backslashreplace")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # with which Hydra raises its errors, and does not print them
     try:
         with named_recipes(_as_overrides(given[2:])) as overrides:
@@ -110,7 +113,7 @@ def main() -> None:
 
 def _own_keys(command: str) -> str:
     """With the comments in its configuration, which Hydra's help leaves out: they say what values there are."""
-    return (config_dir() / f"{command}.yaml").read_text().partition("\n\n")[2]
+    return (config_dir() / f"{command}.yaml").read_text(encoding="utf-8").partition("\n\n")[2]
 
 
 def _as_overrides(arguments: list[str]) -> list[str]:
@@ -126,16 +129,29 @@ def _as_overrides(arguments: list[str]) -> list[str]:
     return arguments
 
 
+def _completed(config: DictConfig, needs_weights: bool) -> DictConfig:
+    """A command's configuration as the rest has it; it is changed."""
+    config = complete(with_model_config(with_flags(config), needs_weights))
+    if config.get("output_dir") is not None:  # OUT/, as a shell completes it, is OUT: logs go to ${output_dir}_logs
+        config.output_dir = str(Path(str(config.output_dir)))
+    return config
+
+
 def compress(config: DictConfig) -> None:
     """Run one compression from a composed configuration; prints the table and where the files are, behind the
     summary that the callback has printed."""
     report = _reporting_errors(lambda: run_compress(config, _output_dir(config)))
     if not _is_first_rank():
         return
-    console = Console()
+    console = _console()
     console.print(report.table())
     for line in (*report.added_lines(), f"report: {report.output_dir}/report.html, {report.output_dir}/report.json"):
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
+
+
+def _console() -> Console:
+    """One that shows names and paths as they are: `[gptq]` and `:key:` in them are not rich's."""
+    return Console(markup=False, emoji=False, highlight=False)
 
 
 def evaluate(config: DictConfig) -> None:
@@ -148,29 +164,29 @@ def evaluate(config: DictConfig) -> None:
 def estimate(config: DictConfig) -> None:
     """Print what a job will take of memory."""
     found = _reporting_errors(lambda: run_estimate(config))
-    console = Console()
+    console = _console()
     console.print(estimate_table(found))
     for line in estimate_lines(found):
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
     _save("json", config.json, save_estimate, found, "as JSON: ")
 
 
 def plan(config: DictConfig) -> None:
     """Print how to run a compression, to generate text or to fine-tune, and what that takes."""
-    console = Console()
+    console = _console()
     if config.get("job") is not None and get_class(config.job["_target_"]) is FineTuningJob:
         _plan_finetuning(config, console)
         return
     if config.get("job") is not None:
         generation = _reporting_errors(lambda: run_generation_plan(config))
         for line in generation_lines(generation):
-            console.print(line, highlight=False, soft_wrap=True)
+            console.print(line, soft_wrap=True)
         console.print(machine_table(generation.machine))
         _save("json", config.json, save_plain, generation, "as JSON: ")
         return
     found = _reporting_errors(lambda: run_plan(config))
     for line in plan_lines(found):
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
     console.print(runners_up_table(found))
     console.print(machine_table(found.machine))
     _save("json", config.json, save_planned, found, "run it: lightning-compress compress ... plan=")
@@ -179,7 +195,7 @@ def plan(config: DictConfig) -> None:
 def _plan_finetuning(config: DictConfig, console: Console) -> None:
     found = _reporting_errors(lambda: run_finetuning_plan(config))
     for line in finetuning_lines(found):
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
     console.print(finetuning_table(found))
     console.print(machine_table(found.machine))
     _save("json", config.json, save_plain, found, "as JSON: ")
@@ -187,7 +203,7 @@ def _plan_finetuning(config: DictConfig, console: Console) -> None:
 
 def probe(config: DictConfig) -> None:
     """Measure this machine and print what was found."""
-    Console().print(machine_table(_reporting_errors(lambda: run_probe(config))))
+    _console().print(machine_table(_reporting_errors(lambda: run_probe(config))))
 
 
 def run_estimate(config: DictConfig) -> Estimate:

@@ -230,8 +230,9 @@ def train_dataloaders(trainer: pl.Trainer) -> Any:
 
 def prepare_batch(trainer: pl.Trainer, batch: Any) -> Any:
     """Precision conversion and the user's batch transfer hooks, as in training, but to host memory."""
-    batch = trainer.precision_plugin.convert_input(batch)
-    return trainer.lightning_module._apply_batch_transfer_handler(batch, device=torch.device("cpu"), dataloader_idx=0)
+    module = trainer.lightning_module
+    batch = module._on_before_batch_transfer(trainer.precision_plugin.convert_input(batch), dataloader_idx=0)
+    return module._apply_batch_transfer_handler(batch, device=torch.device("cpu"), dataloader_idx=0)
 
 
 def begin_step(trainer: pl.Trainer) -> None:

@@ -1,10 +1,13 @@
 """`Compressor(trainer).compress(model)`: compression as one call, like `Tuner(trainer).lr_find`."""
 
-from typing import Any, TypeGuard, final
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, final
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
+from torch.optim import Optimizer
 
 from lightning_compress.plugin import compat
 from lightning_compress.plugin.callback import Adapter, CompressionCallback
@@ -55,9 +58,8 @@ class Compressor:
         for given in (self._trainer, model, datamodule):
             compat.check_class_tree(given)
         callback = CompressionCallback(recipe, output_dir, when="only", calibration=dataloaders, **options)
-        carried = model if _can_fit(model) else Adapter(model)
         others = [other for other in compat.callbacks(self._trainer) if not isinstance(other, CompressionCallback)]
-        with compat.replaced(self._trainer, callbacks=[callback, *others]):
+        with _fittable(model) as carried, compat.replaced(self._trainer, callbacks=[callback, *others]):
             self._trainer.fit(carried, datamodule=datamodule, ckpt_path=ckpt_path)
         if callback.report is None:
             if compat.spawns(self._trainer):
@@ -70,9 +72,27 @@ class Compressor:
         return callback.report
 
 
-def _can_fit(model: nn.Module) -> TypeGuard[pl.LightningModule]:
-    return (
-        isinstance(model, pl.LightningModule)
-        and is_overridden("training_step", model)
-        and is_overridden("configure_optimizers", model)
-    )
+@contextmanager
+def _fittable(model: nn.Module) -> Iterator[pl.LightningModule]:
+    """What `Trainer.fit` takes: a LightningModule itself, for its hooks and the names in its checkpoints, with what
+    `fit` asks for before any hook runs, where the class has none."""
+    carried = model if isinstance(model, pl.LightningModule) else Adapter(model)
+    stand_ins = {"training_step": _training_step, "configure_optimizers": _configure_optimizers}
+    lacking = [name for name in stand_ins if not is_overridden(name, carried)]
+    for name in lacking:
+        setattr(carried, name, stand_ins[name])
+    try:
+        yield carried
+    finally:
+        for name in lacking:
+            delattr(carried, name)
+
+
+def _training_step(batch: Any, batch_idx: int) -> None:
+    """Never called, for the compression stage runs in its place."""
+    raise RuntimeError("A model that is only compressed cannot be trained.")
+
+
+def _configure_optimizers() -> list[Optimizer]:
+    """There is nothing to optimize."""
+    return []

@@ -1,7 +1,8 @@
 """Calibration data out of what a Trainer user already has.
 
 In this order: the callback's `calibration`; `calibration_dataloader()` of the module or the datamodule; the training
-data. Several loaders are read one after the other (Lightning's default for them repeats samples), each up to its share.
+data, unless it is an iterator that training is still to read. Several loaders are read one after the other (Lightning's
+default for them repeats samples), each up to its share.
 """
 
 import random
@@ -30,7 +31,7 @@ DEFAULT_SAMPLES = 512
 
 
 def calibration_set(
-    trainer: pl.Trainer, module: Any, calibration: Any | None, max_samples: int | None, seed: int
+    trainer: pl.Trainer, module: Any, calibration: Any | None, max_samples: int | None, seed: int, *, trains: bool
 ) -> CalibrationSet | None:
     """The calibration set; None if the user gave no data at all.
 
@@ -41,13 +42,15 @@ def calibration_set(
         max_samples: how many samples to read, rounded up to whole batches; None means 512 where the size is known, and
             is refused for streams.
         seed: for shuffling loaders and augmentations; the global random state is left as it was.
+        trains: the training data is to be trained on afterwards.
 
     Raises:
-        CalibrationDataError: empty, streaming without a limit, a loader that cannot be iterated, or unequal batches.
+        CalibrationDataError: empty, streaming without a limit, a loader that cannot be iterated, or unequal batches; or
+            training would lack what is read.
     """
     with isolate_rng(), ExitStack() as stack:
         _seed(seed)
-        loaders = _source(trainer, module, calibration)
+        loaders = _source(trainer, module, calibration, trains)
         if loaders is None:
             return None
         flattened = [compat.of_all_ranks(loader) for loader in _flattened(loaders)]
@@ -59,14 +62,28 @@ def calibration_set(
         return collect(batches, keeps_masks=not find_target(module).takes_fields)
 
 
-def _source(trainer: pl.Trainer, module: Any, calibration: Any | None) -> Any | None:
+def begins_once(loader: Any) -> bool:
+    """Whether it, or the dataset or sampler of a DataLoader, is an iterator: most of these have one beginning only."""
+    if not isinstance(loader, DataLoader):
+        return iter(loader) is loader
+    return any(hasattr(part, "__next__") for part in (loader.dataset, loader.sampler, loader.batch_sampler))
+
+
+def _source(trainer: pl.Trainer, module: Any, calibration: Any | None, trains: bool) -> Any | None:
     if calibration is not None:
         return calibration
     for owner in (module, trainer.lightning_module, getattr(trainer, "datamodule", None)):
         method = getattr(owner, "calibration_dataloader", None)
         if callable(method):
             return method()
-    return compat.train_dataloaders(trainer)
+    loaders = compat.train_dataloaders(trainer)
+    if trains and loaders is not None and any(map(begins_once, _flattened(loaders))):
+        raise CalibrationDataError(
+            "The training data is an iterator (a generator, or a DataLoader over a dataset with `__next__`), and "
+            "training would lack what calibration reads of it. Give other data as calibration= or "
+            "`calibration_dataloader()`; or the same, if it begins anew whenever it is iterated over."
+        )
+    return loaders
 
 
 def _seed(seed: int) -> None:

@@ -156,7 +156,7 @@ def run_probe(config: DictConfig) -> Machine:
 
 def _report_of(path: Path, kind: str) -> tuple[Plan, list[dict[str, Any]]]:
     try:
-        report = json.loads(path.read_text())
+        report = json.loads(path.read_text(encoding="utf-8"))
         plan, subgraphs = report["plan"], report["subgraphs"]
     except (OSError, ValueError, KeyError) as error:
         raise CompressionError(f"refit: {path} is no report of a run: {reason(error)}.") from error

@@ -34,6 +34,7 @@ from lightning_compress.graph.compat import (
 from lightning_compress.graph.restore import attributes_restored, containers_restored
 from lightning_compress.memory.tracker import LiveMemory
 from lightning_compress.plugin.compat import batch_on_device
+from lightning_compress.plugin.data import begins_once
 
 STEPS = 2
 """The second one has the optimizer's state, and gradients, from the start."""
@@ -91,7 +92,7 @@ def first_batch(trainer: pl.Trainer) -> Any:
     loader: Any = trainer.train_dataloader
     if isinstance(loader, (Mapping, list, tuple)):
         raise CompressionError("there are several training dataloaders.")
-    if iter(loader) is loader if not isinstance(loader, DataLoader) else _is_consumed(loader):
+    if begins_once(loader):
         raise CompressionError("the training dataloader cannot be begun twice.")
     with _generators_restored(loader):
         if isinstance(loader, DataLoader):
@@ -101,11 +102,6 @@ def first_batch(trainer: pl.Trainer) -> Any:
     if batch is None:
         raise CompressionError("the training dataloader has no batch.")
     return batch_on_device(trainer, batch)
-
-
-def _is_consumed(loader: DataLoader[Any]) -> bool:
-    """Whether its dataset or sampler is an iterator, which has one beginning only."""
-    return any(hasattr(part, "__next__") for part in (loader.dataset, loader.sampler, loader.batch_sampler))
 
 
 @contextmanager

@@ -53,7 +53,7 @@ def save_estimate(estimate: Estimate, file: Path) -> None:
     """Write it as JSON; sizes are bytes."""
     rows = [{**asdict(row), "total": row.total} for row in estimate.rows]
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps({**asdict(estimate), "rows": rows}, indent=2) + "\n")
+    file.write_text(json.dumps({**asdict(estimate), "rows": rows}, indent=2) + "\n", encoding="utf-8")
 
 
 def _closed_form(row: Row, unit: int) -> tuple[str, str]:

@@ -100,7 +100,7 @@ def save_plain(planned: Any, file: Path) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    file.write_text(json.dumps(asdict(planned), indent=2) + "\n")
+    file.write_text(json.dumps(asdict(planned), indent=2) + "\n", encoding="utf-8")
 
 
 _PLACES = ("device", "host", "disk")

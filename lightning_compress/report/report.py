@@ -196,8 +196,8 @@ class Report:
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         as_json, as_html = directory / "report.json", directory / "report.html"
-        as_json.write_text(json.dumps(self.to_dict(), indent=2, default=str) + "\n")
-        as_html.write_text(render_html(self.to_dict()))
+        as_json.write_text(json.dumps(self.to_dict(), indent=2, default=str) + "\n", encoding="utf-8")
+        as_html.write_text(render_html(self.to_dict()), encoding="utf-8", errors="backslashreplace")
         return as_json, as_html
 
 

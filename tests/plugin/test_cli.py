@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 
 import pytest
@@ -233,6 +234,22 @@ def test_wrong_input_is_one_line_and_exit_status_1(
     assert done.returncode == 1
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_name_is_shown_and_followed_as_it_is(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen to fail: `[/bold]` as rich's markup and `é` on an ASCII terminal, each an error behind the finished
+    checkpoint; and the logs of `OUT/` inside of it, which is then not ours."""
+    folder = tmp_path / "café[/bold]:key:"
+    screen = TextIOWrapper(BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", screen)
+    given = [f"model.path={checkpoint}", f"output_dir='{folder}/'", "logger=csv", "recipe=w4a16_rtn", *SMALL]
+    monkeypatch.setattr("sys.argv", ["lightning-compress", "compress", *given])
+    cli.main()
+    screen.seek(0)
+    assert rf"report: {tmp_path}/caf\xe9[/bold]:key:/report.html" in screen.read()
+    assert list((tmp_path / "café[/bold]:key:_logs").rglob("metrics.csv"))
 
 
 def test_an_unfinished_compression_is_not_read(command: Command, checkpoint: Path, tmp_path: Path) -> None:

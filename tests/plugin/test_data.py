@@ -29,7 +29,7 @@ def read(make_trainer: Any) -> Callable[..., CalibrationSet]:
         class Peek(pl.Callback):
             def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
                 before = torch.random.get_rng_state()
-                found.append(calibration_set(trainer, pl_module, calibration, max_samples, seed))
+                found.append(calibration_set(trainer, pl_module, calibration, max_samples, seed, trains=True))
                 assert torch.equal(torch.random.get_rng_state(), before)
                 trainer.fit_loop.max_epochs = 0
 
@@ -177,6 +177,16 @@ def test_transfer_hooks_run(make_trainer: Any) -> None:
     assert {record.num_tokens for record in callback.report.modules} == {16 * 6}
 
 
+def test_hooks_before_the_transfer_run(read: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen to fail: with those at and after the transfer only."""
+
+    def name(module: TinyModule, batch: Tensor, dataloader_idx: int) -> dict[str, Tensor]:
+        return {"input_ids": batch}
+
+    monkeypatch.setattr(TinyModule, "on_before_batch_transfer", name)
+    assert tokens(read(calibration=[batch["input_ids"] for batch in loader()])) == rows(16)
+
+
 def test_precision_converts_inputs(read: Any) -> None:
     batches = [{"inputs_embeds": torch.randn(2, 5, 32)}]
     assert read(calibration=batches, precision="bf16-true").batches[0]["inputs_embeds"].dtype == torch.bfloat16
@@ -214,6 +224,49 @@ def test_streams_with_a_limit(read: Any, options: dict[str, Any]) -> None:
     assert tokens(read(calibration=DataLoader(Stream(), batch_size=4), **options)) == rows(16)[:8]
     assert tokens(read(train=DataLoader(Stream(), batch_size=4), **options)) == rows(16)[:8]
     assert tokens(read(calibration=(batch for batch in loader()), **options)) == rows(16)[:8]
+
+
+class OneShot(IterableDataset[dict[str, Tensor]]):
+    """An iterator: what is read of it is gone."""
+
+    def __init__(self) -> None:
+        self.samples = iter(samples(16))
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return self
+
+    def __next__(self) -> dict[str, Tensor]:
+        return next(self.samples)
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        lambda: iter(list(loader())),
+        lambda: DataLoader(OneShot(), batch_size=4),
+        lambda: {"one": loader(), "other": DataLoader(OneShot(), batch_size=4)},
+    ],
+    ids=["iterator", "dataset", "one of several"],
+)
+def test_training_is_left_its_data(make_trainer: Any, stream: Callable[[], Any]) -> None:
+    """Nothing is read of an iterator that is still to be trained on. Seen to fail: training began behind what
+    calibration had read, with nothing left of it."""
+    data = stream()
+    with pytest.raises(CalibrationDataError, match=r"training would lack .* Give other data as calibration="):
+        make_trainer(compression(max_samples=512)).fit(TinyModule(), data)
+    left = data["other"] if isinstance(data, dict) else data
+    assert len(list(left)) == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "num_steps"), [({"calibration": loader(8)}, 4), ({"when": "only"}, 0)], ids=["other data", "only"]
+)
+def test_an_iterator_that_nothing_else_reads(make_trainer: Any, options: dict[str, Any], num_steps: int) -> None:
+    module, callback = TinyModule(), compression(max_samples=512, **options)
+    make_trainer(callback).fit(module, DataLoader(OneShot(), batch_size=4))
+    assert callback.report is not None
+    assert callback.report.num_batches == (2 if num_steps else 4)
+    assert len(module.losses) == num_steps
 
 
 def test_streams_of_known_length(read: Any) -> None:

@@ -214,3 +214,11 @@ def test_writing_and_reading_back_draw_no_bars(tmp_path: Path, capfd: pytest.Cap
     compress(tiny_llama(1), token_batches(), recipe(4), tmp_path / "out")
     assert "0it" not in (printed := capfd.readouterr().err)
     assert "%|" not in printed
+
+
+def test_names_that_are_no_text(saved: tuple[Report, Path], tmp_path: Path) -> None:
+    """Bytes of a file name that are no UTF-8. Seen to fail: an error behind the finished checkpoint."""
+    report, _ = saved
+    as_json, as_html = replace(report, model_path="u\udce9", output_dir="u\udce9").save(tmp_path)
+    assert json.loads(as_json.read_text(encoding="utf-8"))["output_dir"] == "u\udce9"
+    assert r"u\udce9" in as_html.read_text(encoding="utf-8")
