@@ -2,6 +2,8 @@
 
 import copy
 import json
+import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -180,6 +182,24 @@ def test_folders_that_are_fine(tmp_path: Path) -> None:
         check_output_dir(tmp_path / "theirs")
     check_output_dir(tmp_path / "not" / "yet" / "there")
     assert not (tmp_path / "not").exists()
+
+
+def test_ranks_that_look_at_one_folder_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one tries whether it may write there, another lists what is there. Seen to fail with `TemporaryFile`, where
+    the file system has no files without names (NFS)."""
+    monkeypatch.setattr(tempfile, "_O_TMPFILE_WORKS", False)
+    unlink, looked = os.unlink, []
+
+    def looking(path: Any, **options: Any) -> None:
+        monkeypatch.setattr(os, "unlink", unlink)
+        looked.append(path)
+        check_output_dir(tmp_path)
+        unlink(path, **options)
+
+    monkeypatch.setattr(os, "unlink", looking)
+    check_output_dir(tmp_path)
+    assert len(looked) == 1
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_earlier_output_is_replaced_whole(tmp_path: Path) -> None:
