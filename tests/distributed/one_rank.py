@@ -64,6 +64,7 @@ CASES: dict[str, Any] = {
     "no data": lambda: (tiny_llama(2), [], recipe(4, algorithm="rtn"), {}),
     "disk": lambda: (tiny_llama(2, tie_word_embeddings=True), token_batches(5), recipe(4), {}),
     "other data": lambda: (tiny_llama(2), token_batches(2, seed=dist.get_rank()), recipe(4), {}),
+    "NaN": lambda: (_Root(), [_vectors(1)[0].abs(), _vectors(1)[0]], recipe(algorithm="rtn", scheme=STATIC), {}),
     "failing 0": lambda: (tiny_llama(2), token_batches(4), recipe(4), {}),
     "failing 2": lambda: (tiny_llama(2), token_batches(4), recipe(4), {}),
     "stuck": lambda: (tiny_llama(2), token_batches(4), recipe(4), {}),
@@ -80,6 +81,17 @@ def _vectors(number: int) -> list[torch.Tensor]:
     """Batches of so few tokens that none reaches all experts."""
     generator = torch.Generator().manual_seed(5)
     return [torch.randn(1, 2, 16, generator=generator) for _ in range(number)]
+
+
+class _Root(nn.Module):
+    """What its Linear reads holds a NaN where a batch has negative values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.linear(x.sqrt())
 
 
 def be_late() -> None:
