@@ -1,6 +1,7 @@
 """Statistics are sums: the same answer for any split of the tokens, any order, any number of ranks."""
 
-from functools import partial
+import math
+from functools import partial, reduce
 
 import pytest
 import torch
@@ -161,6 +162,17 @@ def test_min_max() -> None:
         extremes.update(row)
     assert extremes.minimum.tolist() == [-5.0]
     assert extremes.maximum.tolist() == [3.0]
+
+
+def test_a_nan_is_seen_behind_minima_and_maxima_that_lose_it() -> None:
+    """As those of gloo do. Seen to fail: with a NaN in the accumulators."""
+    ranks = [MinMax(2, "cpu") for _ in range(3)]
+    for statistic, value in zip(ranks, (1.0, math.nan, 2.0), strict=True):
+        statistic.update(torch.tensor([[0.0, value]]))
+    lost = {"min": torch.fmin, "max": torch.fmax, "sum": torch.add}
+    for name, (_, reduction) in ranks[0].reductions().items():
+        of_all = [rank.reductions()[name][0] for rank in ranks]
+        assert reduction == "sum" or not reduce(lost[reduction], of_all).isfinite().any()
 
 
 def test_a_wrong_width_is_an_error() -> None:

@@ -44,12 +44,12 @@ def save_boundary(shared: SharedFolder, index: int, flow: Flow, share: Sequence[
             for leftover in (*folder.glob(".*.partial"), *folder.glob(final.name)):
                 shutil.rmtree(leftover)
             partial.mkdir()
-        collective.gather(None, what)
+        collective.meet(what)
         for batch, number in enumerate(share):
             values = {key.name: value for key, value in flow.cache.load(batch, flow.cache.keys(batch)).items()}
             with replacing(partial / _file_name(number)) as file:
                 torch.save(values, file)
-        collective.gather(None, what)
+        collective.meet(what)
         if shared.is_first:
             partial.rename(final)
             sync(folder)

@@ -43,10 +43,14 @@ class Collective(Protocol):
         """Combine a tensor of all ranks, in place, on all of them. Same shape and dtype everywhere."""
 
     def broadcast(self, value: Value, what: str, source: int = 0) -> Value:
-        """What rank `source` has; it can be pickled. On the others its tensors are in host memory."""
+        """What rank `source` has, the only one that is waited for; it can be pickled. On the others its tensors are in
+        host memory."""
 
     def gather(self, value: Value, what: str) -> list[Value]:
         """What every rank has, by rank; it can be pickled, and is small."""
+
+    def meet(self, what: str) -> None:
+        """Go on when all ranks are here: what they did before it is done."""
 
     def failed(self, error: BaseException) -> None:
         """Let the other ranks end, and know why: this one does."""
@@ -81,6 +85,9 @@ class SingleProcess:
 
     def gather(self, value: Value, what: str) -> list[Value]:
         return [value]
+
+    def meet(self, what: str) -> None:
+        """Nobody to wait for."""
 
     def failed(self, error: BaseException) -> None:
         """Nobody to tell."""
@@ -126,6 +133,9 @@ class ProcessGroup:
             values: list[Value | None] = [None] * self.size
             dist.all_gather_object(values, value, self._group)
             return cast(list[Value], values)
+
+    def meet(self, what: str) -> None:
+        self.gather(None, what)
 
     def failed(self, error: BaseException) -> None:
         if isinstance(error, CommunicationError):  # of another's making, who need not wait for this one

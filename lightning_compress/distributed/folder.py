@@ -38,7 +38,7 @@ def shared_folder(path: Path, collective: Collective) -> SharedFolder:
     if collective.size == 1:
         return SharedFolder(path)
     what = f"looking for {path}"
-    collective.gather(None, what)  # all have looked at what was there before
+    collective.meet(what)  # all have looked at what was there before
     path.mkdir(parents=True, exist_ok=True)
     probe = path / f".{uuid4().hex}.partial"
     probe.touch()

@@ -1,9 +1,9 @@
 """Checkpoint folders: what is in one, and whether it may be written to."""
 
-import tempfile
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Protocol
+from uuid import uuid4
 
 from lightning_compress.errors import CompressionError, OutputDirectoryError
 from lightning_compress.memory.files import nearest_existing
@@ -44,7 +44,7 @@ def check_output_dir(output_dir: Path) -> None:
         raise OutputDirectoryError(f"output_dir {output_dir} is a file; give a folder.")
     ours = (output_dir / MARKER).is_file() or (output_dir / INCOMPLETE).is_file()
     entries = [path.name for path in output_dir.iterdir()] if output_dir.is_dir() else []
-    # what a run leaves that is killed before its first subgraph is written
+    # what a run leaves that is killed before its first subgraph is written, and what its ranks try the folder with
     first = {name for name in entries if name == PLAN or fnmatch(name, ".*.partial")}
     if not ours and not first.issuperset(entries):
         raise OutputDirectoryError(
@@ -57,8 +57,10 @@ def check_output_dir(output_dir: Path) -> None:
 
 
 def _is_writable(path: Path) -> bool:
+    probe = path / f".{uuid4().hex}.partial"  # several ranks try at once, and look what is there
     try:
-        tempfile.TemporaryFile(dir=path).close()  # without a name: several ranks try at once
+        probe.touch()
+        probe.unlink(missing_ok=True)
     except OSError:
         return False
     return True

@@ -14,7 +14,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,8 @@ class Verification:
         batch: which batch that was.
         tolerance: how much outputs may differ, for float32 kernels round otherwise where memory is aligned otherwise.
         failure: why it could not be loaded or run as the model in memory is; '' where it could.
+        failed_on: of several ranks, each of which reads what it finds in the folder, those where it did not pass; the
+            rest is what the first of them found.
     """
 
     loaded_with: str
@@ -82,11 +84,20 @@ class Verification:
     batch: str
     tolerance: float = 0.0
     failure: str = ""
+    failed_on: tuple[int, ...] = ()
 
     @property
     def passed(self) -> bool:
         """Weights identical, and outputs too (but for rounding) where they could be compared."""
         return not self.failure and not self.different_modules and (self.max_abs_difference or 0.0) <= self.tolerance
+
+    @property
+    def verdict(self) -> str:
+        """In a few words."""
+        if self.passed:
+            return "identical"
+        where = f" on ranks {', '.join(map(str, self.failed_on))}" if self.failed_on else ""
+        return f"DIFFERENT{where}: {', '.join(self.different_modules[:5]) or self.failure or 'outputs'}"
 
 
 @torch.no_grad()
@@ -122,6 +133,14 @@ def verify(directory: Path, target: Target, names: Iterable[str], batch: Any | N
     return Verification(
         loaded_with, len(names), different, buffers, difference, as_loaded, batch_name, tolerance, failure
     )
+
+
+def of_all(found: Sequence[Verification]) -> Verification:
+    """What the ranks found, each in the copy that is its node's: one that did not pass is enough."""
+    failed_on = tuple(rank for rank, each in enumerate(found) if not each.passed)
+    if not failed_on or len(found) == 1:
+        return found[0]
+    return replace(found[failed_on[0]], failed_on=failed_on)
 
 
 def _different(root: nn.Module, reloaded: nn.Module, names: Sequence[str]) -> tuple[str, ...]:

@@ -147,7 +147,7 @@ class CheckpointWriter:
         self.replaces_finished = holds_finished and not self._is_begun
         if self._is_writing:
             self._check_room()
-        self._collective.broadcast(None, f"looking for room in {folder}")
+        self._collective.meet(f"looking for room in {folder}")  # what was copied is in place for all
 
     def _begun(self) -> list[Finished] | None:
         """What is there of this run; None: it has not begun."""
@@ -232,7 +232,8 @@ class CheckpointWriter:
             if self._is_writing:
                 with self._writing("its first files"):
                     self._begin()
-            self._is_begun = self._collective.broadcast(True, f"emptying {self.folder}")
+            self._collective.meet(f"emptying {self.folder}")  # else what others write is removed along with the rest
+            self._is_begun = True
         mine = [piece for piece in range(len(self._parts[part])) if self._owner(part, piece) == self._collective.rank]
         shards = {piece: self._written(part, piece) for piece in mine}
         sizes = {module.module: module.bytes_after for module in record.modules if module.module in self._packed}
@@ -257,7 +258,7 @@ class CheckpointWriter:
                     shards = tuple(self._written(part, piece) for piece in range(len(self._parts[part])))
                 self._append(Finished(None, shards))
         what = "writing what no subgraph holds"
-        self._collective.gather(None, what)
+        self._collective.meet(what)
         names = self._write_beside(tokenizer) if self._collective.rank == 0 else []  # transformers does so on rank 0
         if self.shared.num_copies > 1:
             files = self._collective.broadcast({name: (self.folder / name).read_bytes() for name in names}, what)
@@ -270,7 +271,7 @@ class CheckpointWriter:
                 (self.folder / INCOMPLETE).unlink(missing_ok=True)
                 (self.folder / PLAN).unlink(missing_ok=True)
                 sync(self.folder)
-        self._collective.gather(None, what)
+        self._collective.meet(what)
 
     def _write_beside(self, tokenizer: SavesPretrained | None) -> list[str]:
         """The files beside the weights, config.json last; returns their names."""

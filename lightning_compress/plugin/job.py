@@ -24,7 +24,7 @@ from lightning_compress.distributed.bars import no_bars
 from lightning_compress.distributed.collective import Collective, SingleProcess
 from lightning_compress.errors import RunWarning, UnreachedModulesWarning, UnsupportedModelError
 from lightning_compress.export.checkpoint import check_output_dir
-from lightning_compress.export.verify import ReadBackWarning, Verification, verify, verify_files, why_unreadable
+from lightning_compress.export.verify import ReadBackWarning, Verification, of_all, verify, verify_files, why_unreadable
 from lightning_compress.export.writer import CheckpointWriter, Unwritten
 from lightning_compress.graph.stages import Schedule
 from lightning_compress.graph.unfold import Unfolded, unfolded
@@ -211,13 +211,13 @@ def _run(
         with no_bars():
             writer.close(job.settings.tokenizer)
             shutil.rmtree(writer.folder / FOLDER, ignore_errors=True)
-            verification = _verified(job, writer.folder)  # on all ranks: compressed-tensors loads as one of them
+            verification = _verified(job, writer.folder)
     total_s = job.prepare_s + time.perf_counter() - start
     report = _report(job, records, bytes_before, total_s, writer, num_resumed, verification, (*beyond, *replaced))
     if (factor := more_samples(report.coverage)) is not None:
         warnings.warn(advice(factor), ExpertCoverageWarning, stacklevel=2)
     _warn_of_unreached(report.modules)
-    report = job.run.collective.broadcast(report, "verifying the checkpoint")
+    report = job.run.collective.broadcast(report, "sending the report")
     if writer is not None and not partial and writer.shared.is_first:
         _save(report, writer.folder)
     return report
@@ -343,13 +343,17 @@ def _is_in_memory(job: Job, module: str) -> bool:
 
 
 def _verified(job: Job, folder: Path) -> Verification | None:
-    """Read the checkpoint back, if that is wanted; one of weights on disk has been, shard by shard."""
+    """Read the checkpoint back, if that is wanted; one of weights on disk has been, shard by shard. On all ranks, for
+    the folder may be another one on each node, and compressed-tensors loads as one of them."""
     if not job.settings.verify:
         return None
+    names = job.resolved.assignments
     if job.source is not None:
-        return verify_files(folder, job.resolved.assignments, why_unreadable(job.target.root, job.resolved))
-    batch = job.data.batches[0] if job.data is not None else None
-    return verify(folder, job.target, job.resolved.assignments, batch, "the first calibration batch")
+        found = verify_files(folder, names, why_unreadable(job.target.root, job.resolved))
+    else:
+        batch = job.data.batches[0] if job.data is not None else None
+        found = verify(folder, job.target, names, batch, "the first calibration batch")
+    return of_all(job.run.collective.gather(found, "verifying the checkpoint"))
 
 
 def _num_bytes(root: nn.Module) -> int:

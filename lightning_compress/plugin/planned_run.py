@@ -86,7 +86,7 @@ def plan_for_run(
     _check_same(config, planned, size, device, trainer)
     if config.plan != "auto":
         _check_typed(config, planned, typed)
-    ranks.gather(None, "comparing the plan and the command")  # nobody begins what another one refuses
+    ranks.meet("comparing the plan and the command")  # nobody begins what another one refuses
     return planned
 
 

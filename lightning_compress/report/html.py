@@ -156,6 +156,8 @@ def _facts(report: Mapping[str, Any]) -> str:
         detail = (
             "" if outputs is None else f"; outputs on {_text(verification['batch'])} differ by at most {outputs:.3g}"
         )
+        if verification["failed_on"]:
+            detail += f"; on ranks {', '.join(map(str, verification['failed_on']))}"
         if verification["failure"]:
             detail += f"; {_text(verification['failure'])}"
         facts.append(("read back", f"{verdict} with {_text(verification['loaded_with'])}{detail}"))

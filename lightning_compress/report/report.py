@@ -163,9 +163,7 @@ class Report:
             )
         lines += [f"run as a whole: {fallback.module} ({fallback.reason})" for fallback in self.fallbacks]
         if self.verification is not None:
-            different = ", ".join(self.verification.different_modules[:5]) or self.verification.failure or "outputs"
-            verdict = "identical" if self.verification.passed else f"DIFFERENT: {different}"
-            lines.append(f"read back with {self.verification.loaded_with}: {verdict}")
+            lines.append(f"read back with {self.verification.loaded_with}: {self.verification.verdict}")
             if self.verification.different_buffers:
                 lines.append(
                     f"note: {', '.join(self.verification.different_buffers[:3])} differ after loading (a checkpoint "

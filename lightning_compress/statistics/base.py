@@ -64,7 +64,11 @@ class Statistic(ABC):
 
     @abstractmethod
     def reductions(self) -> Mapping[str, tuple[Tensor, Reduction]]:
-        """The accumulators by name, each with how ranks combine it. Reduce the tensors in place."""
+        """The accumulators by name, each with how ranks combine it. Reduce the tensors in place.
+
+        Of a NaN on some ranks alone "max" and "min" may leave nothing (gloo's do): such accumulators hold infinities
+        in its place.
+        """
 
     def settle(self, agree: Callable[[float], float]) -> None:  # noqa: B027 (most have nothing to settle)
         """Called once on every rank, when each has seen its first batch, or none if it has none.

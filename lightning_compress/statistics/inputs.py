@@ -1,5 +1,6 @@
 """Statistics of what linears read: the Gram that GPTQ needs (Frantar et al., arXiv 2210.17323) and ranges."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
@@ -115,7 +116,8 @@ class InputGram(Statistic):
 class MinMax(Statistic):
     """The smallest and the largest input value of the whole tensor, float32 [1] each: a static activation range.
 
-    Before the first token `minimum` is +inf and `maximum` -inf, the neutral elements of their reductions.
+    Before the first token `minimum` is +inf and `maximum` -inf, the neutral elements of their reductions. With a NaN
+    they are -inf and +inf, for a NaN of some ranks is lost between them.
     """
 
     def __init__(self, num_channels: int, device: torch.device | str, num_outputs: int = 0) -> None:
@@ -132,8 +134,8 @@ class MinMax(Statistic):
         self._num_tokens += x.shape[0]
         if x.numel():
             low, high = x.aminmax()
-            torch.minimum(self.minimum, low.float(), out=self.minimum)
-            torch.maximum(self.maximum, high.float(), out=self.maximum)
+            torch.minimum(self.minimum, _instead_of_nan(low, -math.inf), out=self.minimum)
+            torch.maximum(self.maximum, _instead_of_nan(high, math.inf), out=self.maximum)
 
     @classmethod
     def complete(cls, siblings: Sequence[Statistic], same_channels: bool) -> None:
@@ -149,3 +151,8 @@ class MinMax(Statistic):
             "maximum": (self.maximum, "max"),
             "num_tokens": (self._num_tokens, "sum"),
         }
+
+
+def _instead_of_nan(x: Tensor, value: float) -> Tensor:
+    """float32; infinities stay."""
+    return x.float().nan_to_num(value, math.inf, -math.inf)

@@ -6,6 +6,8 @@ Each case is written to FOLDER/CASE; what the rank has then goes to FOLDER/CASE-
 import shutil
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from torch import nn
 
 from lightning_compress.calibration.batches import collect
 from lightning_compress.distributed.collective import Collective, ProcessGroup, closing_all
-from lightning_compress.export import layout
+from lightning_compress.export import layout, writer
 from lightning_compress.graph.stages import Schedule
 from lightning_compress.memory.placement import MemoryConfig
 from lightning_compress.plugin.job import prepare_job, run_job
@@ -52,9 +54,17 @@ CASES: dict[str, Any] = {
     "kept": lambda: (tiny_llama(3), token_batches(7), recipe(4), {"keep_activations": True}),
     "gptaq": lambda: (tiny_llama(2), token_batches(9), recipe(3, correct="gptaq"), {}),
     "kept corrected": lambda: (*CASES["corrected"]()[:3], {"keep_activations": True}),
+    "late": lambda: (tiny_llama(2), token_batches(2), recipe(4), {"verify": False}),
+    "late at once": lambda: (
+        tiny_llama(2),
+        token_batches(2),
+        recipe(4),
+        {"schedule": Schedule.BASIC, "sequential_targets": None, "verify": False},
+    ),
     "no data": lambda: (tiny_llama(2), [], recipe(4, algorithm="rtn"), {}),
     "disk": lambda: (tiny_llama(2, tie_word_embeddings=True), token_batches(5), recipe(4), {}),
     "other data": lambda: (tiny_llama(2), token_batches(2, seed=dist.get_rank()), recipe(4), {}),
+    "NaN": lambda: (_Root(), [_vectors(1)[0].abs(), _vectors(1)[0]], recipe(algorithm="rtn", scheme=STATIC), {}),
     "failing 0": lambda: (tiny_llama(2), token_batches(4), recipe(4), {}),
     "failing 2": lambda: (tiny_llama(2), token_batches(4), recipe(4), {}),
     "stuck": lambda: (tiny_llama(2), token_batches(4), recipe(4), {}),
@@ -73,6 +83,34 @@ def _vectors(number: int) -> list[torch.Tensor]:
     return [torch.randn(1, 2, 16, generator=generator) for _ in range(number)]
 
 
+class _Root(nn.Module):
+    """What its Linear reads holds a NaN where a batch has negative values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.linear(x.sqrt())
+
+
+def be_late() -> None:
+    """The first rank of a node takes its time to empty the folder, and to put there what it was sent."""
+    before, replacing = writer.written_before, writer.replacing
+
+    def found_late(folder: Path) -> list[Path]:
+        time.sleep(1)
+        return before(folder)
+
+    @contextmanager
+    def replacing_late(path: Path) -> Iterator[Path]:
+        with replacing(path) as partial:
+            yield partial
+            time.sleep(0.2)
+
+    writer.written_before, writer.replacing = found_late, replacing_late
+
+
 def run(name: str, stop_after: int, folder: Path) -> dict[str, Any]:
     """A case on this rank."""
     model, batches, given, options = CASES[name]()
@@ -82,7 +120,11 @@ def run(name: str, stop_after: int, folder: Path) -> dict[str, Any]:
         dist.barrier()
         if dist.get_rank():  # transformers saves on rank 0 only
             shutil.copytree(folder / "weights-0", weights, dirs_exist_ok=True)
-    place = folder / f"disk-{dist.get_rank() // 2}" if name == "own disks" else folder
+    ranks_of_node = 3 if name.startswith("late") else 2
+    has_own = ranks_of_node == 3 or name == "own disks"
+    place = folder / f"disk-{dist.get_rank() // ranks_of_node}" if has_own else folder
+    if name.startswith("late") and dist.get_rank() == 3:
+        be_late()
     settings = Settings(load_recipe(given), place / name, **options)
     timeout = timedelta(seconds=5 if name == "stuck" else 100)
     with closing_all(ProcessGroup(timeout)) as collective:

@@ -2,19 +2,23 @@
 
 import copy
 import json
+import os
+import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from helpers import compress, compress_in_memory, linears, prepare, recipe, run, tiny_llama, token_batches
+from helpers import compress, compress_in_memory, linears, prepare, recipe, run, saved, tiny_llama, token_batches
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from lightning_compress.calibration.target import find_target
+from lightning_compress.distributed.collective import SingleProcess
 from lightning_compress.errors import CompressionError, OutputDirectoryError
 from lightning_compress.export.checkpoint import MARKER, check_output_dir
 from lightning_compress.export.packed import load_compressed
@@ -182,6 +186,24 @@ def test_folders_that_are_fine(tmp_path: Path) -> None:
     assert not (tmp_path / "not").exists()
 
 
+def test_ranks_that_look_at_one_folder_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one tries whether it may write there, another lists what is there. Seen to fail with `TemporaryFile`, where
+    the file system has no files without names (NFS)."""
+    monkeypatch.setattr(tempfile, "_O_TMPFILE_WORKS", False)
+    unlink, looked = os.unlink, []
+
+    def looking(path: Any, **options: Any) -> None:
+        monkeypatch.setattr(os, "unlink", unlink)
+        looked.append(path)
+        check_output_dir(tmp_path)
+        unlink(path, **options)
+
+    monkeypatch.setattr(os, "unlink", looking)
+    check_output_dir(tmp_path)
+    assert len(looked) == 1
+    assert not list(tmp_path.iterdir())
+
+
 def test_an_earlier_output_is_replaced_whole(tmp_path: Path) -> None:
     out = tmp_path / "deep" / "out"
     compress(tiny_llama(2), token_batches(), recipe(4), out, verify=False)
@@ -247,6 +269,39 @@ def test_verification_names_what_differs(tmp_path: Path, monkeypatch: pytest.Mon
     assert report.verification.different_modules == ("model.layers.0.mlp.down_proj",)
     assert (report.verification.max_abs_difference or 0) > 0
     assert "DIFFERENT: model.layers.0.mlp.down_proj" in report.summary()
+
+
+class BesideABadCopy(SingleProcess):
+    """Rank 0, with two others whose node's copy is not what it should be."""
+
+    def __init__(self, **bad: Any) -> None:
+        self.bad = bad
+
+    def gather(self, value: Any, what: str) -> list[Any]:
+        return [value, *[replace(value, **self.bad)] * 2] if isinstance(value, Verification) else [value]
+
+
+@pytest.mark.parametrize(
+    ("on_disk", "bad", "said"),
+    [
+        (False, {"failure": "loading it failed with OSError"}, "loading it failed with OSError"),
+        (False, {"max_abs_difference": 0.5}, "outputs"),
+        (True, {"different_modules": ("model-00002-of-00003.safetensors",)}, "model-00002-of-00003.safetensors"),
+    ],
+    ids=["not loaded", "other outputs", "weights on disk"],
+)
+def test_every_nodes_copy_counts(on_disk: bool, bad: dict[str, Any], said: str, tmp_path: Path) -> None:
+    """The first node's is fine. Seen to fail: with what rank 0 found for all."""
+    model, options = tiny_llama(1), {}
+    if on_disk:
+        model, options = saved(model, tmp_path / "weights"), {"weights": tmp_path / "weights"}
+    job = prepare(model, token_batches(), recipe(4), tmp_path / "out", **options)
+    report = run(replace(job, run=replace(job.run, collective=BesideABadCopy(**bad))))
+    assert report.verification is not None
+    assert not report.verification.passed
+    assert f"DIFFERENT on ranks 1, 2: {said}\n" in report.summary()
+    assert "; on ranks 1, 2" in (tmp_path / "out" / "report.html").read_text()
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["verified"] is False
 
 
 def test_models_that_change_their_batch_are_compared_on_equal_batches(tmp_path: Path) -> None:
