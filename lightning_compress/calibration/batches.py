@@ -6,16 +6,15 @@ attention keeps its fast causal path.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_compress.errors import CalibrationDataError
-from lightning_compress.graph.compat import pytree
 from lightning_compress.graph.masks import is_token_mask
-from lightning_compress.graph.trace import flatten_batch
+from lightning_compress.graph.synthesize import Part, flatten_batch, parts_of
 
 
 @dataclass(frozen=True)
@@ -35,15 +34,15 @@ def collect(batches: Iterable[Any], limit: int | None = None, keeps_masks: bool 
     """Read and check the calibration set; tensors are moved to host memory.
 
     Args:
-        batches: an iterable of mappings, tensors, or trees of them.
+        batches: an iterable of tensors, mappings, sequences, dataclasses, or trees of them, which keep their types.
         limit: how many to read at most.
         keeps_masks: also those that mask nothing, for code that reads them.
 
     Raises:
-        CalibrationDataError: there are none, all is padding, or their keys, structure, constants, dtypes or values do
-            not fit together.
+        CalibrationDataError: there are none, or no tensors in them, all is padding, or their keys, structure,
+            constants, dtypes or values do not fit together.
     """
-    collected = [pytree.tree_map_only(Tensor, Tensor.cpu, _as_plain(batch)) for batch in islice(iter(batches), limit)]
+    collected = [_in_host_memory(batch) for batch in islice(iter(batches), limit)]
     if not collected:
         raise CalibrationDataError(
             "The calibration dataloader is empty. Give it at least one batch, or use a recipe that needs no data "
@@ -64,13 +63,24 @@ def collect(batches: Iterable[Any], limit: int | None = None, keeps_masks: bool 
     idle = [path for path in masks if all(bool(tensors[path].bool().all()) for tensors in fields)]
     has_padding = len(idle) < len(masks)
     idle = [] if keeps_masks else [path for path in idle if _is_of_text(path)]
-    without = [{k: v for k, v in batch.items() if k not in idle} if idle else batch for batch in collected]
-    return CalibrationSet(tuple(without), has_padding=has_padding)
+    return CalibrationSet(tuple(_without(batch, idle) for batch in collected), has_padding=has_padding)
 
 
 def num_elements(batch: Any) -> int:
     """Of all its tensors: for batches of tokens, in proportion to their number."""
-    return sum(leaf.numel() for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))
+    return sum(tensor.numel() for tensor in flatten_batch(batch)[0])
+
+
+def _in_host_memory(batch: Any) -> Any:
+    tensors, structure = flatten_batch(batch)
+    return structure.build([tensor.cpu() for tensor in tensors])
+
+
+def _without(batch: Any, idle: Sequence[str]) -> Any:
+    """A model is given the fields of a mapping; masks that are elsewhere stay."""
+    if isinstance(batch, Mapping) and any(key in idle for key in batch):
+        return {key: value for key, value in batch.items() if key not in idle}
+    return batch
 
 
 def _tensors_by_path(batch: Any) -> dict[str, Tensor]:
@@ -81,11 +91,6 @@ def _tensors_by_path(batch: Any) -> dict[str, Tensor]:
 def _is_of_text(path: str) -> bool:
     """Whether a mask is one that a model computes for itself where it is not given; those of sounds are not."""
     return path.rpartition(".")[2] in ("attention_mask", "decoder_attention_mask")
-
-
-def _as_plain(batch: Any) -> Any:
-    """transformers' BatchEncoding and other mappings become dicts, which pytree knows."""
-    return dict(batch) if isinstance(batch, Mapping) else batch
 
 
 _MEDIA = ("pixel", "image", "video", "audio", "input_features")
@@ -125,49 +130,74 @@ def _check_all_or_none(batches: Sequence[Any]) -> None:
 
 
 def _check_like_first(first: Any, batch: Any, number: int) -> None:
-    if isinstance(first, dict) and isinstance(batch, dict) and first.keys() != batch.keys():
+    if isinstance(first, Mapping) and isinstance(batch, Mapping) and first.keys() != batch.keys():
         raise CalibrationDataError(
             f"Batch {number} of the calibration data has the keys {sorted(batch)}, but batch 0 has {sorted(first)}. "
             "Make the collate function return the same fields for every batch."
         )
-    leaves, spec = pytree.tree_flatten(batch)
-    first_leaves, first_spec = pytree.tree_flatten(first)
-    if spec != first_spec:
+    pairs = list(zip_longest(parts_of(batch), parts_of(first)))
+    for mine, other in pairs:
+        if mine is None or other is None or (mine.path, mine.kind) != (other.path, other.kind):
+            raise CalibrationDataError(
+                f"Batch {number} of the calibration data has another structure than batch 0: {_described(mine)} where "
+                f"that has {_described(other)}. Make the collate function return the same fields in the same order for "
+                "every batch."
+            )
+    for mine, other in pairs:
+        if mine.kind is None:
+            _check_like(_field(mine.path), mine.value, other.value, number)
+
+
+def _check_like(field: str, mine: Any, other: Any, number: int) -> None:
+    if isinstance(mine, Tensor) != isinstance(other, Tensor):
         raise CalibrationDataError(
-            f"Batch {number} of the calibration data has another structure ({spec}) than batch 0 ({first_spec})."
+            f"The {field} of batch {number} is a tensor where batch 0 has none, or the other way round."
         )
-    paths = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(batch)[0]]
-    for path, mine, other in zip(paths, leaves, first_leaves, strict=True):
-        if isinstance(mine, Tensor) != isinstance(other, Tensor):
-            raise CalibrationDataError(
-                f"The field {path} of batch {number} is a tensor where batch 0 has none, or the other way round."
-            )
-        if isinstance(mine, Tensor) and (mine.dtype, mine.ndim) != (other.dtype, other.ndim):
-            raise CalibrationDataError(
-                f"The field {path} of batch {number} has dtype {mine.dtype} and shape {list(mine.shape)}, but in batch "
-                f"0 {other.dtype} and {list(other.shape)}."
-            )
-        if not isinstance(mine, Tensor) and not _is_equal(mine, other):
-            raise CalibrationDataError(
-                f"The field {path} of batch {number} is no tensor and differs from batch 0 ({mine!r} and {other!r}); "
-                "the model is recorded once for all batches. Drop the field in the collate function, or turn it into a "
-                "tensor."
-            )
+    if isinstance(mine, Tensor) and (mine.dtype, mine.ndim) != (other.dtype, other.ndim):
+        raise CalibrationDataError(
+            f"The {field} of batch {number} has dtype {mine.dtype} and shape {list(mine.shape)}, but in batch "
+            f"0 {other.dtype} and {list(other.shape)}."
+        )
+    if not isinstance(mine, Tensor) and not _is_equal(mine, other):
+        raise CalibrationDataError(
+            f"The {field} of batch {number} is no tensor and differs from batch 0 ({mine!r} and {other!r}); "
+            "the model is recorded once for all batches. Drop the field in the collate function, or turn it into a "
+            f"tensor. {_FOUND_IN}"
+        )
+
+
+_FOUND_IN = "Tensors are found in mappings, lists, tuples and dataclasses; return one of these for any other object."
 
 
 def _is_equal(mine: object, other: object) -> bool:
-    """Objects that hold tensors have no answer; what they hold is looked at when the model is recorded."""
+    """Objects that hold tensors or arrays have no answer, unless they are one: then they are taken not to be."""
     try:
-        return bool(mine == other)
-    except RuntimeError:
-        return type(mine) is type(other)
+        return mine is other or bool(mine == other)
+    except (RuntimeError, ValueError):
+        return False
+
+
+def _field(path: str) -> str:
+    return f"field {path!r}" if path else "value"
+
+
+def _described(part: Part | None) -> str:
+    if part is None:
+        return "nothing"
+    kind = type(part.value) if part.kind is None else part.kind
+    return f"{part.path or 'all'} ({kind.__name__})"
 
 
 def _check_values(batch: Any, number: int) -> None:
-    for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
-        if isinstance(leaf, Tensor) and leaf.is_floating_point() and not torch.isfinite(leaf).all():
-            raise CalibrationDataError(f"Field {pytree.keystr(path)} of calibration batch {number} holds NaN or Inf.")
-        if isinstance(leaf, Tensor) and 0 in leaf.shape:
+    tensors, structure = flatten_batch(batch)
+    if not tensors:
+        raise CalibrationDataError(
+            f"No tensor is found in batch {number} of the calibration data ({type(batch).__name__}). {_FOUND_IN}"
+        )
+    for path, tensor in zip(structure.paths, tensors, strict=True):
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise CalibrationDataError(f"The {_field(path)} of calibration batch {number} holds NaN or Inf.")
+        if 0 in tensor.shape:
             raise CalibrationDataError(
-                f"Field {pytree.keystr(path)} of calibration batch {number} is empty (shape {list(leaf.shape)})."
+                f"The {_field(path)} of calibration batch {number} is empty (shape {list(tensor.shape)})."
             )

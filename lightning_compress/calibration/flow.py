@@ -14,6 +14,7 @@ from torch import fx, nn
 from lightning_compress.calibration.observe import stretches
 from lightning_compress.calibration.reference import Reference, run_original
 from lightning_compress.graph.execute import execute
+from lightning_compress.graph.masks import TokenMask
 from lightning_compress.graph.shadow import Key, node_of, with_shadows
 from lightning_compress.graph.stages import Source, Step, Subgraph, last_steps
 from lightning_compress.graph.trace import Traced
@@ -50,7 +51,7 @@ class Flow:
     store: WeightStore
     placement: Placement
     last: Mapping[Key, int]
-    masks: Mapping[Source, fx.Node]
+    masks: Mapping[Source, TokenMask]
     reference: Reference | None = None
 
     @property
@@ -113,7 +114,7 @@ def run_step(
         return
     reference, traced = flow.reference, flow.traced
     diverging = frozenset[fx.Node]() if reference is None else reference.diverging
-    masks = {flow.masks[source] for source in step.observe if source in flow.masks}
+    masks = {flow.masks[source].node for source in step.observe if source in flow.masks}
     masks |= set() if reference is None else reference.residual_nodes(step.observe)
     read = {node for computed in step.nodes for node in computed.all_input_nodes}
     observed = {node for source in step.observe for node in source.reads} | masks | wanted

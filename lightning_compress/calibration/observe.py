@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 from lightning_compress.distributed.collective import Collective
 from lightning_compress.graph.experts import sizes_of
 from lightning_compress.graph.leaf import leaf_input, takes_a_value
+from lightning_compress.graph.masks import TokenMask
 from lightning_compress.graph.reads import like
 from lightning_compress.graph.shadow import Key
 from lightning_compress.graph.stages import Source, Step, quantizable_calls
@@ -27,7 +28,7 @@ def observing(
     root: nn.Module,
     sources: Sequence[Source],
     values: Mapping[Key, object],
-    masks: Mapping[Source, fx.Node],
+    masks: Mapping[Source, TokenMask],
     statistics: Statistics,
     differences: Callable[[Source], tuple[Tensor, Tensor | None] | None] = lambda source: None,
     held_out: bool = False,
@@ -75,14 +76,13 @@ def observing(
                 statistic.update(x, beside)
 
 
-def _reader(values: Mapping[Key, object], masks: Mapping[Source, fx.Node]) -> Callable[[Source, object], Tensor]:
+def _reader(values: Mapping[Key, object], masks: Mapping[Source, TokenMask]) -> Callable[[Source, object], Tensor]:
     """Gives the tokens [T, I] of a source, of a batch's values, without those of padding."""
     bounds: dict[fx.Node, list[int]] = {}
 
     def unpadded(source: Source, x: object) -> Tensor:
         assert isinstance(x, Tensor)
-        mask = values[masks[source]] if source in masks else None
-        mask = mask if isinstance(mask, Tensor) else None
+        mask = None if source not in masks else _in_order(values[masks[source].node], masks[source])
         if source.rows is None:
             return tokens(x, mask)
         token, counts = values[source.rows.token], values[source.rows.counts]
@@ -94,6 +94,12 @@ def _reader(values: Mapping[Key, object], masks: Mapping[Source, fx.Node]) -> Ca
         return routed(x, token[mine], mine, mask, gathers=source.rows.gathers)
 
     return unpadded
+
+
+def _in_order(mask: object, of: TokenMask) -> Tensor | None:
+    if not isinstance(mask, Tensor):
+        return None
+    return mask.t() if of.is_length_first else mask
 
 
 def begin_statistics(
@@ -206,11 +212,21 @@ def stretches(step: Step) -> list[tuple[tuple[fx.Node, ...], list[Source]]]:
 
 
 def tokens(x: Tensor, mask: Tensor | None) -> Tensor:
-    """The tokens [T, I] of `x` [..., I]; `mask` [B, L] tells, where it fits x's leading sizes, which are not
-    padding."""
+    """The tokens [T, I] of `x`; `mask` [B, L] tells which are not padding, where x is [B * L, I], [B, ..., I] with L
+    rows of each, or, as modules have it that work on one position of all samples at a time, [L, B, I]. Anything else
+    has rows that are no tokens, or that are in an order of its own.
+
+    >>> x = torch.arange(6.0)[:, None]
+    >>> tokens(x.view(3, 2, 1), torch.tensor([[1, 1, 1], [1, 0, 0]])).flatten()
+    tensor([0., 1., 2., 4.])
+    """
     flat = x.reshape(-1, x.shape[-1])
     if mask is None or mask.numel() != flat.shape[0]:
         return flat
+    if x.ndim > 2 and len(x) != len(mask):
+        if x.shape[:-1] != mask.t().shape:
+            return flat
+        mask = mask.t()
     keep = mask.reshape(-1).bool()
     return flat if bool(keep.all()) else flat[keep]
 

@@ -19,7 +19,7 @@ from lightning_compress.calibration.target import Target
 from lightning_compress.distributed.collective import Collective, SingleProcess
 from lightning_compress.distributed.share import assign
 from lightning_compress.errors import CalibrationDataError, UnreachedModulesWarning, UnsupportedModelError
-from lightning_compress.graph.masks import row_mask_for, token_mask_for
+from lightning_compress.graph.masks import TokenMask, row_mask_for, token_mask_for
 from lightning_compress.graph.shadow import Key, Shadow
 from lightning_compress.graph.stages import Schedule, Source, Subgraph, datafree_subgraphs, quantizable_calls, subgraphs
 from lightning_compress.graph.targets import sequential_modules
@@ -122,7 +122,7 @@ def prepare(
     diverging = frozenset[fx.Node]() if reference is None else reference.diverging
     cache = cached_inputs(traced, batches, placement, diverging)
     masks = _masks(traced, needs)
-    last = last_uses(parts, tuple(masks.values()), reference)
+    last = last_uses(parts, tuple(mask.node for mask in masks.values()), reference)
     flow = Flow(target.root, parts, traced, cache, store, placement, last, masks, reference)
     return Calibration(flow, resolved, needs, sizes, shares, collective)
 
@@ -285,9 +285,9 @@ def _sizes(parts: Sequence[Subgraph], root: nn.Module) -> dict[Source, tuple[int
     return found
 
 
-def _masks(traced: Traced, needs: Mapping[Source, Any]) -> dict[Source, fx.Node]:
+def _masks(traced: Traced, needs: Mapping[Source, Any]) -> dict[Source, TokenMask]:
     @cache
-    def mask_for(node: fx.Node, of_experts: bool) -> fx.Node | None:
+    def mask_for(node: fx.Node, of_experts: bool) -> TokenMask | None:
         return row_mask_for(traced, node) if of_experts else token_mask_for(traced, node)
 
     found = {

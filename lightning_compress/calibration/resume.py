@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from lightning_compress.calibration.records import ModuleRecord, SubgraphRecord
 from lightning_compress.errors import OutputDirectoryError
-from lightning_compress.graph.compat import pytree
+from lightning_compress.graph.synthesize import parts_of
 
 MANIFEST = "manifest.jsonl"
-_SCHEMA = 3
+_SCHEMA = 4
 _SOFTWARE = ("lightning-compress", "torch", "transformers", "compressed-tensors")
 _SAMPLES = 256
 _OVER = "resume='never' (on the command line calibration.resume=never)"
@@ -93,8 +93,8 @@ def fingerprints(
 
 def data_fingerprint(batches: Iterable[Any]) -> str:
     """The digest of a calibration set, all of it."""
-    leaves = (leaf for batch in batches for leaf in pytree.tree_leaves(batch))
-    return _digest(*(part for leaf in leaves for part in _described("", leaf, None)))
+    leaves = (part for batch in batches for part in parts_of(batch) if part.kind is None)
+    return _digest(*(piece for leaf in leaves for piece in _described(leaf.path, leaf.value, None)))
 
 
 def _described(name: str, value: object, num_samples: int | None) -> Iterable[bytes]:

@@ -10,7 +10,7 @@ themselves; so are sizes of images and sounds of which the batches have several,
 batches: the number of image tokens has to fit. All other dimensions (mel bins, classes) are constants of the graph.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import chain, count
@@ -45,11 +45,40 @@ def flatten_batch(batch: Any) -> tuple[list[Tensor], Structure]:
     >>> structure.build([torch.ones(1), torch.ones(3)])
     {'a': tensor([1.]), 'b': [tensor([1., 1., 1.]), 'x']}
     """
-    found: list[tuple[str, Tensor]] = []
-    _collect(batch, "", found)
-    return [tensor for _, tensor in found], Structure(
-        tuple(path for path, _ in found), lambda tensors: _rebuilt(batch, iter(tensors).__next__)
+    found = [part for part in parts_of(batch) if isinstance(part.value, Tensor)]
+    return [part.value for part in found], Structure(
+        tuple(part.path for part in found), lambda tensors: _rebuilt(batch, iter(tensors).__next__)
     )
+
+
+@dataclass(frozen=True)
+class Part:
+    """Something in a batch.
+
+    Attributes:
+        path: by its keys.
+        value: itself.
+        kind: of a container its type, of every mapping `Mapping`; None: it holds no others, or none that are looked at.
+    """
+
+    path: str
+    value: Any
+    kind: type | None
+
+
+def parts_of(batch: Any, path: str = "") -> Iterator[Part]:
+    """A batch and all that is in it, containers before what they hold.
+
+    >>> [(part.path, part.value) for part in parts_of({"a": [1]})]
+    [('', {'a': [1]}), ('a', [1]), ('a.0', 1)]
+    """
+    items = _items(batch)
+    if items is None:
+        yield Part(path, batch, None)
+        return
+    yield Part(path, batch, Mapping if isinstance(batch, Mapping) else type(batch))
+    for key, item in items:
+        yield from parts_of(item, f"{path}.{key}" if path else str(key))
 
 
 def _items(value: Any) -> list[tuple[Any, Any]] | None:
@@ -62,14 +91,6 @@ def _items(value: Any) -> list[tuple[Any, Any]] | None:
     return None
 
 
-def _collect(value: Any, path: str, found: list[tuple[str, Tensor]]) -> None:
-    if isinstance(value, Tensor):
-        found.append((path, value))
-        return
-    for key, item in _items(value) or ():
-        _collect(item, f"{path}.{key}" if path else str(key), found)
-
-
 def _rebuilt(value: Any, next_tensor: Callable[[], Tensor]) -> Any:
     if isinstance(value, Tensor):
         return next_tensor()
@@ -77,7 +98,7 @@ def _rebuilt(value: Any, next_tensor: Callable[[], Tensor]) -> Any:
     if items is None:
         return value
     new = {key: _rebuilt(item, next_tensor) for key, item in items}
-    if isinstance(value, dict) and type(value) is dict:
+    if type(value) is dict or (isinstance(value, Mapping) and not isinstance(value, MutableMapping)):
         return new
     if isinstance(value, Mapping):
         # UserDict (BatchEncoding), OrderedDict (ModelOutput): a shallow copy keeps the type and what else it carries

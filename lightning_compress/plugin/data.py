@@ -7,7 +7,7 @@ default for them repeats samples), each up to its share.
 
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from itertools import islice
@@ -18,13 +18,13 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_compress.calibration.batches import CalibrationSet, collect
 from lightning_compress.calibration.target import find_target
 from lightning_compress.errors import CalibrationDataError
 from lightning_compress.graph.compat import pytree
+from lightning_compress.graph.synthesize import flatten_batch
 from lightning_compress.plugin import compat
 
 DEFAULT_SAMPLES = 512
@@ -153,11 +153,10 @@ def _read(trainer: pl.Trainer, loader: Any, num_samples: int) -> Iterator[Any]:
 def _num_samples(batch: Any) -> int:
     """Rows of the tokens; else the first size that most tensors have, for some may be of patches, boxes or nodes, or of
     none or one of a thing that is not the samples'; those inside of lists are looked at if there are no others."""
-    fields = dict(batch) if isinstance(batch, Mapping) else {}
-    tokens = [fields[key] for key in ("input_ids", "inputs_embeds") if isinstance(fields.get(key), Tensor)]
-    members = list(fields.values()) or (list(batch) if isinstance(batch, list | tuple) else [batch])
-    outer = [member for member in members if isinstance(member, Tensor)]
-    leaves = tokens[:1] or outer or pytree.tree_leaves(members)
-    sizes = Counter(leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim)
+    tensors, structure = flatten_batch(batch)
+    found = dict(zip(structure.paths, tensors, strict=True))
+    tokens = [found[key] for key in ("input_ids", "inputs_embeds") if key in found]
+    outer = [tensor for path, tensor in found.items() if "." not in path]
+    sizes = Counter(tensor.shape[0] for tensor in tokens[:1] or outer or tensors if tensor.ndim)
     several = Counter({size: count for size, count in sizes.items() if size > 1})
     return several.most_common(1)[0][0] if several else 1

@@ -1,16 +1,39 @@
 """The calibration set: what is taken as it is, what is left out, and what is refused with a message."""
 
 from collections import UserDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from helpers import compress_in_memory, ragged_batches, recipe, tiny_llama, token_batches
+from torch import Tensor
+from transformers import BatchEncoding
 
-from lightning_compress.calibration.batches import collect
+from lightning_compress.calibration.batches import collect, num_elements
 from lightning_compress.errors import CalibrationDataError, UntraceableModelError
 
 IDS = torch.ones(2, 5, dtype=torch.long)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A batch with one number of each sample."""
+
+    label: Tensor
+    x: Any
+
+
+NESTED: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "BatchEncoding": lambda label, x: BatchEncoding({"label": label, "x": x}),
+    "in a dict": lambda label, x: {"query": BatchEncoding({"label": label}), "doc": UserDict({"x": x})},
+    "dataclass": Pair,
+    "in a dataclass": lambda label, x: Pair(label, BatchEncoding({"x": x})),
+    "in a tuple": lambda label, x: (Pair(label, x), 3),
+}
+nested = pytest.mark.parametrize("made", NESTED.values(), ids=NESTED)
 
 
 def test_batches_are_kept_in_order_up_to_the_limit() -> None:
@@ -28,9 +51,54 @@ def test_the_limit_is_not_overdrawn() -> None:
 
 
 def test_other_mappings_and_trees() -> None:
+    """They keep their types, which the user's own step may rely on (`batch.input_ids`); those that nothing can be put
+    into become dicts."""
     (batch,) = collect([UserDict(input_ids=IDS)]).batches
+    assert type(batch) is UserDict
+    (batch,) = collect([MappingProxyType({"input_ids": IDS})]).batches
     assert type(batch) is dict
     assert collect([(IDS, [IDS])]).batches == ((IDS, [IDS]),)
+
+
+@nested
+def test_batches_of_batches(made: Callable[[Tensor, Tensor], Any]) -> None:
+    """Seen to fail, each, when such batches were leaves: nothing to share out, NaN let through, and a first tensor of
+    one element compared with the first batch's as a constant."""
+    batches = [made(torch.tensor([number]), torch.randn(1, 5)) for number in range(3)]
+    collected = collect(batches).batches
+    assert [type(batch) for batch in collected] == [type(batch) for batch in batches]
+    assert [num_elements(batch) for batch in collected] == [6, 6, 6]
+    with pytest.raises(CalibrationDataError, match=r"x' of calibration batch 1 holds NaN or Inf"):
+        collect([batches[0], made(torch.tensor([0]), torch.tensor([[1, float("nan")]]))])
+    with pytest.raises(CalibrationDataError, match=r"x' of batch 1 has dtype torch.int64"):
+        collect([batches[0], made(torch.tensor([0]), IDS)])
+
+
+def test_fields_inside_in_another_order_or_with_others() -> None:
+    """Tensors are known by their places. Seen to fail: mask and ids would have changed theirs."""
+    fields = {"input_ids": IDS, "attention_mask": torch.zeros_like(IDS)}
+    turned = dict(reversed(fields.items()))
+    for other in (turned, {"input_ids": IDS}, {**fields, "labels": IDS}):
+        with pytest.raises(CalibrationDataError, match=r"Batch 1 .* another structure than batch 0: .* same order"):
+            collect([{"pair": BatchEncoding(fields)}, {"pair": BatchEncoding(other)}])
+
+
+def test_masks_of_batches_that_are_no_mappings_stay() -> None:
+    """Seen to fail: there was no field to leave out, and an AttributeError."""
+    pair = ({"attention_mask": torch.ones_like(IDS)}, IDS)
+    assert set(collect([pair]).batches[0][0]) == {"attention_mask"}
+
+
+@pytest.mark.parametrize("made", [lambda x: SimpleNamespace(x=x), lambda x: x.numpy()], ids=["object", "array"])
+def test_objects_that_tensors_are_not_found_in(made: Callable[[Tensor], Any]) -> None:
+    """Seen to fail: what one batch holds was taken for all of them."""
+    batches = [torch.randn(2, 5) for _ in range(2)]
+    with pytest.raises(CalibrationDataError, match=r"No tensor is found in batch 0 .* tuples and dataclasses"):
+        collect([made(x) for x in batches])
+    with pytest.raises(CalibrationDataError, match=r"(?s)'other' of batch 1 is no tensor .* dataclasses"):
+        collect([{"x": x, "other": made(x)} for x in batches])
+    one = made(batches[0])
+    assert all(batch["other"] is one for batch in collect([{"x": x, "other": one} for x in batches]).batches)
 
 
 def test_masks_that_mask_nothing_are_left_out() -> None:
@@ -68,11 +136,11 @@ def test_masks_that_mask_nothing_are_left_out() -> None:
         ([{"a": IDS}, {"a": IDS[0]}], r"shape \[5\], but in batch 0"),
         (
             [{"a": IDS, "n": 3}, {"a": IDS, "n": 4}],
-            r"\['n'\] of batch 1 is no tensor and differs from batch 0 \(4 and 3",
+            r"'n' of batch 1 is no tensor and differs from batch 0 \(4 and 3",
         ),
         ([{"a": IDS}, {"a": 3}], "is a tensor where batch 0 has none, or the other way round"),
-        ([{"a": torch.tensor([[1.0, float("nan")]])}], r"Field \['a'\] of calibration batch 0 holds NaN or Inf"),
-        ([{"a": IDS}, {"a": IDS[:0]}], r"Field \['a'\] of calibration batch 1 is empty \(shape \[0, 5\]\)"),
+        ([{"a": torch.tensor([[1.0, float("nan")]])}], r"field 'a' of calibration batch 0 holds NaN or Inf"),
+        ([{"a": IDS}, {"a": IDS[:0]}], r"field 'a' of calibration batch 1 is empty \(shape \[0, 5\]\)"),
     ],
 )
 def test_mistakes(batches: list[Any], message: str) -> None:

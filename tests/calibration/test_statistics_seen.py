@@ -3,11 +3,13 @@ architecture.
 
 The weights lie on their grid already, so quantizing changes nothing and all schedules must see the same inputs. Seen to
 fail: with padding tokens left in, with observation at the end of a block instead of before the first reader, with the
-first of two passes working on the cached values themselves, and with every k/v of T5 observed for itself.
+first of two passes working on the cached values themselves, with every k/v of T5 observed for itself, and with
+a mask [B, L] laid on values [L, B, C].
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -38,6 +40,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from lightning_compress.calibration.observe import tokens
 from lightning_compress.memory.activations import ActivationCache
 
 SCHEDULES = ["staged", "recompute", "block", "basic"]
@@ -78,6 +81,38 @@ class OpaqueBlock(InPlaceBlock):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) if float(x.sum()) < 1e9 else x
+
+
+class Reading(nn.Module):
+    """Runs as a whole only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) if float(x.sum()) < 1e9 else x
+
+
+class Turning(Reading):
+    """Takes samples for positions inside."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.transpose(0, 1)).transpose(0, 1)
+
+
+class Positions(nn.Module):
+    """Each token for itself; the block may be given one position of all samples at a time [L, B, C]."""
+
+    def __init__(self, block: nn.Module, turns: bool) -> None:
+        super().__init__()
+        self.embedding, self.block, self.head = nn.Embedding(VOCAB, 16), block, nn.Linear(16, 16)
+        self.turns = turns
+
+    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
+        x = self.embedding(batch["input_ids"])
+        x = self.block(x.transpose(0, 1)).transpose(0, 1) if self.turns else self.block(x)
+        return self.head(x)
 
 
 class Stack(nn.Module):
@@ -216,6 +251,55 @@ def test_opaque_layers(monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
         )
     )
     check(monkeypatch, model, token_batches(2), schedule, ignore=["lm_head", "re:.*dt_proj"])
+
+
+@pytest.mark.parametrize(
+    ("block", "turns", "lengths"),
+    [
+        (partial(nn.Linear, 16, 16), True, ((9, 4), (2, 1))),
+        (Reading, True, ((9, 4), (2, 1))),
+        (Turning, True, ((9, 4), (16, 11))),
+        (Turning, False, ((9, 4), (16, 11))),
+    ],
+    ids=["traced", "opaque", "opaque, turns back", "opaque, turns"],
+)
+@pytest.mark.filterwarnings("ignore:.*recorded as a single call")
+def test_padding_of_positions_of_all_samples(
+    monkeypatch: pytest.MonkeyPatch, block: Callable[[], nn.Module], turns: bool, lengths: Sequence[Sequence[int]]
+) -> None:
+    """Longformer's and LED's attention. What sizes alone do not tell (as many samples as positions) the graph does."""
+    torch.manual_seed(0)
+    model = make_representable(Positions(block(), turns).eval())
+    batches = ragged_batches(lengths)
+    alone = [
+        {"input_ids": ids[None, : int(mask.sum())]}
+        for batch in batches
+        for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
+    ]
+    grams = input_grams(model, alone, call=model)
+    seen = seen_statistics(monkeypatch)
+    compress_in_memory(model, batches, recipe(**UNCHANGING))
+    assert seen.keys() == grams.keys()
+    for name, statistics in seen.items():
+        torch.testing.assert_close(gram_sum(statistics), grams[name], rtol=1e-4, atol=1e-4)
+
+
+def test_values_of_other_rows_keep_them_all() -> None:
+    """As many rows as tokens, but the first size is not the samples': what is a token is not known there."""
+    mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 0, 0]])
+    x = torch.arange(12.0)
+    assert tokens(x.view(3, 2, 2, 1), mask).flatten().tolist() == [0, 1, 2, 4, 8, 9]
+    for other in ((2, 6, 1), (4, 1, 3, 1), (6, 2, 1)):
+        assert tokens(x.view(other), mask).flatten().tolist() == x.tolist()
+
+
+def test_tokens_that_all_attend_to_are_no_padding() -> None:
+    """Seen to fail: one token of each sample, by a field `global_attention_mask`, was all that counted."""
+    model = Positions(nn.Linear(16, 16), turns=False)
+    batches = token_batches(2)
+    of_all = [{**batch, "global_attention_mask": torch.eye(1, 16).long().expand(2, 16)} for batch in batches]
+    report = compress_in_memory(model, of_all, recipe())
+    assert {record.num_tokens for record in report.modules} == {2 * 2 * 16}
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -74,7 +74,7 @@ def test_each_value_finds_the_mask_of_its_own_sequence() -> None:
 
     def mask(leaf: str) -> str:
         found = token_mask_for(graph, leaf_input(leaf_nodes(graph, leaf)[0]))
-        return found.name if found is not None else "none"
+        return found.node.name if found is not None else "none"
 
     assert mask("encoder.block.0.layer.0.SelfAttention.q") == "attention_mask"
     assert mask("decoder.block.0.layer.0.SelfAttention.q") == "decoder_attention_mask"
@@ -89,7 +89,7 @@ def test_flattened_tokens_find_their_mask() -> None:
     assert value.meta["val"].ndim == 2
     found = token_mask_for(graph, value)
     assert found is not None
-    assert found.name == "attention_mask"
+    assert found.node.name == "attention_mask"
 
 
 def test_shared_layers_are_called_repeatedly() -> None:

@@ -14,8 +14,8 @@ from helpers import compress, compress_in_memory
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
-from torch.utils.data import DataLoader, TensorDataset
-from transformers import LlamaForCausalLM
+from torch.utils.data import DataLoader, TensorDataset, default_collate
+from transformers import BatchEncoding, LlamaForCausalLM
 
 from lightning_compress import CompressionCallback
 from lightning_compress.errors import OutputDirectoryError, UnsupportedModelError, UntraceableModelError
@@ -501,6 +501,26 @@ def test_masks_that_mask_nothing_reach_code_that_reads_them(make_trainer: Any) -
     assert callback.report is not None
 
 
+class Reads(TinyModule):
+    """By attributes, as a BatchEncoding has them."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step({"input_ids": batch.input_ids}, batch_idx)
+
+    def calibration_step(self, batch: Any) -> Any:
+        return self.model(input_ids=batch.input_ids)
+
+
+def test_batches_reach_code_as_they_are(make_trainer: Any, output_dir: Path) -> None:
+    """Also what is read back. Seen to fail: 'dict' object has no attribute 'input_ids'."""
+    callback = compression(GPTQ, output_dir)
+    batches = [BatchEncoding(default_collate(samples(4, start))) for start in range(3)]
+    make_trainer(callback).fit(Reads(), DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    assert callback.report is not None
+    assert callback.report.verification is not None
+    assert callback.report.verification.max_abs_difference == 0
+
+
 @pytest.mark.parametrize(
     ("batch", "number"),
     [
@@ -513,6 +533,7 @@ def test_masks_that_mask_nothing_reach_code_that_reads_them(make_trainer: Any) -
         ({"x": torch.zeros(8, 4), "scale": torch.zeros(1), "mean": torch.zeros(1, 4)}, 8),
         ({"x": torch.zeros(8, 4), "a": torch.zeros(0, 2), "b": torch.zeros(0, 2)}, 8),
         ([torch.zeros(0, 2)], 1),
+        ({name: BatchEncoding({"input_ids": torch.zeros(4, 7)}) for name in ("query", "doc")}, 4),
     ],
 )
 def test_samples_are_counted(batch: Any, number: int) -> None:
