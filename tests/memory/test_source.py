@@ -275,3 +275,31 @@ def test_reading(tmp_path: Path, count: int) -> None:
     save_file(state, tmp_path / "model.safetensors")
     for name, stored in stored_tensors(tmp_path).items():
         assert torch.equal(read_tensor(stored), state[name])
+
+
+def test_stale_shards_and_copies_beside_the_model(tmp_path: Path) -> None:
+    """What transformers reads of a folder is read: one file before the index, no copy of it, no file of macOS."""
+    model, other = tiny_llama(2), tiny_llama(2, seed=1)
+    empty = empty_llama(2)
+    other.save_pretrained(tmp_path, max_shard_size="20KB")
+    model.save_pretrained(tmp_path / "whole")
+    (tmp_path / "whole" / "model.safetensors").rename(tmp_path / "model.safetensors")
+    (tmp_path / "._model.safetensors").write_bytes(b"\0\5\26\7")
+    save_file(other.state_dict(), tmp_path / "model_ema.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(read(weight_source(empty, tmp_path), name), model.state_dict()[name])
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()[name], model.state_dict()[name])
+    (tmp_path / "model.safetensors").unlink()
+    assert torch.equal(read(weight_source(empty, tmp_path), name), other.state_dict()[name])
+
+
+def test_files_without_an_index_that_hold_a_name_twice(tmp_path: Path) -> None:
+    """Seen to fail: the last one won. Others are parts of one model."""
+    first, second = {"a": torch.zeros(1), "b": torch.zeros(1)}, {"c": torch.zeros(1)}
+    save_file(first, tmp_path / "part1.safetensors")
+    save_file(second, tmp_path / "part2.safetensors")
+    (tmp_path / "._part1.safetensors").write_bytes(b"\0\5\26\7")
+    assert stored_tensors(tmp_path).keys() == {"a", "b", "c"}
+    save_file(first, tmp_path / "part2.safetensors")
+    with pytest.raises(CompressionError, match=r"a is both in part1.safetensors and in part2.safetensors of"):
+        stored_tensors(tmp_path)
