@@ -10,6 +10,7 @@ import torch
 from helpers import CPU, compress, contents, prepare, recipe, saved, tiny_llama, tiny_mixtral, token_batches
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 from transformers import (
     AlbertConfig,
     AlbertModel,
@@ -303,3 +304,71 @@ def test_files_without_an_index_that_hold_a_name_twice(tmp_path: Path) -> None:
     save_file(first, tmp_path / "part2.safetensors")
     with pytest.raises(CompressionError, match=r"a is both in part1.safetensors and in part2.safetensors of"):
         stored_tensors(tmp_path)
+
+
+class OneMatrix(nn.Module):
+    """Ties that are made by one parameter, by a parameter of a module, and by one that is given anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4, bias=False) for _ in range(5)])
+        matrix = nn.Parameter(torch.randn(4, 4))
+        for layer in self.layers[:2]:
+            layer.weight = matrix
+        self.layers[3].weight = self.layers[2].weight
+        self.layers[4].weight = nn.Parameter(matrix.detach())
+
+
+def test_one_parameter_of_several_modules_stays_one() -> None:
+    """Seen to fail: the first tie was two parameters."""
+    empty = on_meta(OneMatrix)
+    weights = [layer.weight for layer in empty.layers]
+    assert all(weight.is_meta for weight in weights)
+    first = [min(number for number, other in enumerate(weights) if other is weight) for weight in weights]
+    assert first == [0, 0, 2, 2, 4]
+
+
+class Derived(nn.Module):
+    """Buffers that are computed from parameters: those of a norm of the spectrum, and a mean."""
+
+    def __init__(self, persistent: bool = True) -> None:
+        super().__init__()
+        self.conv = parametrizations.spectral_norm(nn.Conv1d(4, 4, 3))
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("mean", self.linear.weight.detach().mean(0), persistent=persistent)
+        self.again = nn.Module()
+        self.again.register_buffer("mean", self.mean, persistent=False)
+
+
+def test_stored_buffers_without_values_are_read(tmp_path: Path) -> None:
+    """Seen to fail with a KeyError."""
+    stored = Derived()
+    torch.save(stored.state_dict(), tmp_path / "all.pt")
+    empty = on_meta(Derived)
+    assert empty.mean.is_meta
+    weight_source(empty, tmp_path / "all.pt")
+    for name, buffer in stored.named_buffers():
+        assert torch.equal(empty.get_buffer(name), buffer), name
+    assert empty.again.mean is empty.mean
+    state = stored.state_dict()
+    del state["mean"]
+    torch.save(state, tmp_path / "part.pt")
+    with pytest.raises(CompressionError, match=r"lacks 1 parameters of Derived: mean \[4\]"):
+        weight_source(on_meta(Derived), tmp_path / "part.pt")
+
+
+def test_tensors_that_no_checkpoint_holds_are_refused(tmp_path: Path) -> None:
+    """Seen to fail with a KeyError, or with an attribute's memory as it was."""
+    torch.save(Derived().state_dict(), tmp_path / "all.pt")
+    with pytest.raises(CompressionError, match=r"2 tensors of Derived .* holds them: mean, again.mean\. Build"):
+        weight_source(on_meta(lambda: Derived(persistent=False)), tmp_path / "all.pt")
+    empty = on_meta(Derived)
+    empty.linear.transposed = [empty.linear.weight.t()]
+    with pytest.raises(CompressionError, match=r"1 tensors of Derived .* holds them: linear.transposed\. Build"):
+        weight_source(empty, tmp_path / "all.pt")
+    model = tiny_llama(1)
+    model.save_pretrained(tmp_path / "model")
+    with torch.device("meta"):
+        llama = LlamaForCausalLM(model.config)
+    with pytest.raises(CompressionError, match=r"model.rotary_emb.inv_freq.* within `parameters_on_meta\(\)`, not"):
+        weight_source(llama, tmp_path / "model")
