@@ -5,7 +5,7 @@ Calibration (`loop`) and evaluation (`evaluate`) are both made of this.
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -79,10 +79,12 @@ def last_uses(
     return {key: found[node_of(key)] for key in with_shadows(found, diverging)}
 
 
-def onloaded(flow: Flow, index: int) -> AbstractContextManager[None]:
+@contextmanager
+def onloaded(flow: Flow, index: int) -> Iterator[None]:
     """Within: the weights of a subgraph are on the device."""
-    subgraph = flow.subgraphs[index]
-    return flow.store.onload(subgraph.modules, subgraph.tensors, stay=flow.placement.weights.get(index))
+    subgraph, stay = flow.subgraphs[index], flow.placement.weights.get(index)
+    with flow.store.lending(), flow.store.onload(subgraph.modules, subgraph.tensors, stay=stay):
+        yield
 
 
 def prefetch(flow: Flow, index: int) -> None:

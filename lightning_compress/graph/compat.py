@@ -338,7 +338,8 @@ def calls_replaced(
 
 
 def replace_by_fakes(root: nn.Module, fake_mode: FakeTensorMode, device: torch.device = TRACE_DEVICE) -> dict[int, str]:
-    """Put fake tensors in place of parameters and buffers (undone by `attributes_restored`): id of tensor -> name.
+    """Put fake tensors in place of parameters and buffers (undone by `attributes_restored`): id of tensor -> name, of
+    the fake ones and, for code that has kept them elsewhere, of those that they stand for.
 
     Tensor subclasses (DTensor, packed weights of other libraries) stay; the fake mode converts them when they are used.
     """
@@ -349,6 +350,7 @@ def replace_by_fakes(root: nn.Module, fake_mode: FakeTensorMode, device: torch.d
             for key, tensor in container.items():
                 if tensor is None:
                     continue
+                names.setdefault(id(tensor), f"{prefix}.{key}" if prefix else key)
                 if type(tensor) in (Tensor, nn.Parameter):
                     fake = fakes.get(id(tensor))
                     if fake is None:

@@ -159,8 +159,12 @@ def with_observations(
 
 
 def _knowing(method: Method, seen: Sequence[Behaviour]) -> Method:
-    calls = sorted(set().union(*(each.calls for each in seen)))
-    return replace(method, calls=tuple(calls), sets=tuple(set().union(*(each.sets for each in seen))))
+    return replace(
+        method,
+        calls=tuple(sorted(set().union(*(each.calls for each in seen)))),
+        sets=tuple(set().union(*(each.sets for each in seen))),
+        reads=tuple(sorted(set().union(*(each.reads for each in seen)))),
+    )
 
 
 def untraceable(root: nn.Module, failure: Failure) -> UntraceableModelError:

@@ -14,7 +14,7 @@ from typing import Any, final
 from torch import nn
 
 from lightning_compress.graph.compat import calls_replaced
-from lightning_compress.graph.restore import attributes_restored
+from lightning_compress.graph.restore import assigned, attributes_restored
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,14 @@ class Method:
         name: the attribute.
         calls: names of the modules that it calls, outermost only, as far as they are known.
         sets: attributes of modules that it changes, likewise.
+        reads: names of the parameters and buffers that it reads of modules that it does not call, likewise.
     """
 
     module: nn.Module
     name: str
     calls: tuple[str, ...] = ()
     sets: tuple[tuple[nn.Module, str], ...] = ()
+    reads: tuple[str, ...] = ()
 
 
 @final
@@ -100,17 +102,27 @@ def original(method: Method) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Behaviour:
-    """What a method does beside returning something: modules that it calls, attributes that it sets."""
+    """What a method does beside returning something: modules that it calls, attributes that it sets, tensors of modules
+    that it reads."""
 
     calls: set[str]
     sets: set[tuple[nn.Module, str]]
+    reads: set[str]
 
 
 def behaviour(root: nn.Module, methods: Mapping[str, Method], run: Callable[[], object]) -> dict[str, Behaviour]:
-    """Of each method during `run`; of modules the outermost."""
-    found = {name: Behaviour(set(), set()) for name in methods}
+    """Of each method during `run`; of modules the outermost, of tensors those that are none of theirs."""
+    found = {name: Behaviour(set(), set(), set()) for name in methods}
     inside: list[str] = []
     modules = {name: module for name, module in root.named_modules() if name}
+    owners = {id(module): f"{name}." if name else "" for name, module in root.named_modules()}
+    usual = nn.Module.__getattr__
+
+    def passing_on(module: nn.Module, key: str) -> object:
+        if inside and id(module) in owners and (key in module._parameters or key in module._buffers):
+            for method in inside:
+                found[method].reads.add(f"{owners[id(module)]}{key}")
+        return usual(module, key)
 
     def note(name: str, module: nn.Module) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -138,10 +150,18 @@ def behaviour(root: nn.Module, methods: Mapping[str, Method], run: Callable[[], 
 
         return call
 
-    with attributes_restored(root), calls_replaced(modules, note), methods_replaced(methods, enter):
+    read = assigned(nn.Module, "__getattr__", passing_on)
+    with attributes_restored(root), calls_replaced(modules, note), methods_replaced(methods, enter), read:
         run()
-    return {name: Behaviour(_outermost(each.calls), each.sets) for name, each in found.items()}
+    return {
+        name: Behaviour(_outermost(each.calls), each.sets, _outside(each.reads, each.calls))
+        for name, each in found.items()
+    }
 
 
 def _outermost(names: Collection[str]) -> set[str]:
     return {name for name in names if not any(name.startswith(f"{other}.") for other in names)}
+
+
+def _outside(tensors: Collection[str], modules: Collection[str]) -> set[str]:
+    return {name for name in tensors if not any(name.startswith(f"{module}.") for module in modules)}

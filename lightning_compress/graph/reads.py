@@ -16,6 +16,8 @@ from lightning_compress.graph.restore import assigned
 from lightning_compress.recipe.forms import reader
 
 _NUMBER = re.compile(r"\d+")
+_PASSING_ON = ("__getattr__", "passing_on")
+"""Functions that are asked in a reader's name: of a subclass, and of `methods.behaviour`."""
 
 
 @dataclass
@@ -50,7 +52,7 @@ def watching(root: nn.Module, names: Collection[str]) -> Iterator[Reads]:
     def read(module: nn.Module, key: str) -> object:
         if key == "weight" and id(module) in watched:
             caller = sys._getframe(1)
-            while caller.f_code.co_name == "__getattr__" and caller.f_back is not None:  # of a subclass
+            while caller.f_code.co_name in _PASSING_ON and caller.f_back is not None:
                 caller = caller.f_back
             own = caller.f_locals.get("self") if caller.f_code.co_name == "forward" else None
             is_own = own is not None and own in (module, reader(module))

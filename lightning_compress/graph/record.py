@@ -150,9 +150,9 @@ class Attempt:
                 with compat.not_recording():
                     output = self._observed_output(name, args, kwargs)
                 check_only_tensors(output)
-                own = [*method.module._parameters, *method.module._buffers]
                 owner = name.removesuffix(method.name)
-                leaf = Leaf(name, within=Within(method.calls, tuple(f"{owner}{tensor}" for tensor in own)))
+                own = (f"{owner}{tensor}" for tensor in (*method.module._parameters, *method.module._buffers))
+                leaf = Leaf(name, within=Within(method.calls, tuple(dict.fromkeys((*own, *method.reads)))))
                 expect(compat.add_call(self.recorder, leaf, args, kwargs, output), output)
                 for module, attribute in method.sets:
                     module.__dict__[attribute] = Unrecorded(f"{name} sets {attribute}")

@@ -25,6 +25,7 @@ from torch import Tensor, fx, nn
 
 from lightning_compress.errors import UntraceableModelError
 from lightning_compress.graph import compat
+from lightning_compress.graph.awaited import substituted
 from lightning_compress.graph.configs import is_encoder_decoder
 from lightning_compress.graph.decisions import Decision, decide
 from lightning_compress.graph.fallback import (
@@ -243,7 +244,10 @@ def _attempt(
     }
     packed = any(path.endswith("position_ids") for path in structure.paths)
     with attributes_restored(root), compat.traceable_transformers(root, packed_sequences=packed, experts="batched_mm"):
+        originals = list(root.parameters())
         recorder = compat.Recorder(compat.replace_by_fakes(root, fake_mode), fake_mode)
+        fakes = dict(zip(map(id, originals), root.parameters(), strict=True))  # no `getattr`, which is watched
+        kept_elsewhere = substituted(originals, lambda original: fakes[id(original)])
         attempt = Attempt(cut, recorder, frozenset(other), symbolic_sizes(inputs), other)
         recorder.before_node = attempt.check_sizes
         decisions: dict[sympy.Basic, Decision] = {}
@@ -251,8 +255,8 @@ def _attempt(
         chosen = partial(decide, recorder, real, decisions) if cut.decides else shapes.decide
         try:
             replaced = compat.calls_replaced({**cut.leaves, **cut.containers}, attempt.wrap)
-            deciding = assigned(shapes, "decide", chosen)
-            with replaced, methods_replaced(cut.methods, attempt.wrap_method), compat.recording(recorder), deciding:
+            methods, deciding = methods_replaced(cut.methods, attempt.wrap_method), assigned(shapes, "decide", chosen)
+            with replaced, methods, kept_elsewhere, compat.recording(recorder), deciding:
                 for path, value in zip(structure.paths, inputs, strict=True):
                     compat.add_placeholder(recorder, path.replace(".", "_") or "batch", value)
                 outputs, returned = flatten_batch(step(structure.build(inputs)))

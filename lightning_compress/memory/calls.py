@@ -24,7 +24,8 @@ def onloaded_when_called(
     prefetch_depth: int = 1,
 ) -> Iterator[None]:
     """Inside the context a module's own parameters and buffers, and a layer's with all its children, are on the device
-    from the call of the module to its return; those of `root` itself always.
+    from the call of the module to its return; those of `root` itself always. Parameters whose module is not called, but
+    which code uses, are read from disk when it does (see `WeightStore.lending`).
 
     Args:
         root: the model.
@@ -47,6 +48,7 @@ def onloaded_when_called(
 
     with ExitStack() as stack:
         stack.callback(store.close)
+        stack.enter_context(store.lending())
         stack.enter_context(bring(""))
         for name, module in root.named_modules():
             if name and (name in layers or own[name]):

@@ -24,6 +24,7 @@ from torch import Tensor
 from lightning_compress.errors import CompressionError
 from lightning_compress.memory.buffers import host_buffer
 
+WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHARDS = ".metadata"
 _PIECE = 16 << 20
@@ -90,14 +91,13 @@ class StoredTensor:
 
 def has_safetensors(folder: Path) -> bool:
     """Whether the folder holds safetensors files."""
-    return any(folder.glob("*.safetensors"))
+    return bool(_unlisted(folder))
 
 
 def stored_dtype(folder: Path) -> torch.dtype | None:
     """The type of the first floating-point tensor in a folder's first safetensors file, which is what transformers
     builds a model with whose configuration names none; None: there is no such file or tensor."""
-    first = min(folder.glob("*.safetensors"), default=None)
-    found = {} if first is None else stored_tensors(first)
+    found = stored_tensors(_files(folder)[0]) if has_safetensors(folder) else {}
     return next((stored.dtype for stored in found.values() if stored.dtype.is_floating_point), None)
 
 
@@ -109,8 +109,12 @@ def is_sharded(folder: Path) -> bool:
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """The tensors of a checkpoint folder (or of one safetensors file) by name, from the files' headers.
 
+    Of a folder the files that transformers would read: `model.safetensors`, else those that the index names; where
+    there is neither, all.
+
     Raises:
-        CompressionError: no safetensors files, a shard that the index names is missing, or one is cut off.
+        CompressionError: no safetensors files, a shard that the index names is missing, one is cut off, or two hold a
+            tensor of one name and no index names them.
     """
     found: dict[str, StoredTensor] = {}
     for file in _files(folder):
@@ -124,6 +128,11 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
         for name, info in header.tensors.items():
             if info.dtype not in _DTYPES:
                 raise CompressionError(f"{name} in {file} has dtype {info.dtype}, which cannot be read.")
+            if name in found and not (folder / INDEX).is_file():  # which lists files of one model
+                raise CompressionError(
+                    f"{name} is both in {found[name].file.name} and in {file.name} of {folder}, and no {INDEX} says "
+                    "which of them is meant. Give the one file, or a folder with one model's files alone."
+                )
             stored = StoredTensor(file, start + info.data_offsets[0], tuple(info.shape), _DTYPES[info.dtype])
             found[name] = stored
             end = max(end, stored.offset + stored.nbytes)
@@ -138,6 +147,8 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 def _files(folder: Path) -> list[Path]:
     if folder.is_file():
         return [folder]
+    if (folder / WHOLE).is_file():
+        return [folder / WHOLE]
     index = folder / INDEX
     if index.is_file():
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
@@ -145,13 +156,18 @@ def _files(folder: Path) -> list[Path]:
         if missing:
             raise CompressionError(f"{folder} lacks {', '.join(missing[:5])}, which its index names.")
         return [folder / name for name in names]
-    files = sorted(folder.glob("*.safetensors"))
+    files = _unlisted(folder)
     if not files:
         raise CompressionError(
             f"{folder} holds no safetensors files, so weights cannot be read from there piece by piece."
             f"{_remedy(folder)}"
         )
     return files
+
+
+def _unlisted(folder: Path) -> list[Path]:
+    """The safetensors files of a folder; not macOS' `._model.safetensors`, which holds none."""
+    return sorted(file for file in folder.glob("*.safetensors") if not file.name.startswith("."))
 
 
 def _remedy(folder: Path) -> str:

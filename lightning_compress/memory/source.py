@@ -15,11 +15,13 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from lightning_compress.errors import CompressionError
+from lightning_compress.graph.awaited import nobody_brings
 from lightning_compress.graph.experts import Experts
 from lightning_compress.graph.unfold import Unfolding
 from lightning_compress.memory.files import StoredTensor, files_fingerprint, is_sharded, stored_tensors
@@ -73,13 +75,18 @@ def parameters_on_meta() -> Iterator[None]:
 
     Buffers that no checkpoint stores (rotary frequencies) are thus computed by the model's own code. Values that
     parameters would get inside, also those that `from_pretrained` reads, are gone: they are read anew from `weights=`.
+    What is one parameter of several modules stays one.
     """
     register = nn.Module.register_parameter
+    made = WeakIdKeyDictionary()  # what stands for a parameter, as long as that is about to be given to other modules
 
     def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not param.is_meta:
-            param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
-        register(self, name, param)
+        if param is None or param.is_meta:
+            register(self, name, param)
+            return
+        if param not in made:
+            made[param] = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+        register(self, name, made[param])
 
     nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
     try:
@@ -94,7 +101,8 @@ def weight_source(
     place: str = "",
     decode: Callable[[Mapping[str, StoredTensor]], Mapping[str, Readable]] = dict,
 ) -> WeightSource:
-    """Match what is stored to a model. Buffers that are stored, too, are read at once.
+    """Match what is stored to a model. Buffers that are stored, too, are read at once; those on the meta device have
+    values from then on.
 
     Args:
         root: the model.
@@ -105,8 +113,9 @@ def weight_source(
         decode: makes the model's tensors of those that are stored, where they differ.
 
     Raises:
-        CompressionError: `weights` cannot be read, lacks parameters of the model, has other shapes, may be matched in
-            several ways, or contradicts parameters that are in memory.
+        CompressionError: `weights` cannot be read, lacks parameters or buffers of the model, has other shapes, may be
+            matched in several ways, or contradicts parameters that are in memory; or the model keeps other tensors that
+            have no values.
     """
     if not weights.exists():
         raise CompressionError(f"weights={weights}: there is no such file or folder.")
@@ -135,6 +144,7 @@ def weight_source(
             "the model with the configuration that the weights were trained with."
         )
     _settle_memory(root, found, weights)
+    _check_the_rest(root)
     return WeightSource({name: entry.load for name, entry in found.items()}, files_fingerprint(stored))
 
 
@@ -191,18 +201,38 @@ def _settle_memory(root: nn.Module, found: Mapping[str, _Found], weights: Path) 
     other: list[str] = []
     with torch.no_grad():
         for name, tensor in _tensors(root).items():
-            if tensor.is_meta or name not in found:
+            is_parameter = isinstance(tensor, nn.Parameter)
+            if name not in found or (is_parameter and tensor.is_meta):
                 continue
-            value = found[name].load()[name].to(dtype=tensor.dtype, device=tensor.device)
-            if not isinstance(tensor, nn.Parameter):
+            value = found[name].load()[name].to(tensor.dtype)
+            if tensor.is_meta:
+                _put_buffer(root, tensor, value)
+            elif not is_parameter:
                 tensor.copy_(value)
-            elif not torch.equal(tensor, value):
+            elif not torch.equal(tensor, value.to(tensor.device)):
                 other.append(name)
     if other:
         raise CompressionError(
             f"{len(other)} parameters of {type(root).__name__} are in memory and, with other values, in {weights}: "
             f"{_with_shapes(root, other)}. Build the whole model within `parameters_on_meta()` to take the stored "
             "values, or give weights that do not hold them to keep those in memory."
+        )
+
+
+def _put_buffer(root: nn.Module, meta: Tensor, value: Tensor) -> None:
+    """In its place, wherever it is."""
+    for module in root.modules():
+        module._buffers.update({key: value for key, buffer in module._buffers.items() if buffer is meta})
+
+
+def _check_the_rest(root: nn.Module) -> None:
+    """Raise if there is a tensor without values that is no parameter."""
+    left = nobody_brings(root)
+    if left:
+        raise CompressionError(
+            f"{len(left)} tensors of {type(root).__name__} that are no parameters are on the meta device, and no "
+            f"checkpoint holds them: {', '.join(left[:5])}. Build the model within `parameters_on_meta()`, not "
+            "`torch.device('meta')`, and compute in `forward`, or from real values, what follows from a parameter."
         )
 
 

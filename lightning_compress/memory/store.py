@@ -2,7 +2,8 @@
 
 A parameter's home is the module itself (host memory), or, where the module's parameter is on the meta device, a
 `WeightSource`. For the time of a subgraph the module computes with what is on the device: a host parameter's `.data`
-points to a copy there; in place of a meta parameter stands a real one. What is solved is written to the device and to a
+points to a copy there; in place of a meta parameter stands a real one. Meta parameters that code uses unforeseen are
+read when it does (`lending`). What is solved is written to the device and to a
 host home. When home and device are the same (CPU runs) nothing is copied.
 
 Alternative not taken: moving modules with `.to(device)` and back. It transfers the weights both ways, breaks ties
@@ -12,12 +13,13 @@ between parameters, and touches modules that the subgraph does not run.
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import final
 
 import torch
 from torch import Tensor, nn
 
+from lightning_compress.graph.awaited import substituted
 from lightning_compress.memory.buffers import trim_heap
 from lightning_compress.memory.placement import Tier
 from lightning_compress.memory.source import Load, WeightSource
@@ -45,14 +47,18 @@ class WeightStore:
         self.moved: Counter[str] = Counter()
         self._homes: dict[int, tuple[Tensor, Tensor]] = {}
         self._present: dict[int, Tensor] = {}
+        self._lent: dict[int, Tensor] = {}
         self._coming: dict[Load | int, _Coming] = {}
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="weights", initializer=lane.enter_thread)
         self._loaders: dict[str, Load] = dict(source.loaders) if source is not None else {}
+        self._metas: list[Tensor] = []
         self._places: dict[int, list[tuple[str, nn.Module, str]]] = {}
         self._dtypes: dict[str, torch.dtype] = {}
         for path, module in root.named_modules():
             for key, parameter in module.named_parameters(recurse=False):
                 if parameter.is_meta:
+                    if id(parameter) not in self._places:
+                        self._metas.append(parameter)
                     name = f"{path}.{key}" if path else key
                     self._places.setdefault(id(parameter), []).append((name, module, key))
                     self._dtypes[name] = parameter.dtype
@@ -84,6 +90,14 @@ class WeightStore:
             if not (is_done and stay is Tier.DEVICE):
                 self._lane.give_back()
                 self._leave(absent, moved, in_host=is_done and stay is Tier.HOST)
+            self._lent.clear()
+
+    def lending(self) -> AbstractContextManager[None]:
+        """Within: an operation that is given a meta parameter, whoever kept it, gets its values.
+
+        They are read at that time, and kept until what was brought meanwhile is left.
+        """
+        return substituted(self._metas, self._lend)
 
     def prefetch(self, modules: Iterable[str], tensors: Iterable[str] = ()) -> None:
         """Begin to read from disk, and to copy to the device, what a later `onload` will bring.
@@ -119,6 +133,7 @@ class WeightStore:
     def close(self) -> None:
         """Only their homes keep the weights; what is on its way is dropped."""
         self._coming.clear()
+        self._lent.clear()
         self._lane.give_back()
         self._leave(list(self._present.values()), [tensor for tensor, _ in self._homes.values()])
 
@@ -134,6 +149,19 @@ class WeightStore:
         coming = self._coming.pop(key, None)
         sent = self._send(load) if coming is None else coming.result()
         return {name: self._lane.receive(value) for name, value in sent.items()}
+
+    def _lend(self, meta: Tensor) -> Tensor:
+        """The values of a meta parameter, on the device; those that are in its place, if any are."""
+        _, module, key = self._places[id(meta)][0]
+        if id(meta) in self._present:
+            return self._lane.receive(self._lane.send(module.get_parameter(key).data))
+        if id(meta) not in self._lent:
+            name, load = self._loader(meta)
+            value = self._lane.receive(self._send(load)[name])
+            self.moved["disk_read"] += value.nbytes
+            self.moved["to_device"] += value.nbytes if value.device.type != "cpu" else 0
+            self._lent[id(meta)] = nn.Parameter(value, requires_grad=False)
+        return self._lent[id(meta)]
 
     def _bring(self, absent: Iterable[Tensor]) -> None:
         """Read meta parameters, each stored tensor once, and put them into their modules."""

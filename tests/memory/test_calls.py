@@ -99,3 +99,70 @@ def test_an_error_in_the_model_brings_everything_home(monkeypatch: pytest.Monkey
     with pytest.raises(RuntimeError, match="cannot be multiplied"), torch.no_grad(), calls:
         model(torch.randn(3, 5))
     assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()} == home
+
+
+class Inner(nn.Module):
+    """Has a method beside `forward` that uses its parameters, and those of a child that it does not call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.child = nn.Linear(4, 4)
+
+    def encode(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(self.child(x) @ self.child.weight, self.weight)
+
+
+class Reading(nn.Module):
+    """Reads weights of modules without calling them, in every way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(6, 4)
+        self.layer = nn.Linear(4, 4)
+        self.inner = Inner()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.scales = nn.ParameterList([nn.Parameter(torch.randn(4)) for _ in range(2)])
+        self.side = nn.Linear(4, 4)
+        self.kept = [self.side.weight]
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.layer(self.embedding(ids)) @ self.layer.weight
+        x = self.inner.encode(self.attention(x, x, x)[0] * self.scales[0] + self.scales[1])
+        return nn.functional.linear(x @ self.kept[0], self.embedding.weight)
+
+
+@pytest.mark.parametrize("stay", [{}, {"layer": Tier.DEVICE}, {"layer": Tier.HOST}])
+def test_weights_that_are_read_without_a_call(tmp_path: Path, stay: dict[str, Tier]) -> None:
+    """Seen to fail without `lending`: other numbers at every run, or an error that names nothing."""
+    torch.manual_seed(0)
+    whole = Reading().eval()
+    save_file(whole.state_dict(), tmp_path / "model.safetensors")
+    with parameters_on_meta():
+        empty = Reading().eval()
+    store = WeightStore(empty, Lane(CPU), weight_source(empty, tmp_path))
+    ids = torch.arange(6).view(2, 3)
+    with torch.no_grad(), onloaded_when_called(empty, ["layer"], store, stay=stay):
+        for _ in range(2):
+            torch.testing.assert_close(empty(ids), whole(ids))  # products round by where their factors lie
+        assert torch.equal(empty.inner.weight.sum(), whole.inner.weight.sum())
+    assert all(type(parameter) is nn.Parameter and parameter.is_meta for parameter in empty.parameters())
+    assert not store._lent
+    assert store.moved["disk_read"] > 0
+
+
+def test_what_is_read_is_kept_until_a_module_returns(tmp_path: Path) -> None:
+    """Seen to fail with values that are read at every use, and with those that stay to the end."""
+    whole = Inner()
+    save_file(whole.state_dict(), tmp_path / "model.safetensors")
+    with parameters_on_meta():
+        empty = Inner()
+    store = WeightStore(empty, Lane(CPU), weight_source(empty, tmp_path))
+    with torch.no_grad(), onloaded_when_called(empty, [], store, stay={}):
+        before = store.moved["disk_read"]
+        for _ in range(3):
+            assert torch.equal(empty.child.weight + 1, whole.child.weight + 1)
+        assert store.moved["disk_read"] - before == whole.child.weight.nbytes
+        assert store._lent
+        empty.child(torch.randn(2, 4))
+        assert not store._lent

@@ -10,6 +10,7 @@ import torch
 from helpers import CPU, compress, contents, prepare, recipe, saved, tiny_llama, tiny_mixtral, token_batches
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 from transformers import (
     AlbertConfig,
     AlbertModel,
@@ -281,3 +282,99 @@ def test_reading(tmp_path: Path, count: int) -> None:
 def test_depths_that_are_none(depth: Any) -> None:
     with pytest.raises(CompressionError, match="is no number of subgraphs"):
         MemoryConfig(prefetch_depth=depth)
+
+
+def test_stale_shards_and_copies_beside_the_model(tmp_path: Path) -> None:
+    """What transformers reads of a folder is read: one file before the index, no copy of it, no file of macOS."""
+    model, other = tiny_llama(2), tiny_llama(2, seed=1)
+    empty = empty_llama(2)
+    other.save_pretrained(tmp_path, max_shard_size="20KB")
+    model.save_pretrained(tmp_path / "whole")
+    (tmp_path / "whole" / "model.safetensors").rename(tmp_path / "model.safetensors")
+    (tmp_path / "._model.safetensors").write_bytes(b"\0\5\26\7")
+    save_file(other.state_dict(), tmp_path / "model_ema.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(read(weight_source(empty, tmp_path), name), model.state_dict()[name])
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()[name], model.state_dict()[name])
+    (tmp_path / "model.safetensors").unlink()
+    assert torch.equal(read(weight_source(empty, tmp_path), name), other.state_dict()[name])
+
+
+def test_files_without_an_index_that_hold_a_name_twice(tmp_path: Path) -> None:
+    """Seen to fail: the last one won. Others are parts of one model."""
+    first, second = {"a": torch.zeros(1), "b": torch.zeros(1)}, {"c": torch.zeros(1)}
+    save_file(first, tmp_path / "part1.safetensors")
+    save_file(second, tmp_path / "part2.safetensors")
+    (tmp_path / "._part1.safetensors").write_bytes(b"\0\5\26\7")
+    assert stored_tensors(tmp_path).keys() == {"a", "b", "c"}
+    save_file(first, tmp_path / "part2.safetensors")
+    with pytest.raises(CompressionError, match=r"a is both in part1.safetensors and in part2.safetensors of"):
+        stored_tensors(tmp_path)
+
+
+class OneMatrix(nn.Module):
+    """Ties that are made by one parameter, by a parameter of a module, and by one that is given anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4, bias=False) for _ in range(5)])
+        matrix = nn.Parameter(torch.randn(4, 4))
+        for layer in self.layers[:2]:
+            layer.weight = matrix
+        self.layers[3].weight = self.layers[2].weight
+        self.layers[4].weight = nn.Parameter(matrix.detach())
+
+
+def test_one_parameter_of_several_modules_stays_one() -> None:
+    """Seen to fail: the first tie was two parameters."""
+    empty = on_meta(OneMatrix)
+    weights = [layer.weight for layer in empty.layers]
+    assert all(weight.is_meta for weight in weights)
+    first = [min(number for number, other in enumerate(weights) if other is weight) for weight in weights]
+    assert first == [0, 0, 2, 2, 4]
+
+
+class Derived(nn.Module):
+    """Buffers that are computed from parameters: those of a norm of the spectrum, and a mean."""
+
+    def __init__(self, persistent: bool = True) -> None:
+        super().__init__()
+        self.conv = parametrizations.spectral_norm(nn.Conv1d(4, 4, 3))
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("mean", self.linear.weight.detach().mean(0), persistent=persistent)
+        self.again = nn.Module()
+        self.again.register_buffer("mean", self.mean, persistent=False)
+
+
+def test_stored_buffers_without_values_are_read(tmp_path: Path) -> None:
+    """Seen to fail with a KeyError."""
+    stored = Derived()
+    torch.save(stored.state_dict(), tmp_path / "all.pt")
+    empty = on_meta(Derived)
+    assert empty.mean.is_meta
+    weight_source(empty, tmp_path / "all.pt")
+    for name, buffer in stored.named_buffers():
+        assert torch.equal(empty.get_buffer(name), buffer), name
+    assert empty.again.mean is empty.mean
+    state = stored.state_dict()
+    del state["mean"]
+    torch.save(state, tmp_path / "part.pt")
+    with pytest.raises(CompressionError, match=r"lacks 1 parameters of Derived: mean \[4\]"):
+        weight_source(on_meta(Derived), tmp_path / "part.pt")
+
+
+def test_tensors_that_no_checkpoint_holds_are_refused(tmp_path: Path) -> None:
+    """Seen to fail with a KeyError, or with an attribute's memory as it was."""
+    torch.save(Derived().state_dict(), tmp_path / "all.pt")
+    with pytest.raises(CompressionError, match=r"2 tensors of Derived .* holds them: mean, again.mean\. Build"):
+        weight_source(on_meta(lambda: Derived(persistent=False)), tmp_path / "all.pt")
+    empty = on_meta(Derived)
+    empty.linear.transposed = [empty.linear.weight.t()]
+    with pytest.raises(CompressionError, match=r"1 tensors of Derived .* holds them: linear.transposed\. Build"):
+        weight_source(empty, tmp_path / "all.pt")
+    model = tiny_llama(1)
+    model.save_pretrained(tmp_path / "model")
+    with torch.device("meta"):
+        llama = LlamaForCausalLM(model.config)
+    with pytest.raises(CompressionError, match=r"model.rotary_emb.inv_freq.* within `parameters_on_meta\(\)`, not"):
+        weight_source(llama, tmp_path / "model")
