@@ -68,6 +68,56 @@ def tiny_llama(
     return model.eval()
 
 
+class Skipping(nn.Module):
+    """Two blocks (`layers`), the second of which reads also what the first has computed behind a Linear."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([_First(width), _Second(width)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, h = self.layers[0](x)
+        return cast(Tensor, self.layers[1](y, h))
+
+
+class _First(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.up(x).relu()
+        return self.down(h), h
+
+
+class _Second(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.skip, self.out = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, y: Tensor, h: Tensor) -> Tensor:
+        return cast(Tensor, self.out((self.skip(h) + y).relu()))
+
+
+class ViewsBlock(nn.Module):
+    """Reads a value by other names after it was changed: by a part, and by a view that was made while it waited."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d, self.e, self.f = (nn.Linear(width, width) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        part = h[:, :2]
+        h.add_(0.2 * self.b(h))
+        y = self.c(h)
+        flat = h.view(-1, h.shape[-1])
+        y = self.d(y)
+        h.mul_(0.5)
+        return cast(Tensor, x + y + self.e(flat).view_as(y) + self.f(part).mean(1, keepdim=True))
+
+
 def tiny_mixtral(num_layers: int, num_experts: int) -> MixtralForCausalLM:
     """Experts of 32 x 32 that its checkpoints store one by one and the module as one parameter."""
     torch.manual_seed(0)

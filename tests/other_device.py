@@ -31,7 +31,11 @@ class Placed(Tensor):
 
     @staticmethod
     def __new__(cls, values: Tensor, device: torch.device = DEVICE) -> "Placed":
-        layout: dict[str, Any] = {"strides": values.stride(), "storage_offset": values.storage_offset()}
+        layout: dict[str, Any] = {
+            "strides": values.stride(),
+            "storage_offset": values.storage_offset(),
+            "storage_size": values.untyped_storage().nbytes(),
+        }
         placed: Placed = Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype, device=DEVICE, **layout)
         placed.values, placed.place = values, device
         return placed

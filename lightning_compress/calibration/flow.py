@@ -136,10 +136,11 @@ def run_step(
             with watch(batch, sources, values):
                 execute(own, values, flow.root, traced.constants, flow.device, drop_after)
         if step.keep:
-            changed = {key: value for key, value in values.items() if before.get(key) != versions(value)}
-            flow.cache.store(batch, {key: value for key, value in changed.items() if key in outliving})
+            kept = {key: value for key, value in values.items() if key in outliving}
+            unchanged = {key for key, value in kept.items() if before.get(key) == versions(value)}
+            flow.cache.store(batch, kept, unchanged)
             flow.cache.retain(batch, outliving)
-            del changed  # what went to the file must not live on while the next batch runs
+            del kept  # what went to the file must not live on while the next batch runs
         if flow.placement.most_resident is not None and resident_bytes() > flow.placement.most_resident:
             trim_heap()
         yield values

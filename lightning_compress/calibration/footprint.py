@@ -148,7 +148,7 @@ class _Meter:
         if reference is not None:
             known.update({Shadow(node): known[node] for node in placeholders if node in reference.diverging})
             reference = replace(reference, originals={})
-        cache = ActivationCache([known], device=_CPU)
+        cache = ActivationCache([known], device=_CPU, rewritten=self._run.flow.cache.rewritten)
         placement = replace(self._run.flow.placement, device=_CPU)
         self._flow = replace(self._run.flow, cache=cache, placement=placement, masks={}, reference=reference)
         with attributes_restored(self._root):

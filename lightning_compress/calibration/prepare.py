@@ -19,6 +19,7 @@ from lightning_compress.calibration.target import Target
 from lightning_compress.distributed.collective import Collective, SingleProcess
 from lightning_compress.distributed.share import assign
 from lightning_compress.errors import CalibrationDataError, UnreachedModulesWarning, UnsupportedModelError
+from lightning_compress.graph.aliases import memory_of
 from lightning_compress.graph.masks import TokenMask, row_mask_for, token_mask_for
 from lightning_compress.graph.shadow import Key, Shadow
 from lightning_compress.graph.stages import Schedule, Source, Subgraph, datafree_subgraphs, quantizable_calls, subgraphs
@@ -252,6 +253,7 @@ def cached_inputs(
     return ActivationCache(
         inputs,
         device=placement.device,
+        rewritten=memory_of(traced.graph).rewritten(),
         device_budget=placement.device_activation_budget,
         budget=placement.activation_budget,
         scratch_dir=placement.scratch_dir,

@@ -47,6 +47,11 @@ class Memory:
         first, last = self.position[value], self.position[reader]
         return not any(first < at < last for at in self.writes.get(self.owner[value], ()))
 
+    def rewritten(self) -> frozenset[fx.Node]:
+        """The values that are written to, by whatever name, after they are computed."""
+        last = {owner: max(writes) for owner, writes in self.writes.items()}
+        return frozenset(name for owner, at in last.items() for name in self.sharing[owner] if self.position[name] < at)
+
     def readers(self, value: fx.Node) -> set[fx.Node]:
         """Who reads or changes `value`, also by an older name of the same memory. To ask for a size is not to read."""
         now = self.position[value]

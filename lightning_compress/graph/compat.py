@@ -227,8 +227,8 @@ def recording(recorder: Recorder) -> Iterator[None]:
             stack.enter_context(assigned(logging.getLogger(logger), "disabled", True))
         stack.enter_context(assigned(torch.distributions.Distribution, "_validate_args", False))  # which reads values
         # a proxy mode defers sizes exactly while it runs an operation; torch's caches keep the shapes for good
-        deferring = assigned(shapes_of(recorder.fake_mode), "inside_operation", lambda: recorder.enable_thunkify)
-        stack.enter_context(deferring)
+        shapes = shapes_of(recorder.fake_mode)
+        stack.enter_context(assigned(shapes, "inside_operation", lambda: recorder.enable_thunkify))
         stack.enter_context(autocast_restored())
         stack.enter_context(torch.no_grad())
         stack.enter_context(recorder.fake_mode)
@@ -338,8 +338,7 @@ def calls_replaced(
 
 
 def replace_by_fakes(root: nn.Module, fake_mode: FakeTensorMode, device: torch.device = TRACE_DEVICE) -> dict[int, str]:
-    """Put fake tensors in place of parameters and buffers (undone by `attributes_restored`): id of tensor -> name, of
-    the fake ones and, for code that has kept them elsewhere, of those that they stand for.
+    """Put fake tensors in place of parameters and buffers (undone by `attributes_restored`); names by id, of both.
 
     Tensor subclasses (DTensor, packed weights of other libraries) stay; the fake mode converts them when they are used.
     """

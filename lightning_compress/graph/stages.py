@@ -342,26 +342,29 @@ def _trimmed(steps: list[list[Step]]) -> list[list[Step]]:
 
 
 def _with_reuse(steps: list[list[Step]]) -> list[list[Step]]:
-    """Observe a source once while its value cannot change (computed in an earlier subgraph), forget it after its last
-    group."""
-    last_use = {
-        source: (part, at)
-        for part, found in enumerate(steps)
-        for at, step in enumerate(found)
-        for source in _sources(step.solve)
-    }
+    """Observe a source once while its value cannot change, forget it after its last group before it is observed anew.
+
+    A value can change until the subgraph that computes it has ended, and what a step saw of it that does not keep its
+    values may be older: it was computed with weights that were solved afterwards.
+    """
     observed: set[Source] = set()
-    result: list[list[Step]] = []
-    for part, found in enumerate(steps):
+    observing: list[list[Step]] = []
+    for found in steps:
         own = {node for step in found for node in step.nodes}
-        renewed: list[Step] = []
-        for at, step in enumerate(found):
+        observing.append([])
+        for step in found:
             fresh = tuple(source for source in step.observe if source.node in own or source not in observed)
-            observed.update(step.observe)
-            forget = tuple(source for source in _sources(step.solve) if last_use[source] == (part, at))
-            renewed.append(replace(step, observe=fresh, forget=forget))
-        result.append(renewed)
-    return result
+            observed.update(source for source in fresh if step.keep or source.node not in own)
+            observing[-1].append(replace(step, observe=fresh))
+    needed: set[Source] = set()
+    result: list[list[Step]] = []
+    for found in reversed(observing):
+        result.append([])
+        for step in reversed(found):
+            read = _sources(step.solve)
+            result[-1].append(replace(step, forget=tuple(source for source in read if source not in needed)))
+            needed = (needed | set(read)) - set(step.observe)
+    return [found[::-1] for found in reversed(result)]
 
 
 def _placed(names: Sequence[str], steps: list[list[Step]], constants: Collection[str]) -> tuple[Subgraph, ...]:

@@ -1,23 +1,27 @@
 """Values that cross from one step to a later one, per batch: on the device, in host memory, or in a scratch file.
 
 They wait where there is room, in that order. A value is stored when the step that computed it ends, and dropped when
-its last reader has run, so the cache holds the boundary of one cut and not the history of the graph. What is kept are
-storages: tensors that share one are views of one again when they are loaded. While one batch is computed the next one's
-are read and copied to the device.
+its last reader has run, so the cache holds the boundary of one cut and not the history of the graph. While one batch is
+computed the next one's are read and copied to the device.
+
+What is kept are storages: what shares one in the model shares one here, so that a write to one value in place is seen
+in all its views. They are therefore loaded together, and stored together when one of them is new or was written to. Of
+a value that is a small part of its storage a copy is kept instead, unless something is written there later.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Set
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import final
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from lightning_compress.graph.compat import pytree
-from lightning_compress.graph.shadow import Key
+from lightning_compress.graph.shadow import Key, node_of
 from lightning_compress.memory.buffers import outside_heap
 from lightning_compress.memory.scratch import ScratchFile, Stored
 from lightning_compress.memory.transfer import Lane, Sent
@@ -27,7 +31,7 @@ LEAST_SPILLED = 1 << 16  # bytes; smaller tensors, such as masks and positions, 
 
 def nbytes(value: object) -> int:
     """Bytes in memory of all tensors in a tree of values."""
-    return sum(leaf.nbytes for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
+    return sum(leaf.nbytes for leaf in _tensors(value))
 
 
 def versions(value: object) -> tuple[int, ...]:
@@ -35,9 +39,11 @@ def versions(value: object) -> tuple[int, ...]:
 
     Tensors made in inference mode do not count; nothing but inference mode can write to them.
     """
-    return tuple(
-        0 if leaf.is_inference() else leaf._version for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)
-    )
+    return tuple(0 if leaf.is_inference() else leaf._version for leaf in _tensors(value))
+
+
+def _tensors(value: object) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 @dataclass(eq=False)
@@ -78,12 +84,24 @@ def _identity(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def _together(parts: Mapping[Key, Set[Hashable]], keys: Set[Key]) -> set[Key]:
+    """`keys`, and all that have a part in common with one of these, directly or through others."""
+    found: set[Key] = set()
+    ahead = set(keys)
+    while ahead:
+        found |= ahead
+        shared = {part for key in ahead for part in parts[key]}
+        ahead = {key for key, own in parts.items() if own & shared} - found
+    return found
+
+
 @final
 class ActivationCache:
     """For each batch a mapping from a graph's values to tensors (or trees of them, or plain numbers).
 
     Args:
         batches: the values known at the start, per batch: the inputs.
+        rewritten: values that are written to in place after they are computed (see `graph.aliases.Memory`).
         device: where values are used.
         device_budget: bytes of stored values that may wait there, where that is not host memory; None: all.
         budget: bytes of the others that may wait in host memory; None: all. Small values, for which neither counts,
@@ -91,6 +109,7 @@ class ActivationCache:
         scratch_dir: folder of the file for the others; None: the system's temporary folder.
 
     Attributes:
+        rewritten: as given.
         moved: bytes loaded and stored so far, by lane (see `calibration.records.SubgraphRecord`).
     """
 
@@ -99,11 +118,13 @@ class ActivationCache:
         batches: list[dict[Key, object]],
         *,
         device: torch.device,
+        rewritten: frozenset[fx.Node] = frozenset(),
         device_budget: int | None = 0,
         budget: int | None = None,
         scratch_dir: Path | None = None,
     ) -> None:
         self.moved: Counter[str] = Counter()
+        self.rewritten = rewritten
         self._lane = Lane(device)
         self._device_budget = 0 if device.type == "cpu" else device_budget
         self._budget = budget
@@ -120,13 +141,15 @@ class ActivationCache:
         return len(self._values)
 
     def load(self, batch: int, keys: set[Key], *, copy: bool = False) -> dict[Key, object]:
-        """The values `keys` (those that are cached) of a batch, on the device.
+        """The values `keys` (those that are cached) of a batch, and what shares memory with them, on the device.
 
         With `copy` they are the caller's own, also where home and device are one: what is written to them in place does
         not reach the cache.
         """
         self._lane.give_back()  # what was loaded before may have been dropped, with kernels that read it still to run
-        found = {key: value for key, value in self._values[batch].items() if key in keys}
+        waiting = self._values[batch]
+        storages = {key: {leaf.held for leaf in self._leaves(value)} for key, value in waiting.items()}
+        found = {key: waiting[key] for key in _together(storages, keys & waiting.keys())}
         self._begin(found)
         following = self._values[batch + 1] if batch + 1 < len(self._values) else {}
         self._begin({key: value for key, value in following.items() if key in keys})
@@ -147,9 +170,17 @@ class ActivationCache:
         """What is cached of a batch."""
         return set(self._values[batch])
 
-    def store(self, batch: int, values: Mapping[Key, object]) -> None:
-        """Keep values for later steps; what is cached under the same key is replaced."""
-        self._keep(batch, values, spill=True)
+    def store(self, batch: int, values: Mapping[Key, object], unchanged: Set[Key] = frozenset()) -> None:
+        """Keep values for later steps; what is cached under the same key is replaced.
+
+        Those of `unchanged` are as they were loaded, so they stay where they are, unless others share memory with them.
+        """
+        storages = {
+            key: {_identity(leaf) for leaf in _tensors(value) if not self._is_apart(key, leaf)}
+            for key, value in values.items()
+        }
+        again = _together(storages, values.keys() - unchanged)
+        self._keep(batch, {key: values[key] for key in again}, spill=True)
 
     def rename(self, batch: int, names: Mapping[Key, Key]) -> None:
         """Keep the values under other keys."""
@@ -169,23 +200,28 @@ class ActivationCache:
         waiting = [leaf.held for leaf in self._leaves(self._values[batch])]
         known = {_identity(held.place): held for held in waiting if isinstance(held.place, Tensor)}
 
-        def kept(leaf: object) -> object:
+        def kept(key: Key, leaf: object) -> object:
             if not isinstance(leaf, Tensor):
                 return leaf
-            is_part = leaf.untyped_storage().nbytes() > 1.5 * leaf.nbytes
-            if is_part:
+            is_apart = self._is_apart(key, leaf)
+            if is_apart:
                 leaf = leaf.clone(memory_format=torch.contiguous_format)
             storage = _whole(leaf)
-            held = None if is_part else known.get(_identity(storage))  # a copy may be where a dropped one was
+            held = None if is_apart else known.get(_identity(storage))  # a copy may be where a dropped one was
             if held is None:
                 held = known[_identity(storage)] = self._held(storage, spill)
             held.readers += 1
             return _View(held, leaf.dtype, tuple(leaf.shape), tuple(leaf.stride()), int(leaf.storage_offset()))
 
-        new = {key: pytree.tree_map(kept, value) for key, value in values.items()}
+        new = {key: pytree.tree_map(partial(kept, key), value) for key, value in values.items()}
         for key in new:
             self._drop(self._values[batch].pop(key, None))
         self._values[batch].update(new)
+
+    def _is_apart(self, key: Key, leaf: Tensor) -> bool:
+        """Whether a copy is kept of a tensor, which is a small part of its storage."""
+        is_part = leaf.untyped_storage().nbytes() > 1.5 * leaf.nbytes
+        return is_part and node_of(key) not in self.rewritten
 
     def _held(self, storage: Tensor, spill: bool) -> _Held:
         """A storage where there is room for it: on the device, else in host memory, else in the file."""

@@ -17,6 +17,8 @@ import torch
 from helpers import (
     UNCHANGING,
     VOCAB,
+    Skipping,
+    ViewsBlock,
     compress_in_memory,
     gram_sum,
     input_grams,
@@ -41,8 +43,10 @@ from transformers import (
 )
 
 from lightning_compress.calibration.observe import tokens
-from lightning_compress.memory.activations import ActivationCache
+from lightning_compress.memory import activations
+from lightning_compress.memory.placement import MemoryConfig
 
+IN_MEMORY = MemoryConfig()
 SCHEDULES = ["staged", "recompute", "block", "basic"]
 
 
@@ -133,6 +137,9 @@ class Stack(nn.Module):
         return self.tail(x + self.head(x))
 
 
+IN_PLACE = [InPlaceBlock, OpaqueBlock, PartsBlock, ViewsBlock]
+
+
 def dense_batches() -> list[Tensor]:
     return [torch.randn(3, 7, 8) for _ in range(3)]
 
@@ -169,6 +176,7 @@ def check(
     batches: list[Any],
     schedule: str,
     call: Any = None,
+    memory: MemoryConfig = IN_MEMORY,
     **options: Any,
 ) -> Mapping[str, Any]:
     """Run the engine and compare every Gram with the hooks' on the model as it was."""
@@ -176,7 +184,7 @@ def check(
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     grams = input_grams(model, [batch.clone() if isinstance(batch, Tensor) else batch for batch in batches], call)
     seen = seen_statistics(monkeypatch)
-    report = compress_in_memory(model, batches, recipe(**UNCHANGING, **options), schedule=schedule)
+    report = compress_in_memory(model, batches, recipe(**UNCHANGING, **options), schedule=schedule, memory=memory)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items()), (
         "the weights were to stay"
     )
@@ -220,24 +228,37 @@ def test_encoder_and_decoder(monkeypatch: pytest.MonkeyPatch, schedule: str) -> 
     torch.testing.assert_close(gram_sum(seen[k.format(0)]), gram_sum(seen[k.format(1)]), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("schedule", ["staged", "recompute", "block"])
+def test_what_later_blocks_read_comes_from_quantized_modules(monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
+    """Also where a module of the block that computes it reads it, too. Seen to fail by 19 %, under `block`: with the
+    statistics of the block's first pass, which has the original weights."""
+    model, batches = Skipping().eval(), [torch.randn(3, 7, 32) for _ in range(3)]
+    seen = seen_statistics(monkeypatch)
+    compress_in_memory(model, batches, recipe(2, group_size=32), schedule=schedule)
+    expected = input_grams(model, batches, call=model)["layers.1.skip"]
+    torch.testing.assert_close(gram_sum(seen["layers.1.skip"]), expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("block", [InPlaceBlock, OpaqueBlock, PartsBlock])
+@pytest.mark.parametrize("block", IN_PLACE)
 @pytest.mark.filterwarnings("ignore:.*recorded as a single call")
 def test_operations_in_place(monkeypatch: pytest.MonkeyPatch, block: type[nn.Module], schedule: str) -> None:
     model = Stack(block)
     check(monkeypatch, model, dense_batches(), schedule, call=model)
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("block", IN_PLACE)
 @pytest.mark.filterwarnings("ignore:.*recorded as a single call")
-def test_operations_in_place_with_values_that_wait_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU with the cache in host memory: loading copies, so writes have to be brought back. Broken once by not
-    doing so."""
-    load = ActivationCache.load
-    monkeypatch.setattr(
-        ActivationCache, "load", lambda self, batch, keys, copy=False: load(self, batch, keys, copy=True)
-    )
-    model = Stack(InPlaceBlock)
-    check(monkeypatch, model, dense_batches(), "staged", call=model)
+def test_operations_in_place_with_values_that_wait_in_a_file(
+    monkeypatch: pytest.MonkeyPatch, block: type[nn.Module], schedule: str
+) -> None:
+    """What is written to a value has to be brought back, and seen in its views that wait. Seen to fail: without the
+    first; with views that are not loaded with it; with a new view stored apart from what it is of; with parts copied
+    that are changed later."""
+    monkeypatch.setattr(activations, "LEAST_SPILLED", 1)
+    model = Stack(block)
+    check(monkeypatch, model, dense_batches(), schedule, call=model, memory=MemoryConfig(activation_budget=0))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -2,8 +2,8 @@
 
 Seen to fail: with activations of the unquantized prefix, without the quantized inputs of finished modules, without the
 statistics that later subgraphs share, with files that a killed process leaves in the folder, with shards of what no
-subgraph holds that are not in the manifest or begin anew, with a source that is not asked where it ends, and with a
-read-ahead that fails before its turn.
+subgraph holds that are not in the manifest or begin anew, with a source that is not asked where it ends, with a
+read-ahead that fails before its turn, and with what the first of two passes saw of a value used in a later subgraph.
 """
 
 import json
@@ -14,7 +14,19 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import compress, contents, manifest, padded, prepare, recipe, run, saved, tiny_llama, token_batches
+from helpers import (
+    Skipping,
+    compress,
+    contents,
+    manifest,
+    padded,
+    prepare,
+    recipe,
+    run,
+    saved,
+    tiny_llama,
+    token_batches,
+)
 from processes import Script
 from torch import nn
 from transformers import AlbertConfig, AlbertModel, AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
@@ -56,6 +68,10 @@ def albert() -> nn.Module:
     return AlbertModel(AlbertConfig(vocab_size=64, intermediate_size=16, **sizes))
 
 
+def dense_batches() -> list[Any]:
+    return list(torch.randn(4, 3, 9, 32, generator=torch.Generator().manual_seed(0)))
+
+
 WHERE = ["memory", "disk"]
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Any]], dict[str, Any], str]] = {
     "staged": (lambda: tiny_llama(3), token_batches, {}, "staged"),
@@ -74,6 +90,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Any]], dict[st
     "corrected behind shared layers": (albert, token_batches, {"group_size": 8, "correct": "residual"}, "staged"),
     "one statistic for many subgraphs": (t5, t5_batches, {"group_size": 16}, "staged"),
     "shared layers": (albert, token_batches, {"group_size": 8}, "staged"),
+    "a skip connection": (Skipping, dense_batches, {"group_size": 16}, "block"),
 }
 ON_DISK = [("staged", "disk"), ("corrected", "disk"), ("block", "disk"), ("shared layers", "disk")]
 

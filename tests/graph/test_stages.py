@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import VOCAB, tiny_llama, token_batches
+from helpers import VOCAB, Skipping, tiny_llama, token_batches
 from torch import Tensor, nn
 from transformers import AlbertConfig, AlbertModel, GPTJConfig, GPTJForCausalLM, T5Config, T5ForConditionalGeneration
 
@@ -251,6 +251,23 @@ def test_one_input_for_many_subgraphs(t5: Model) -> None:
         assert [source in step.forget for _, step, _ in cross] == [False, False, True]
     (whole,) = [group for group in groups(t5.parts(BASIC)) if "EncDecAttention.k" in group[0]]
     assert len(whole) == 6, "with everything onloaded at once there is one group of all of them"
+
+
+def test_a_value_that_two_blocks_read() -> None:
+    """Of two passes the first sees it as it was before the block was solved, so the next block observes it anew, and
+    nothing of it is kept in between."""
+    model = Skipping()
+    skipping = Model(model, torch.randn(3, 5, 32), model)
+    for schedule, num_observed in ((STAGED, 1), (BLOCK, 2), (BASIC, 1)):
+        layout = steps(skipping.parts(schedule))
+        by_member = {name: group for step in layout for group in step.solve for name in group.members}
+        (source,) = by_member["layers.1.skip"].sources
+        assert by_member["layers.0.down"].sources == (source,)
+        observed = [step for step in layout if source in step.observe]
+        assert len(observed) == num_observed
+        assert sum(source in step.forget for step in layout) == num_observed
+        if schedule is BLOCK:
+            assert all(source in step.forget for step in observed)
 
 
 def test_shared_layers_are_solved_once(albert: Model) -> None:
