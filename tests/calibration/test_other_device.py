@@ -87,7 +87,7 @@ def test_a_run_on_another_device_ends_in_the_same_bytes(
 def test_values_that_are_changed_while_views_of_them_wait_in_host_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Seen to fail: with views that keep what was there before, and with parts of them copied on one device only."""
+    """Seen to fail: with views that keep what was there before."""
     monkeypatch.setattr(Lane, "enter_thread", other_device.enter_thread)
     torch.manual_seed(0)
     model, batches = ViewsBlock(16).eval(), list(torch.randn(3, 4, 5, 16))
