@@ -368,7 +368,9 @@ def _overlapping(root: nn.Module) -> dict[int, list[str]]:
     for name, parameter in root.named_parameters(remove_duplicate=False):
         tensor = origin(parameter)
         start = int(tensor.storage_offset()) * tensor.itemsize
-        spans.append((tensor.untyped_storage()._cdata, start, start + int(tensor.nbytes), id(tensor), name))
+        # of what has gaps (gate and up may be columns of one matrix) only where it begins is looked at
+        size = int(tensor.nbytes) if tensor.is_contiguous() else tensor.itemsize
+        spans.append((tensor.untyped_storage()._cdata, start, start + size, id(tensor), name))
     found: dict[int, list[str]] = {}
     names, storage, end = list[str](), 0, 0
     for place, start, stop, number, name in sorted(spans):
