@@ -82,6 +82,9 @@ class Measured:
         self._inner, self._phases = inner, phases
         self.rank, self.size, self.close = inner.rank, inner.size, inner.close
 
+    def meet(self, what: str) -> None:
+        self.gather(None, what)
+
     def reduce(self, tensor: Tensor, reduction: Reduction, what: str) -> None:
         phase = "gather" if what.startswith("the factor") else "reduce"
         self._phases.timed(phase, self._inner.reduce)(tensor, reduction, what)

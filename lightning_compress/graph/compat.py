@@ -349,16 +349,14 @@ def replace_by_fakes(root: nn.Module, fake_mode: FakeTensorMode, device: torch.d
             for key, tensor in container.items():
                 if tensor is None:
                     continue
-                names.setdefault(id(tensor), f"{prefix}.{key}" if prefix else key)
+                name = f"{prefix}.{key}" if prefix else key
+                names.setdefault(id(tensor), name)
                 if type(tensor) in (Tensor, nn.Parameter):
-                    fake = fakes.get(id(tensor))
-                    if fake is None:
-                        fake = fake_like(fake_mode, tensor, device)
-                        if type(tensor) is nn.Parameter:
-                            fake._is_param = True  # what nn.Parameter does to a subclass, after a copy
-                        fakes[id(tensor)] = fake
-                    container[key] = tensor = fake
-                names.setdefault(id(tensor), f"{prefix}.{key}" if prefix else key)
+                    if id(tensor) not in fakes:
+                        fakes[id(tensor)] = fake_like(fake_mode, tensor, device)
+                        fakes[id(tensor)]._is_param = type(tensor) is nn.Parameter  # as in a subclass, after a copy
+                    container[key] = fakes[id(tensor)]
+                    names.setdefault(id(container[key]), name)
     return names
 
 
