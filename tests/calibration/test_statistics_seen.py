@@ -277,8 +277,8 @@ def test_opaque_layers(monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
 @pytest.mark.parametrize(
     ("block", "turns", "lengths"),
     [
-        (partial(nn.Linear, 16, 16), True, ((9, 4), (2, 1))),
-        (Reading, True, ((9, 4), (2, 1))),
+        (partial(nn.Linear, 16, 16), True, ((9, 4), (1, 2))),
+        (Reading, True, ((9, 4), (1, 2))),
         (Turning, True, ((9, 4), (16, 11))),
         (Turning, False, ((9, 4), (16, 11))),
     ],

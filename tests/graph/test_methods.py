@@ -57,6 +57,27 @@ def test_a_method_that_reads_values_is_a_call() -> None:
     assert "counted" not in model.__dict__
 
 
+class Borrowing(Reading):
+    """Its method uses the weight of a module that it does not call."""
+
+    def counted(self, ids: Tensor, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        x, found = super().counted(ids, x)
+        return x @ self.table.weight, found
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 8)
+
+
+def test_what_a_method_reads_of_modules_that_it_does_not_call() -> None:
+    """Is brought along with what it calls. Seen to fail: with the root's own tensors alone."""
+    model = Borrowing()
+    graph = traced(model, toy_batch(2, 9), leaf_names=["first", "middle", "last"], boundary_names=[])
+    (leaf,) = method_leaves(graph)
+    assert leaf.within == Within(("tower",), ("scale", "table.weight"))
+    assert_same(model, graph, *batches())
+
+
 def test_targets_inside_a_method_are_said_to_be_hidden() -> None:
     model = Reading()
     with pytest.warns(match=r"Reading \(counted\) is recorded as a single call"):
