@@ -39,6 +39,7 @@ class Case:
     refit: int | None  # ours only; None: chosen
     schedule: str  # ours only
     activation_budget: int | None  # ours only
+    host_budget: str | None  # ours only
 
     @property
     def weights(self) -> dict[str, object]:
@@ -79,6 +80,7 @@ def read_case() -> Case:
     parser.add_argument("--refit", type=lambda number: None if number == "null" else int(number), default=0)
     parser.add_argument("--schedule", default="staged")
     parser.add_argument("--activation-budget", type=int)
+    parser.add_argument("--host-budget")
     return Case(**vars(parser.parse_args()))
 
 

@@ -51,7 +51,7 @@ def solve(model: PreTrainedModel, loader: DataLoader[Batch], case: Case) -> None
         load_recipe({"modifiers": [modifier]}),
         output_dir=None,
         schedule=Schedule(case.schedule),
-        memory=MemoryConfig(activation_budget=case.activation_budget),
+        memory=MemoryConfig(activation_budget=case.activation_budget, host_budget=case.host_budget),
     )
     job = prepare_job(model, collect(loader), settings, torch.device("cpu"))
     with calibrating(job.target.root), job.modules.in_place():

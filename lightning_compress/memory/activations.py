@@ -22,7 +22,6 @@ from torch import Tensor, fx
 
 from lightning_compress.graph.compat import pytree
 from lightning_compress.graph.shadow import Key, node_of
-from lightning_compress.memory.buffers import outside_heap
 from lightning_compress.memory.scratch import ScratchFile, Stored
 from lightning_compress.memory.transfer import Lane, Sent
 
@@ -238,10 +237,7 @@ class ActivationCache:
         self._on_host += nbytes
         self._of_budget += nbytes if may_move else 0
         self._count_fetched(storage)
-        place = self._lane.fetch(storage)
-        if spill and self._budget is not None and place is storage:  # room is short
-            place = outside_heap(place)
-        return _Held(place, nbytes, counts=may_move)
+        return _Held(self._lane.fetch(storage), nbytes, counts=may_move)
 
     def _count_fetched(self, storage: Tensor) -> None:
         self.moved["to_host"] += storage.numel() if storage.device.type != "cpu" else 0

@@ -26,19 +26,6 @@ def host_buffer(nbytes: int) -> Tensor:
     return torch.frombuffer(block, dtype=torch.uint8)
 
 
-def outside_heap(tensor: Tensor) -> Tensor:
-    """A copy of a contiguous CPU tensor in memory of its own, for what outlives many blocks of the heap that are made
-    after it; a small one as it is.
-
-    Of activations that waited in the heap, holes made up as much again; but the system zeroes and maps what it gives
-    anew, which took 1.4 of 21 s. (Blocks that are used again take a third of that, and half of the memory saved.)
-    """
-    if tensor.nbytes < _LEAST_MAPPED:
-        return tensor
-    copy = host_buffer(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
-    return copy.copy_(tensor)
-
-
 def trim_heap() -> None:
     """Let the C heap give back what is free in it, where it can (glibc); costs milliseconds.
 

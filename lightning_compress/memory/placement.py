@@ -13,6 +13,8 @@ from lightning_compress.memory.host import memory_of, total_bytes
 from lightning_compress.memory.source import WeightSource
 from lightning_compress.memory.tracker import parse_bytes
 
+FORESEEN = "foreseen"
+
 
 @dataclass(frozen=True)
 class MemoryConfig:
@@ -24,7 +26,8 @@ class MemoryConfig:
             process holds); None: whatever it needs.
         host_budget: how much host memory the process may take, all that it holds already included; None: whatever it
             needs. Tensors are sure to stay within it, or the run is refused before it begins; that the process does is
-            checked at the end (see `memory.budget`).
+            checked at the end (see `memory.budget`). "foreseen": no limit, but as under one, what the run will take is
+            foreseen, and the process kept near it.
         device_activation_budget: how much of the activations may wait on the device between steps, where that is not
             the CPU; None: all of them, or what `device_budget` leaves.
         activation_budget: how much of the others may wait in host memory, the rest waits in an unnamed file; None: all
@@ -62,6 +65,8 @@ class MemoryConfig:
 
     def _num_bytes(self, name: str, of: Callable[[], int]) -> int | None:
         size = getattr(self, name)
+        if name == "host_budget" and size == FORESEEN:
+            return None
         try:
             return None if size is None else parse_bytes(size, of)
         except ValueError as error:
@@ -106,8 +111,8 @@ class Placement:
         scratch_dir: folder of the file for the others; None: the system's temporary folder.
         is_tight: there is a budget of host memory or of activations in it, so what is freed is given back to the system
             at once (where all activations wait in memory, that would cost some percent of the time).
-        most_resident: bytes of the process's memory above which holes in the C heap are given back after a batch;
-            None: there is no budget of it.
+        most_resident: bytes of the process's memory, as they are foreseen; above them holes in the C heap are given
+            back after a batch. None: nobody foresaw them, for there is no budget.
     """
 
     device: torch.device

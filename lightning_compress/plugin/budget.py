@@ -18,10 +18,8 @@ from lightning_compress.graph.trace import Traced, flatten_batch
 from lightning_compress.memory.budget import Budgets, Fit, MemoryUse, Moment, Needs, fit, gib
 from lightning_compress.memory.buffers import trim_heap
 from lightning_compress.memory.placement import MemoryConfig
-from lightning_compress.memory.tracker import high_water_bytes, resident_bytes
+from lightning_compress.memory.tracker import held_bytes, high_water_bytes
 from lightning_compress.recipe.resolve import ResolvedRecipe
-
-_NEARLY = 0.9
 
 
 class BudgetWarning(UserWarning):
@@ -55,7 +53,7 @@ def within_budgets(
     trim_heap()
     budgets = Budgets(
         host=config.num_bytes("host_budget", placement.device),
-        held=resident_bytes(),
+        held=held_bytes(placement.device),
         device=config.num_bytes("device_budget", placement.device),
         activations=config.num_bytes("activation_budget", placement.device),
         depth=config.prefetch_depth,
@@ -68,8 +66,7 @@ def within_budgets(
         prefetch_depth=found.depth,
         device_activation_budget=found.waiting.device,
         activation_budget=found.waiting.host,
-        # more than is foreseen are holes, which do not matter while there is room
-        most_resident=None if budgets.host is None else max(found.host_bytes, int(_NEARLY * budgets.host)),
+        most_resident=found.host_bytes,
     )
     flow = replace(run.flow, placement=placement)
     if flow.traced is not None:

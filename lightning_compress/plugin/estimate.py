@@ -46,8 +46,8 @@ from lightning_compress.graph.targets import sequential_modules
 from lightning_compress.graph.unfold import unfolded
 from lightning_compress.memory.budget import TITLES, Budgets, Peak, Place, fit, gib, peaks
 from lightning_compress.memory.placement import MemoryConfig
-from lightning_compress.memory.tracker import LiveMemory, resident_bytes
-from lightning_compress.plugin.measure import measured
+from lightning_compress.memory.tracker import LiveMemory, held_bytes
+from lightning_compress.plugin.measure import READING, measured
 from lightning_compress.plugin.samples import processor_for, prompts
 from lightning_compress.recipe.load import load_recipe
 from lightning_compress.recipe.resolve import ResolvedRecipe, named_by, resolve
@@ -310,7 +310,7 @@ def _calibration(
         table = [replace(row, weights=0) for row in table]  # they are where they are used
     budgets = Budgets(
         host=memory.num_bytes("host_budget", device),
-        held=resident_bytes() + (0 if from_disk else in_memory),
+        held=held_bytes(device) + READING + (0 if from_disk else in_memory),
         device=memory.num_bytes("device_budget", device),
         activations=memory.num_bytes("activation_budget", device),
         depth=memory.prefetch_depth,

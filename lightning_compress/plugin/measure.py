@@ -25,6 +25,9 @@ from lightning_compress.plugin.budget import at_the_end
 from lightning_compress.plugin.samples import samples
 from lightning_compress.recipe.resolve import ResolvedRecipe, named_by
 
+READING = 40 * 10**6
+"""Bytes that reading and tokenizing samples leaves in a process which is only planned (Python's documentation)."""
+
 
 @final
 @dataclass(frozen=True)

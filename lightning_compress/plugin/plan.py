@@ -29,8 +29,8 @@ from lightning_compress.graph.trace import Traced
 from lightning_compress.graph.unfold import most_experts, unfolded
 from lightning_compress.memory.budget import gib
 from lightning_compress.memory.files import nearest_existing
-from lightning_compress.memory.tracker import parse_bytes, resident_bytes
-from lightning_compress.plugin.measure import Measured, measured
+from lightning_compress.memory.tracker import held_bytes, parse_bytes
+from lightning_compress.plugin.measure import READING, Measured, measured
 from lightning_compress.recipe.resolve import ResolvedRecipe, named_by, resolve
 
 
@@ -214,7 +214,7 @@ def _candidate(choice: Choice, found: Measured, target: Target, device: str, pre
         choice=choice,
         table=table,
         end=end,
-        held=resident_bytes() + (weights if in_memory else 0),
+        held=held_bytes(torch.device(device)) + READING + (weights if in_memory else 0),
         prepare_s=prepare_s,
         read_bytes=weights if in_memory else 0,
         output_bytes=round(written * found.run.collective.size),

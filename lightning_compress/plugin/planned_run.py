@@ -25,6 +25,7 @@ from lightning_compress.foresight.plan import Plan
 from lightning_compress.foresight.planned import Planned, Situation, load_planned, save_planned, tensors_on
 from lightning_compress.memory.files import free_bytes, has_safetensors
 from lightning_compress.memory.host import available_bytes
+from lightning_compress.memory.placement import FORESEEN
 from lightning_compress.memory.tracker import resident_bytes
 from lightning_compress.plugin.callback import check_ranks
 from lightning_compress.plugin.models import load_config_only, memory_options
@@ -198,9 +199,12 @@ def _check_plan(file: str, plan: Plan) -> None:
 
 
 def with_plan(config: DictConfig, planned: Planned) -> DictConfig:
-    """The configuration that runs a plan, within the budgets that were given for it unless it has its own."""
+    """The configuration that runs a plan, within the budgets that were given for it unless it has its own; on a CPU
+    without any, near the host memory that is foreseen."""
     choice, waiting = planned.best.choice, planned.best.waiting
     given = {f"{place}_budget": getattr(planned.situation.resources, place) for place in planned.situation.budgets}
+    if planned.machine.device == "cpu":
+        given = {"host_budget": FORESEEN, **given}
     budgets = {name: size for name, size in given.items() if name in config.memory and config.memory[name] is None}
     targets = None if choice.sequential_targets is None else list(choice.sequential_targets)
     return cast(

@@ -72,20 +72,32 @@ def test_a_budget_is_kept_by_leaving_activations_to_the_file() -> None:
     assert all(torch.equal(*pair) for pair in zip(*weights, strict=True))
 
 
-@pytest.mark.parametrize(("given", "trims"), [("100GiB", False), ("near", True), (None, False)])
-def test_holes_in_the_heap_are_given_back_near_the_budget(
-    monkeypatch: pytest.MonkeyPatch, given: str | None, trims: bool
+@pytest.mark.parametrize(
+    ("given", "over", "trims"),
+    [("100GiB", 1, True), ("foreseen", 1, True), ("foreseen", 0, False), (None, 1, False)],
+)
+def test_holes_in_the_heap_are_given_back_beyond_what_is_foreseen(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, over: int, trims: bool
 ) -> None:
     """After a batch. Seen to fail: with a limit that does not reach the loop, and without a look at the process."""
-    limit: int | str | None = 2 * resident_bytes() if given == "near" else given
-    memory = MemoryConfig(host_budget=limit, activation_budget="1GiB")
-    job = prepare(tiny_llama(2), token_batches(), HOW, memory=memory)
+    job = prepare(tiny_llama(2), token_batches(), HOW, memory=MemoryConfig(host_budget=given, activation_budget="1GiB"))
+    assert (job.memory is None) == (given is None)
+    foreseen = 0 if job.memory is None else job.memory.host_bytes
     calls: list[int] = []
     monkeypatch.setattr(flow, "trim_heap", lambda: calls.append(1))
-    if given == "near":
-        monkeypatch.setattr(flow, "resident_bytes", lambda: int(1.9 * resident_bytes()))
+    monkeypatch.setattr(flow, "resident_bytes", lambda: foreseen + over)
     run(job)
     assert bool(calls) == trims
+
+
+def test_without_a_limit_what_is_foreseen_is_told() -> None:
+    report = compress_in_memory(tiny_llama(1), token_batches(), HOW, memory=MemoryConfig(host_budget="foreseen"))
+    use = report.memory
+    assert use is not None
+    assert use.host_budget is None
+    assert use.activation_budget is None
+    assert resident_bytes() / 2 < use.host_bytes < 2 * resident_bytes()
+    assert f"GiB, foreseen {use.host_bytes / 2**30:.2f} GiB." in report.summary()
 
 
 def test_the_report_has_both_numbers() -> None:
