@@ -85,6 +85,8 @@ def test_compress_makes_its_own_plan(command: Command, checkpoint: Path, tmp_pat
     assert report["plan"]["choice"]["load"] == "disk"
     rows = {row["name"]: row for row in report["comparison"]}
     assert rows["disk_read"]["foreseen"] == rows["disk_read"]["measured"] > 0
+    assert report["memory"]["host_budget"] is None, "nobody gave one"
+    assert report["memory"]["host_bytes"] > report["memory"]["held_bytes"], "it is foreseen nonetheless"
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
