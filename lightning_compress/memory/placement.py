@@ -70,7 +70,8 @@ class MemoryConfig:
         try:
             return None if size is None else parse_bytes(size, of)
         except ValueError as error:
-            raise CompressionError(f"{name}: {error}") from error
+            beside = f' Or "{FORESEEN}".' if name == "host_budget" else ""
+            raise CompressionError(f"{name}: {error}{beside}") from error
 
 
 def memory_config(value: "MemoryConfig | Mapping[str, Any] | None") -> MemoryConfig:
@@ -136,7 +137,7 @@ def placement(memory: MemoryConfig, device: torch.device, source: WeightSource |
     if on_device is None and memory.device_budget is not None:
         on_device = 0
     activations = memory.num_bytes("activation_budget", device)
-    if activations is None and memory.host_budget is not None:
+    if activations is None and memory.num_bytes("host_budget", device) is not None:
         activations = 0
     return Placement(
         device,

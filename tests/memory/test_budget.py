@@ -103,6 +103,7 @@ def test_on_a_device_each_place_has_its_own() -> None:
 
 
 def test_under_a_host_budget_activations_wait_in_the_file_until_a_run_is_fitted() -> None:
-    """So that an evaluation before the run does not go over it."""
+    """So that an evaluation before the run does not go over it. Seen to fail: with all that is foreseen in the file."""
     given = [MemoryConfig(), MemoryConfig(host_budget="1GiB"), MemoryConfig(host_budget="1GiB", activation_budget=5)]
-    assert [placement(memory, CPU, None).activation_budget for memory in given] == [None, 0, 5]
+    given.append(MemoryConfig(host_budget="foreseen"))
+    assert [placement(memory, CPU, None).activation_budget for memory in given] == [None, 0, 5, None]
