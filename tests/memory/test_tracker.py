@@ -1,8 +1,10 @@
 """The live-storage tracker counts storages, not tensors, while they live."""
 
+import pytest
 import torch
 
-from lightning_compress.memory.tracker import LiveMemory, peak_bytes, reset_peak
+from lightning_compress.memory import tracker
+from lightning_compress.memory.tracker import LiveMemory, held_bytes, peak_bytes, reset_peak
 
 
 def test_storages_are_counted_while_they_live() -> None:
@@ -54,3 +56,10 @@ def test_process_peak() -> None:
     reset_peak(device)
     assert peak_bytes(device) >= 0
     assert peak_bytes(torch.device("cpu")) > 50e6, "importing torch alone takes more"
+
+
+def test_a_run_on_a_cpu_holds_the_buffers_of_its_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen to fail: without them, and with as many on a device."""
+    monkeypatch.setattr(tracker, "resident_bytes", lambda: 10**9)
+    assert held_bytes(torch.device("cpu")) == 10**9 + (20 + 12 * torch.get_num_threads()) * 10**6
+    assert held_bytes(torch.device("cuda")) == 10**9
