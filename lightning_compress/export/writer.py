@@ -153,12 +153,12 @@ class CheckpointWriter:
         """What is there of this run; None: it has not begun."""
         if not (self.folder / MANIFEST).is_file():
             return None
-        if not (self.folder / INCOMPLETE).is_file():  # finished
-            if differences(self.folder, self._fingerprints):
-                return None
-            lines = read_manifest(self.folder, self._fingerprints)
-            return lines if len(lines) == len(self._parts) else None
+        is_finished = not (self.folder / INCOMPLETE).is_file()
+        if is_finished and differences(self.folder, self._fingerprints):
+            return None
         lines = read_manifest(self.folder, self._fingerprints)
+        if is_finished and len(lines) != len(self._parts):
+            return None
         for leftover in (*self.folder.glob(".*.partial"), *self.folder.glob(".tmp*")):  # the latter are of safetensors
             leftover.unlink(missing_ok=True)  # another rank may be removing its own, see `shared_folder`
         return lines
