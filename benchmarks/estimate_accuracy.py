@@ -34,7 +34,8 @@ from lightning_compress.foresight.jobs import CalibrationJob, FineTuningJob, Inf
 from lightning_compress.foresight.training import finetune
 from lightning_compress.graph.stages import Schedule
 from lightning_compress.graph.unfold import unfolded
-from lightning_compress.memory.budget import Budgets, Waiting, peaks
+from lightning_compress.memory.budget import Budgets, peaks
+from lightning_compress.memory.needs import Waiting
 from lightning_compress.memory.source import parameters_on_meta
 from lightning_compress.memory.tracker import LiveMemory
 from lightning_compress.plugin.job import prepare_job, run_job

@@ -17,6 +17,7 @@ from lightning_compress.calibration.prepare import cached_inputs, trace_on
 from lightning_compress.calibration.target import Target
 from lightning_compress.graph.stages import forward_subgraphs
 from lightning_compress.graph.targets import sequential_modules
+from lightning_compress.memory.heap import heap_kept
 from lightning_compress.memory.placement import Placement
 from lightning_compress.memory.store import WeightStore
 from lightning_compress.memory.transfer import Lane
@@ -76,7 +77,11 @@ def outputs(evaluation: Evaluation) -> Iterator[dict[str, object]]:
         For each batch that is run, in order, what the model returns for it, by key path, on the device. The last
         subgraph runs when they are asked for, so the outputs of one batch are there at a time.
     """
-    flow, results = evaluation.flow, evaluation.results
+    with heap_kept():
+        yield from _outputs(evaluation.flow, evaluation.results)
+
+
+def _outputs(flow: Flow, results: Mapping[str, fx.Node]) -> Iterator[dict[str, object]]:
     *before, end = range(len(flow.subgraphs))
     number = 0
     for index in before:

@@ -19,7 +19,7 @@ from lightning_compress.graph.shadow import Key, node_of, with_shadows
 from lightning_compress.graph.stages import Source, Step, Subgraph, last_steps
 from lightning_compress.graph.trace import Traced
 from lightning_compress.memory.activations import ActivationCache, versions
-from lightning_compress.memory.buffers import trim_heap
+from lightning_compress.memory.heap import trim_heap
 from lightning_compress.memory.placement import Placement
 from lightning_compress.memory.store import WeightStore
 from lightning_compress.memory.tracker import resident_bytes
@@ -141,10 +141,15 @@ def run_step(
             flow.cache.store(batch, kept, unchanged)
             flow.cache.retain(batch, outliving)
             del kept  # what went to the file must not live on while the next batch runs
-        if flow.placement.most_resident is not None and resident_bytes() > flow.placement.most_resident:
-            trim_heap()
+        give_back(flow.placement)
         yield values
         del values
+
+
+def give_back(placement: Placement, *, always: bool = False) -> None:
+    """Let the C heap give back what is free in it, if the process has more than it should."""
+    if always or (placement.most_resident is not None and resident_bytes() > placement.most_resident):
+        trim_heap()
 
 
 def _shared_first(nodes: Sequence[fx.Node], diverging: Set[fx.Node]) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]]:

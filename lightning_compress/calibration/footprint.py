@@ -21,17 +21,17 @@ in-place writes have to be told from copies.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
 
 import sympy
 import torch
 from torch import Tensor, fx
 
 from lightning_compress.algorithms.base import result_bytes, stack_rows
+from lightning_compress.calibration.amounts import numel, statistics_bytes, worst_mixture
 from lightning_compress.calibration.flow import Values, run_step
 from lightning_compress.calibration.loop import Calibration
 from lightning_compress.calibration.observe import Statistics, begin_statistics, observing
@@ -48,10 +48,11 @@ from lightning_compress.graph.shadow import Key, Shadow, node_of, with_shadows
 from lightning_compress.graph.sizes import binding, traced_bytes
 from lightning_compress.graph.stages import Group, Source, Step, Subgraph
 from lightning_compress.memory.activations import LEAST_SPILLED, ActivationCache
-from lightning_compress.memory.budget import Moment, Needs, Requests, as_one
+from lightning_compress.memory.heap import LARGEST_IN_HEAP
+from lightning_compress.memory.needs import Moment, Needs, Requests, as_one
 from lightning_compress.memory.tracker import LiveMemory
 from lightning_compress.memory.work import Work, WorkMeter, times
-from lightning_compress.statistics import InputGram, Statistic
+from lightning_compress.statistics import InputGram
 
 PACKING = 16
 """Bytes per weight that compressed-tensors has alive while it packs one module, its result included (0.19 and 0.20)."""
@@ -120,8 +121,8 @@ class _Meter:
         self._statistics: Statistics = {}
         self._memory = LiveMemory()
         self._flow = run.flow
-        self._largest = max(batches, key=_numel, default=())
-        self._numbers = [_numel(batch) for batch in batches]
+        self._largest = max(batches, key=numel, default=())
+        self._numbers = [numel(batch) for batch in batches]
         self._sizes: list[Mapping[sympy.Symbol, int | float]] = []
         if run.flow.traced is not None:
             bind = binding(run.flow.traced)
@@ -129,7 +130,7 @@ class _Meter:
             self._sizes_of_largest = bind(self._largest)
         self._num_cached = 0  # bytes of the batch's values that wait now
         self._starts: dict[int, set[Key]] = {}  # what waits when a subgraph begins
-        self._work = WorkMeter()
+        self._work = WorkMeter(on_cpu=self._is_on_cpu)
         self._loaded: list[tuple[int, ...]] = []  # bytes of the values that each step reads
         self._num_events = 0  # of earlier subgraphs
 
@@ -162,7 +163,7 @@ class _Meter:
         """The moment of the step's largest batch, beside all others that wait and `packed` bytes of the subgraph."""
         if self._flow.traced is None or not (step.nodes or step.observe):
             return []
-        before, cached = self._waiting(), self.cached
+        before, cached, in_heap = self._waiting(), self.cached, self._part_in_heap()
         read = {node for computed in step.nodes for node in computed.all_input_nodes}
         observed = {node for source in step.observe for node in source.reads}
         if self._flow.reference is not None:
@@ -182,13 +183,14 @@ class _Meter:
                 f"promised: {type(error).__name__}: {error}. Leave host_budget and device_budget out; "
                 "activation_budget and prefetch_depth work without them."
             ) from error
-        peak, statistics = self._memory.peak_bytes, _nbytes_of(self._statistics.values())
+        peak, statistics = self._memory.peak_bytes, statistics_bytes(self._statistics.values())
+        heap_batch = self._memory.heap_peak_bytes - statistics_bytes(self._statistics.values(), below=LARGEST_IN_HEAP)
         self._num_cached = self._memory.live_bytes - statistics
         for value in storages(self._flow.cache.load(0, self.cached)):
             self._memory.moved_away(value)
         after = self._waiting()
         self._quantize_inputs(step)
-        large, small = (_worst_mixture(earlier, later) for earlier, later in zip(before, after, strict=True))
+        large, small = (worst_mixture(earlier, later) for earlier, later in zip(before, after, strict=True))
         in_flight = max(before[0], default=0) + max(after[0], default=0)
         return [
             Moment(
@@ -202,12 +204,15 @@ class _Meter:
                 work=self._work_of_all(),
                 loaded=self._moved(cached & with_shadows(read | observed, self._diverging)),
                 stored=self._moved(self.cached - cached),
+                heap_waiting=round(large * max(in_heap, self._part_in_heap())) if self._is_on_cpu else 0,
+                heap_batch=heap_batch if self._is_on_cpu else 0,
+                num_batches=len(self._numbers),
             )
         ]
 
     def _work_of_all(self) -> Work:
         """The work of all batches, that of the largest being known; the others' is in the ratio of their sizes."""
-        ratio = sum(self._numbers) / max(_numel(self._largest), 1)
+        ratio = sum(self._numbers) / max(numel(self._largest), 1)
         calls = self._work.work["call"] * len(self._numbers)
         return {**times(self._work.work, ratio), "call": calls}
 
@@ -220,6 +225,15 @@ class _Meter:
         """Bytes of original weights that are kept beside the quantized ones."""
         reference = self._flow.reference
         return 0 if reference is None else sum(weight.nbytes for weight in reference.originals.values())
+
+    @property
+    def _is_on_cpu(self) -> bool:
+        return self._run.flow.device.type == "cpu"
+
+    def _part_in_heap(self) -> float:
+        """Of what waits of the batch, how much is in the C heap."""
+        sizes = [value.untyped_storage().nbytes() for value in storages(self._flow.cache.load(0, self.cached))]
+        return sum(size for size in sizes if size < LARGEST_IN_HEAP) / max(sum(sizes), 1)
 
     def _moved(self, keys: Set[Key]) -> int:
         """Bytes of these values, of all batches, that may go to the file."""
@@ -248,7 +262,7 @@ class _Meter:
     def held(self) -> Held:
         """What is there whatever is done with it."""
         large, small = (sum(sizes) for sizes in self._waiting())
-        return Held(large, small, _nbytes_of(self._statistics.values()))
+        return Held(large, small, statistics_bytes(self._statistics.values()))
 
     def solve(self, groups: Sequence[Group], packed: int, held: Held) -> tuple[Moment, int]:
         """The moment at which groups of one kind are solved together or packed, with `packed` bytes there already, and
@@ -262,7 +276,7 @@ class _Meter:
         workspace = assignment.algorithm.workspace_bytes(num_rows, num_channels, assignment.weights, kinds, number)
         if self._run.flow.device.type != "cpu" and InputGram in kinds:
             workspace += 4 * num_channels**2  # the factor is not put in the place of the Gram there
-        merged = number * _nbytes_of(gathered[:1]) if len(gathered) > 1 else 0
+        merged = number * statistics_bytes(gathered[:1]) if len(gathered) > 1 else 0
         stacked = number * num_rows * num_channels * weights[0].itemsize
         results = number * result_bytes(num_rows, num_channels, assignment.weights)
         added = results - number * num_rows * num_channels * (8 - assignment.weights.num_bits) // 8
@@ -376,24 +390,3 @@ class _Meter:
         for name in (name for group in step.solve for name in group.members):
             if self._run.resolved.assignments[name].scheme.input_activations is not None:
                 self._root.get_submodule(name).register_forward_pre_hook(LikeQuantizing(torch.ones(2)))
-
-
-def _numel(batch: Sequence[Tensor]) -> int:
-    return sum(tensor.numel() for tensor in batch)
-
-
-def _nbytes_of(gathered: Iterable[Mapping[type[Statistic], Statistic]]) -> int:
-    """Bytes of statistics."""
-    found = (statistic for entry in gathered for statistic in entry.values())
-    return sum(tensor.nbytes for statistic in found for tensor, _ in statistic.reductions().values())
-
-
-def _worst_mixture(before: Sequence[int], after: Sequence[int]) -> int:
-    """While the batches pass a step, the earlier ones have its results, the later ones what it reads: the most that all
-    but the one at hand take together.
-
-    >>> _worst_mixture([1, 1, 1], [5, 5, 5]), _worst_mixture([], [])
-    (10, 0)
-    """
-    done, left = [0, *accumulate(after)], [0, *accumulate(reversed(before))][::-1]
-    return max((done[number] + left[number + 1] for number in range(len(before))), default=0)

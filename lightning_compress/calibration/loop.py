@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from lightning_compress.calibration.boundary import restore_boundary, save_boundary
-from lightning_compress.calibration.flow import Flow, Values, onloaded, prefetch, run_step
+from lightning_compress.calibration.flow import Flow, Values, give_back, onloaded, prefetch, run_step
 from lightning_compress.calibration.observe import (
     Statistics,
     begin_statistics,
@@ -41,7 +41,7 @@ from lightning_compress.distributed.collective import Collective
 from lightning_compress.distributed.folder import SharedFolder
 from lightning_compress.graph.stages import Group, Source, Step, Subgraph
 from lightning_compress.graph.trace import Leaf
-from lightning_compress.memory.buffers import trim_heap
+from lightning_compress.memory.heap import heap_kept
 from lightning_compress.memory.tracker import peak_bytes, reset_peak
 from lightning_compress.recipe.resolve import ResolvedRecipe
 from lightning_compress.statistics import Statistic
@@ -109,6 +109,11 @@ def calibrate(run: Calibration, output: Output, keep_in: SharedFolder | None = N
     Yields:
         A record of each finished subgraph. The model holds the quantized weights of all subgraphs yielded so far.
     """
+    with heap_kept():
+        yield from _calibrated(run, output, keep_in)
+
+
+def _calibrated(run: Calibration, output: Output, keep_in: SharedFolder | None) -> Iterator[SubgraphRecord]:
     flow = run.flow
     nodes = flow.traced.graph.nodes if flow.traced is not None else ()
     num_calls = Counter(node.target.weights_of for node in nodes if isinstance(node.target, Leaf))
@@ -175,13 +180,13 @@ def _solve(
 ) -> SubgraphRecord:
     """Run, observe and quantize an onloaded subgraph; its steps are numbered from `first_step`, and `moved` had been
     moved before it."""
-    run, statistics = progress.run, progress.statistics
+    flow, statistics = progress.run.flow, progress.statistics
     modules: list[ModuleRecord] = []
     for number, step in enumerate(subgraph.steps, first_step):
         _run_step(progress, step, number)
         clock.lap("run")
-        if run.flow.placement.is_tight:
-            trim_heap()  # holes that activations left do not serve what a solve asks for
+        # holes that activations left do not serve what a solve asks for
+        give_back(flow.placement, always=flow.placement.is_tight)
         modules += _solve_groups(progress, subgraph, index, step.solve)
         for source in step.forget:
             statistics.pop(source, None)
@@ -189,15 +194,15 @@ def _solve(
     return SubgraphRecord(
         name=subgraph.name,
         index=index,
-        num_subgraphs=len(run.flow.subgraphs),
+        num_subgraphs=len(flow.subgraphs),
         modules=tuple(modules),
         num_tokens=max((module.num_tokens for module in modules), default=0),
         onload_s=clock.seconds["onload"],
         run_s=clock.seconds["run"],
         solve_s=clock.seconds["solve"],
-        activation_bytes=run.flow.cache.num_bytes,
-        peak_bytes=peak_bytes(run.flow.device),
-        moved_bytes=dict(run.flow.moved - moved),
+        activation_bytes=flow.cache.num_bytes,
+        peak_bytes=peak_bytes(flow.device),
+        moved_bytes=dict(flow.moved - moved),
     )
 
 

@@ -22,7 +22,7 @@ from lightning_compress.graph.leaf import Leaf
 from lightning_compress.graph.shadow import Key, Shadow
 from lightning_compress.graph.stages import Group, Rows, Source, Step, Subgraph
 from lightning_compress.graph.values import expression
-from lightning_compress.memory.budget import Needs
+from lightning_compress.memory.needs import Needs
 
 _NUMBER = re.compile(r"\.\d+")
 NUMBERS = ("layer_idx", "layer_id")

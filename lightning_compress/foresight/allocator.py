@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import final
 
-from lightning_compress.memory.budget import Needs
+from lightning_compress.memory.needs import Needs
 
 _ROUND = 512
 _SMALL, _SMALL_SEGMENT = 1 << 20, 2 << 20

@@ -12,7 +12,7 @@ from lightning_compress.foresight.plan import Foreseen, Plan
 
 PHASES = ("onload_s", "run_s", "solve_s", "write_s")
 _FAMILIES = {
-    "run_s": ("product", "attention", "elementwise", "call"),
+    "run_s": ("product", "attention", "elementwise", "call", "mapping"),
     "solve_s": ("solve", "packing"),
     "write_s": ("writing",),
 }

@@ -21,6 +21,7 @@ UNITS = {
     "attention": "FLOP/s",
     "elementwise": "B/s",
     "call": "calls/s",
+    "mapping": "B/s",
     "solve": "units/s (see Algorithm.costs)",
     "packing": "weights/s",
     "writing": "B/s",
@@ -31,9 +32,9 @@ UNITS = {
     "to_host": "B/s",
     "duplex": "B/s",
 }
-"""By the first word of a rate's name; the second is a dtype. `writing` is of shards, until they are read back and on
-disk; `disk_read` of weights from a cold disk; `scratch_read` and `disk_write` of activations; `duplex` of both
-directions of the link at once."""
+"""By the first word of a rate's name; the second is a dtype. `mapping` is of memory that a CPU gets from the system
+again and again; `writing` of shards, until they are read back and on disk; `disk_read` of weights from a cold disk;
+`scratch_read` and `disk_write` of activations; `duplex` of both directions of the link at once."""
 
 UNITS_OF_PLANS = {"between_ranks": "B/s", "cpu_optimizer": "B/s"}
 """Likewise, of what no probe measures and plans of fine-tuning add: `between_ranks` is what a rank sends while it
@@ -80,6 +81,13 @@ class Machine:
         0.5
         """
         return sum(amount / self.rate(kind) for kind, amount in work.items() if amount)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all is known that plans need; what an earlier version measured may not be."""
+        families = {name.partition(" ")[0] for name in self.rates}
+        beside = {"to_device", "to_host", "duplex"} if self.device == "cpu" else {"mapping"}
+        return families >= UNITS.keys() - beside
 
     def refitted(self, factors: Mapping[str, float]) -> "Machine":
         """With rates divided by how many times longer than foreseen it took, by the first word of names."""

@@ -4,14 +4,15 @@ The seconds of a step are those of its longest lane: computing, the scratch file
 both. Weights of the next subgraph come while this one runs and is solved; what they are late then is waited for.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
 import torch
 
 from lightning_compress.foresight.machine import Machine
-from lightning_compress.memory.budget import Budgets, Moment, Needs, Peak, Place, Waiting, peaks
+from lightning_compress.memory.budget import Budgets, Peak, Place, Spare, peaks, process_bytes
+from lightning_compress.memory.needs import Moment, Needs, Waiting
 
 
 @final
@@ -78,7 +79,8 @@ class Foreseen:
     """A subgraph of a plan: seconds per phase, and bytes per lane.
 
     Attributes:
-        lanes: seconds that each lane is busy: `compute` (nodes), `solve`, `disk`, `to_device`, `to_host`, `writing`.
+        lanes: seconds that each lane is busy: `compute` (nodes), `solve`, `disk`, `to_device`, `to_host`, `writing`,
+            `mapping` (of heap that was given back to the system; nothing else goes on meanwhile).
         moved_bytes: through each lane, as in `SubgraphRecord`.
         peaks: of each place the parts of its worst moment.
     """
@@ -141,13 +143,16 @@ class Plan:
         return {name: sum(part.lanes.get(name, 0.0) for part in self.subgraphs) for name in names}
 
 
-def foreseen(candidate: Candidate, machine: Machine, waiting: Waiting, ranks: int = 1) -> Plan:
-    """What a candidate takes with such budgets of activations, whatever there is."""
+def foreseen(candidate: Candidate, machine: Machine, waiting: Waiting, ranks: int = 1, host: int | None = None) -> Plan:
+    """What a candidate takes with such budgets of activations, whatever there is; within `host` bytes the C heap keeps
+    what is free in it."""
     parts: list[Foreseen] = []
     late = 0.0
-    most = _worst(candidate, machine, waiting)
+    most = _worst(candidate, machine, waiting, host)
+    again = _mapped_again(candidate, machine, waiting, host)
     for number, row in enumerate(candidate.table):
-        steps = [Lanes(moment, waiting, machine, ranks) for moment in row.moments if moment.what == "batch"]
+        beside = zip(row.moments, again, strict=False)  # goes on where it was
+        steps = [Lanes(each, waiting, machine, ranks, extra) for each, extra in beside if each.what == "batch"]
         parts.append(_part(candidate, machine, row, steps, late if number else None, most[row.name]))
         late = 0.0
         if candidate.choice.prefetch_depth and number + 1 < len(candidate.table):
@@ -191,6 +196,7 @@ def _part(
         "disk": read_s + sum(step.file for step in steps),
         "to_device": send_s + sum(step.up for step in steps),
         "to_host": sum(step.down for step in steps),
+        "mapping": sum(step.again for step in steps),
     }
     return Foreseen(
         name=row.name,
@@ -204,12 +210,31 @@ def _part(
     )
 
 
-def _worst(candidate: Candidate, machine: Machine, waiting: Waiting) -> dict[str, dict[str, dict[str, int]]]:
+MAPPED_AGAIN = 1.3
+"""How much a batch maps anew where all that is free in the heap is given back behind each, as a multiple of what it has
+there at most (1.0 to 1.5 were measured)."""
+
+
+def _mapped_again(candidate: Candidate, machine: Machine, waiting: Waiting, host: int | None) -> Iterator[float]:
+    """For each moment of each subgraph the seconds that it takes to map again what the heap gives back: where a batch
+    does not fit under what the process is to keep."""
+    where = ((*candidate.table, *candidate.end), torch.device(machine.device))
+    budgets, depth = Budgets(host, candidate.held), candidate.choice.prefetch_depth
+    _, most_resident = process_bytes(*where, budgets, depth, waiting)
+    for peak in peaks(*where, budgets, "host", depth, waiting):
+        of_batch = peak.moment.heap_batch
+        is_over = of_batch > 0 and peak.num_bytes + of_batch > most_resident
+        yield MAPPED_AGAIN * of_batch * peak.moment.num_batches / machine.rate("mapping") if is_over else 0.0
+
+
+def _worst(
+    candidate: Candidate, machine: Machine, waiting: Waiting, host: int | None
+) -> dict[str, dict[str, dict[str, int]]]:
     """By subgraph and place the parts of the worst moment."""
     places: tuple[Place, ...] = ("host",) if machine.device == "cpu" else ("device", "host")
     found: dict[str, dict[str, dict[str, int]]] = {}
     for place in places:
-        for peak in peaks_of(candidate, machine, place, waiting):
+        for peak in peaks_of(candidate, machine, place, waiting, "kept", host):
             known = found.setdefault(peak.row.name, {})
             if place not in known or sum(known[place].values()) < peak.num_bytes:
                 known[place] = {part: size for part, size in peak.parts.items() if size}
@@ -223,11 +248,12 @@ class Lanes:
     Attributes:
         seconds: of the longest lane.
         compute, file, up, down, duplex: of each.
+        again: beside them, until what the heap gave back is there again.
         moved: bytes from and to the device.
         read, written: bytes of the file.
     """
 
-    def __init__(self, moment: Moment, waiting: Waiting, machine: Machine, ranks: int) -> None:
+    def __init__(self, moment: Moment, waiting: Waiting, machine: Machine, ranks: int, again: float = 0.0) -> None:
         on_device, _, in_file = waiting.shares(moment.waiting)
         away = 1 - on_device / max(moment.waiting, 1) if machine.device == "cuda" else 0.0
         spilled = in_file / max(moment.waiting, 1)
@@ -240,7 +266,8 @@ class Lanes:
             up, down = self.moved.values()
             self.up, self.down = up / machine.rate("to_device"), down / machine.rate("to_host")
             self.duplex = (up + down) / machine.rate("duplex")
-        self.seconds = max(self.compute, self.file, self.up, self.down, self.duplex)
+        self.again = again
+        self.seconds = max(self.compute, self.file, self.up, self.down, self.duplex) + again
 
 
 def seconds_of(row: Needs, what: str, machine: Machine) -> float:
@@ -267,7 +294,15 @@ def _moved(candidate: Candidate, row: Needs, steps: Sequence[Lanes]) -> dict[str
     return {lane: round(size) for lane, size in moved.items() if lane.startswith("disk") or is_cuda}
 
 
-def peaks_of(candidate: Candidate, machine: Machine, place: Place, waiting: Waiting) -> list[Peak]:
+def peaks_of(
+    candidate: Candidate,
+    machine: Machine,
+    place: Place,
+    waiting: Waiting,
+    spare: Spare = "none",
+    host: int | None = None,
+) -> list[Peak]:
     """What every moment takes of a place."""
-    budgets, depth = Budgets(None, candidate.held), candidate.choice.prefetch_depth
-    return peaks((*candidate.table, *candidate.end), torch.device(machine.device), budgets, place, depth, waiting)
+    budgets, depth = Budgets(host, candidate.held), candidate.choice.prefetch_depth
+    table = (*candidate.table, *candidate.end)
+    return peaks(table, torch.device(machine.device), budgets, place, depth, waiting, spare)

@@ -9,7 +9,8 @@ from typing import Any, final
 from lightning_compress.errors import CompressionError, reason
 from lightning_compress.foresight.machine import Machine, machine_of
 from lightning_compress.foresight.plan import Choice, Foreseen, Plan, Resources
-from lightning_compress.memory.budget import Waiting, gib
+from lightning_compress.memory.budget import gib
+from lightning_compress.memory.needs import Waiting
 from lightning_compress.recipe.config import Recipe
 from lightning_compress.recipe.load import load_recipe
 

@@ -18,6 +18,10 @@ and for its steps, with computing seconds C, and bytes L loaded and S stored, ea
     depth >= 1: t >= sum r + solve, t >= next weights/read + file's seconds, t >= (next weights + loaded)/h2d
     depth  = 0: t  = sum r + solve + weights/read + weights/h2d
 
+On a CPU rest_m has what a process takes beyond its tensors (see `memory.budget.Spare`). That is tried twice: with all
+that the C heap keeps free, a fraction k of what a run has in it, so c counts (1 + k) times; and with the least, where
+what the heap gives back has to be mapped again, which is counted when the programme is solved.
+
 All activations in memory is a programme of its own (no s, and nothing on its way to the file). Subgraphs that are alike
 share their variables. The least time has many solutions where computing is the longest lane, so a second programme
 minimizes the seconds of file and link within half a percent of it.
@@ -25,6 +29,8 @@ minimizes the seconds of file and link within half a percent of it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+
+import torch
 
 from lightning_compress.foresight.linear import LinearProgramme
 from lightning_compress.foresight.machine import Machine
@@ -39,7 +45,8 @@ from lightning_compress.foresight.plan import (
     peaks_of,
     seconds_of,
 )
-from lightning_compress.memory.budget import RESERVE, Moment, Place, Waiting
+from lightning_compress.memory.budget import KEPT_FREE, Budgets, Place, Spare, swing, with_reserve
+from lightning_compress.memory.needs import Moment, Waiting
 
 SLACK = 1.005
 """How much longer than the least a plan may take to spare the disk and the link."""
@@ -54,14 +61,15 @@ def plans(candidates: Sequence[Candidate], machine: Machine, resources: Resource
 def best(candidate: Candidate, machine: Machine, resources: Resources) -> Plan | None:
     """The best plan of a candidate; None if it does not fit.
 
-    Room is left for what a process takes beside its tensors, unless that is what it fails for.
+    Room is left for what a process takes beside its tensors, unless that is what it fails for. On a CPU it is worth
+    trying to leave all that the heap keeps: less costs seconds, as does what waits in a file instead.
     """
-    if resources.host is not None:
-        reserved = candidate.held + int((resources.host - candidate.held) / (1 + RESERVE))
-        found = _best(candidate, machine, replace(resources, host=reserved))
-        if found is not None:
-            return found
-    return _best(candidate, machine, resources)
+    device = torch.device(machine.device)
+    reserved = replace(resources, host=with_reserve(Budgets(resources.host, candidate.held), device).host)
+    spares: tuple[Spare, ...] = ("kept", "least") if machine.device == "cpu" else ("none",)
+    found = [_best(candidate, machine, reserved, spare) for spare in spares]
+    plans = [plan for plan in found if plan is not None]
+    return min(plans, key=lambda plan: plan.total_s) if plans else _best(candidate, machine, resources, "none")
 
 
 def smallest(candidates: Sequence[Candidate], machine: Machine) -> dict[Place, tuple[Choice, int]]:
@@ -75,18 +83,19 @@ def smallest(candidates: Sequence[Candidate], machine: Machine) -> dict[Place, t
     return found
 
 
-def _best(candidate: Candidate, machine: Machine, resources: Resources) -> Plan | None:
+def _best(candidate: Candidate, machine: Machine, resources: Resources, spare: Spare) -> Plan | None:
     found: list[Plan] = []
     for spills in (False, True):
-        solved = _solved(candidate, machine, resources, spills)
+        solved = _solved(candidate, machine, resources, spills, spare)
         if solved is not None:
             waiting, prices = solved
-            found.append(replace(foreseen(candidate, machine, waiting, resources.ranks), shadow_prices=prices))
+            plan = foreseen(candidate, machine, waiting, resources.ranks, resources.host)
+            found.append(replace(plan, shadow_prices=prices))
     return min(found, key=lambda plan: plan.total_s, default=None)
 
 
 def _solved(
-    candidate: Candidate, machine: Machine, resources: Resources, spills: bool
+    candidate: Candidate, machine: Machine, resources: Resources, spills: bool, spare: Spare
 ) -> tuple[Waiting, dict[str, float]] | None:
     """The budgets of activations that make the run fastest, and what a byte more of each place would save; None if it
     does not fit."""
@@ -95,7 +104,7 @@ def _solved(
     budgets = _Budgets(
         programme.variable(most if machine.device == "cuda" else 0), programme.variable(most), most if spills else 0
     )
-    _bound(programme, budgets, candidate, machine, resources)
+    _bound(programme, budgets, candidate, machine, resources, spare)
     seconds: dict[int, float] = {}
     traffic: dict[int, float] = {}
     for number, count in _distinct(candidate):
@@ -121,26 +130,37 @@ class _Budgets:
 
 
 def _bound(
-    programme: LinearProgramme, budgets: _Budgets, candidate: Candidate, machine: Machine, resources: Resources
+    programme: LinearProgramme,
+    budgets: _Budgets,
+    candidate: Candidate,
+    machine: Machine,
+    resources: Resources,
+    spare: Spare,
 ) -> None:
-    """What every moment leaves of memory."""
+    """What every moment leaves of memory; beside what waits in the heap, that keeps a part free."""
+    moments = [moment for row in candidate.table for moment in row.moments if moment.waiting]
+    in_heap = max((each.heap_waiting / each.waiting for each in moments), default=0.0)
+    free = KEPT_FREE * in_heap if spare == "kept" else 0.0
     places: tuple[Place, ...] = ("host",) if machine.device == "cpu" else ("device", "host")
     for place in places:
         limit = resources.host if place == "host" else resources.device
         if limit is None:
             continue
-        for peak in peaks_of(candidate, machine, place, Waiting(0, 0 if budgets.file else None)):
+        limit -= swing(candidate.table) if spare == "kept" else 0  # beyond that the heap gives back what it has free
+        for peak in peaks_of(candidate, machine, place, Waiting(0, 0 if budgets.file else None), spare):
             waits = peak.moment.waiting
             all_wait_here = place == "host" and not budgets.file
             left = limit - peak.num_bytes + (waits if all_wait_here else 0)
-            if waits <= left:
-                continue
+            keeps = free if place == "host" and budgets.file else 0.0
             if left < 0:
                 programme.at_most({}, left)  # whatever waits elsewhere
-            elif all_wait_here:
+            elif all_wait_here and waits > left:
                 programme.at_most({budgets.device: -1}, left - waits, place)
-            else:
-                programme.at_most({budgets.device if place == "device" else budgets.host: 1}, left, place)
+            elif not all_wait_here and (1 + keeps) * waits > left:
+                of_budget = budgets.device if place == "device" else budgets.host
+                programme.at_most({of_budget: 1 + keeps}, left, place)
+            elif keeps:  # for what waits at other moments
+                programme.at_most({budgets.host: keeps}, left - waits, place)
 
 
 def _distinct(candidate: Candidate) -> list[tuple[int, int]]:

@@ -25,9 +25,11 @@ from lightning_compress.export.packing import pack
 from lightning_compress.export.verify import read_back
 from lightning_compress.foresight.machine import Machine, Rate
 from lightning_compress.memory.files import read_tensor, stored_tensors
+from lightning_compress.memory.heap import heap_kept, trim_heap
 from lightning_compress.memory.scratch import ScratchFile
 from lightning_compress.statistics import InputGram
 
+_BLOCK = 16 << 20  # well within what the C heap has room for
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -57,7 +59,7 @@ def probe(device: torch.device, folder: Path, rounds: int = 5) -> Machine:
 
     tokens, width = (8192, 4096) if is_cuda else (2048, 1024)
     rates: dict[str, Rate] = {}
-    with torch.no_grad():
+    with torch.no_grad(), heap_kept():
         for dtype in _DTYPES:
             name = str(dtype).removeprefix("torch.")
             x, weight = (torch.randn(size, width, device=device, dtype=dtype) for size in (tokens, 2 * width))
@@ -68,16 +70,25 @@ def probe(device: torch.device, folder: Path, rounds: int = 5) -> Machine:
                 flops,
                 lambda q=query: scaled_dot_product_attention(q, q, q, is_causal=True),  # type: ignore[misc]
             )
-        gate, up = (torch.randn(tokens, 4 * width, device=device) for _ in range(2))
+        # of a CPU within what its heap has room for, beyond which each result is mapped, which is a rate of its own
+        gate, up = (torch.randn(tokens, 4 * width if is_cuda else width, device=device) for _ in range(2))
         rates["elementwise"] = rate(5 * gate.nbytes, lambda: silu(gate) * up)
         few = torch.ones(16, device=device)
         rates["call"] = rate(1000, lambda: [few + few for _ in range(1000)])
+        if not is_cuda:
+            rates["mapping"] = rate(_BLOCK, _mapped_anew)
         rates |= _of_solving(device, rate)
         rates |= _of_disk(folder, rate)
         if is_cuda:
             rates |= _of_link(device, rate)
     total = torch.cuda.get_device_properties(device).total_memory if is_cuda else None
     return Machine(socket.gethostname(), device.type, rates, total)
+
+
+def _mapped_anew() -> None:
+    """A block of the C heap that is written to, and given back to the system."""
+    torch.empty(_BLOCK, dtype=torch.uint8).fill_(1)
+    trim_heap()
 
 
 Measure = Callable[[float, Callable[[], object]], Rate]

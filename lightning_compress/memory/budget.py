@@ -10,20 +10,24 @@ Alternative not taken: measuring, and giving room where it gets tight. A run tha
 layer is wider than the others could have said so before the first.
 """
 
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal, final
 
 import torch
 
 from lightning_compress.errors import BudgetError
-from lightning_compress.memory.work import Work
+from lightning_compress.memory.needs import Moment, Needs, Waiting
 
-What = Literal["batch", "solve", "write", "verification"]
+KEPT_FREE = 0.6
+"""How much the C heap is let keep free, as a fraction of what a run has in it at most. Holes between blocks of many
+sizes grow to 0.5 to 1.1 times that where nothing is given back; giving all of it back costs a tenth to a third of the
+time, and with this much kept 0 to 8 % (Llamas of 512 and 768 channels, `staged` and `block`, batches of 4 to 16)."""
+SWING = 2
+"""What a batch takes of the C heap beyond its tensors where that had given back what was free, as a multiple of what it
+has there: 1.0 to 1.9 were measured (likewise)."""
 RESERVE = 0.2
-"""What a process takes beyond what is foreseen, within a batch, as a fraction of a run's tensors: 0 to 0.2 were
-measured (and 0.6 of 0.17 GiB, with `block` and large batches)."""
+"""What a process with a GPU may take of host memory beyond its tensors, as a fraction of them (assumed)."""
 _NAMES = {
     "held": "held by the process before the run",
     "weights": "weights",
@@ -33,6 +37,7 @@ _NAMES = {
     "batch": "a batch",
     "statistics": "statistics",
     "workspace": "the solve's, packing's or writing's workspace",
+    "heap": "free in the C heap",
 }
 TITLES = {
     "held": "process before",
@@ -43,6 +48,7 @@ TITLES = {
     "batch": "batch",
     "statistics": "statistics",
     "workspace": "workspace",
+    "heap": "free in the heap",
 }
 """What a moment consists of, as columns and legends name it."""
 _REMEDIES = {
@@ -59,82 +65,6 @@ _LESS_IN_PARTS = frozenset(("weights", "statistics", "workspace"))
 
 @final
 @dataclass(frozen=True)
-class Moment:
-    """What is alive at once beside the weights, in bytes.
-
-    Attributes:
-        what: while a `batch` runs, a group is `solve`d and packed, a shard is `write`n, or all is read back.
-        of: the modules that are solved, or what else it is about.
-        waiting: of all batches but the one that runs, values that may wait in the scratch file.
-        fixed: of the same, those too small for it.
-        in_flight: what is on its way from and to that file, if it is used, or to and from the device.
-        batch: values of the batch that runs.
-        statistics: sums over tokens.
-        workspace: what a solve, packing or writing makes, and what is packed and not written yet.
-        work: what there is to compute, for all batches of the rank.
-        loaded, stored: bytes of values that may wait in the file, read from the cache and put into it, for all batches.
-    """
-
-    what: What
-    of: str = ""
-    waiting: int = 0
-    fixed: int = 0
-    in_flight: int = 0
-    batch: int = 0
-    statistics: int = 0
-    workspace: int = 0
-    work: Work = field(default_factory=dict)
-    loaded: int = 0
-    stored: int = 0
-
-
-def as_one(solves: Sequence[Moment]) -> list[Moment]:
-    """Solves with the same beside them, as the one that takes the most."""
-    if not solves:
-        return []
-    most, work = max(solves, key=lambda each: each.workspace), Counter[str]()
-    for each in solves:
-        work.update(each.work)
-    return [replace(most, of=", ".join(each.of for each in solves), work=dict(work))]
-
-
-@final
-@dataclass(frozen=True)
-class Requests:
-    """What a subgraph asks a device's allocator for, one thing after the other, where no activations wait on it.
-
-    Attributes:
-        weights: bytes of each tensor that it brings.
-        loaded: for each of its steps, bytes of each value that a batch has copied to the device.
-        computed: (number of a storage, its bytes) where one is made, (its number, minus its bytes) where it is freed:
-            what a batch computes, statistics, what solving and packing take.
-    """
-
-    weights: tuple[int, ...] = ()
-    loaded: tuple[tuple[int, ...], ...] = ()
-    computed: tuple[tuple[int, int], ...] = ()
-
-
-@final
-@dataclass(frozen=True)
-class Needs:
-    """A subgraph's row of the table.
-
-    Attributes:
-        name: of the subgraph.
-        weights: bytes that it brings; none of those whose home is where it runs.
-        moments: in the order of the run.
-        requests: of the same, one by one.
-    """
-
-    name: str
-    weights: int
-    moments: tuple[Moment, ...]
-    requests: Requests = field(default=Requests(), compare=False, repr=False)
-
-
-@final
-@dataclass(frozen=True)
 class Budgets:
     """What there is, in bytes; None: no limit.
 
@@ -145,6 +75,7 @@ class Budgets:
         device_activations, activations: what the user lets wait on the device, and in host memory.
         depth: how many subgraphs ahead the user wants to bring.
         has_weights: `held` includes the model's weights.
+        is_lean: the C heap is to keep nothing free, at the cost of time.
     """
 
     host: int | None
@@ -154,27 +85,7 @@ class Budgets:
     activations: int | None = None
     depth: int = 1
     has_weights: bool = False
-
-
-@final
-@dataclass(frozen=True)
-class Waiting:
-    """How many bytes of activations may wait on the device, and then in host memory; None: all. What finds no room in
-    either waits in a file. On a CPU there is no device apart."""
-
-    device: int | None = 0
-    host: int | None = None
-
-    def shares(self, num_bytes: int) -> tuple[int, int, int]:
-        """How many of so many bytes wait on the device, in host memory, and in the file.
-
-        >>> Waiting(10, 20).shares(25), Waiting(10, 20).shares(40)
-        ((10, 15, 0), (10, 20, 10))
-        """
-        on_device = num_bytes if self.device is None else min(num_bytes, self.device)
-        rest = num_bytes - on_device
-        on_host = rest if self.host is None else min(rest, self.host)
-        return on_device, on_host, rest - on_host
+    is_lean: bool = False
 
 
 @final
@@ -185,7 +96,9 @@ class Fit:
     Attributes:
         depth: how many subgraphs ahead of the one that computes weights are brought.
         waiting: which values may wait in memory.
-        host_bytes, device_bytes: what the run foresees to take, at most; the host's with what was held before.
+        host_bytes, device_bytes: what the run foresees to take, at most; the host's with what was held before, and with
+            what is free in the C heap.
+        most_resident: bytes of the process above which the heap gives back what is free in it, behind a batch.
         notes: what is not as asked, as sentences.
     """
 
@@ -193,28 +106,47 @@ class Fit:
     waiting: Waiting
     host_bytes: int
     device_bytes: int
+    most_resident: int
     notes: tuple[str, ...] = ()
 
 
 def fit(table: Sequence[Needs], device: torch.device, budgets: Budgets) -> Fit:
     """The largest depth, and then the most activations in memory, that the budgets admit.
 
-    On a CPU the host holds all, and the device's budget is for what the run adds to it. What is foreseen are tensors; a
-    process takes more (`RESERVE`). Depth and activations are given up for that, but nothing is refused for it.
+    On a CPU the host holds all, and the device's budget is for what the run adds to it. A process takes more than its
+    tensors (`Spare`, `RESERVE`): depth and activations are given up for the least of that, but nothing is refused for
+    it.
 
     Raises:
         BudgetError: a budget that cannot hold the run; says which could, what takes it, and what would lower it.
     """
-    for given in (_with_reserve(budgets), budgets):
+    ways: tuple[tuple[Spare, Budgets], ...] = (("least", with_reserve(budgets, device)), ("none", budgets))
+    for spare, given in ways:
         for depth in range(budgets.depth, -1, -1):
-            waiting = _waiting(table, device, given, depth)
-            host, on_device = (_most(table, device, given, place, depth, waiting) for place in ("host", "device"))
+            waiting = _waiting(table, device, given, depth, spare)
+            where = (table, device, given)
+            host, on_device = (_most(*where, place, depth, waiting, spare) for place in ("host", "device"))
             if host.num_bytes <= _limit(given.host) and on_device.num_bytes <= _limit(given.device):
-                notes = _notes(given, depth, waiting)
-                return Fit(depth, waiting, host.num_bytes, on_device.num_bytes, notes)
+                notes = _notes(budgets, depth, waiting)
+                taken, most_resident = process_bytes(table, device, budgets, depth, waiting)
+                return Fit(depth, waiting, taken, on_device.num_bytes, most_resident, notes)
     if host.num_bytes > _limit(budgets.host):
         raise BudgetError(_refusal("host_budget", budgets.host, host, budgets), "host", host.num_bytes)
     raise BudgetError(_refusal("device_budget", budgets.device, on_device, budgets), "device", on_device.num_bytes)
+
+
+def process_bytes(
+    table: Sequence[Needs], device: torch.device, budgets: Budgets, depth: int, waiting: Waiting
+) -> tuple[int, int]:
+    """What the process will take at most, and above how much of it the heap gives back what is free in it.
+
+    That happens behind a batch, so as much less of a budget is kept as the next one may take.
+    """
+    kinds: tuple[Spare, ...] = ("none", "least", "kept")
+    none, least, kept = (_most(table, device, budgets, "host", depth, waiting, kind).num_bytes for kind in kinds)
+    if budgets.is_lean:
+        return least, none
+    return kept, int(min(kept, max(none, _limit(budgets.host) - swing(table))))
 
 
 @final
@@ -251,6 +183,9 @@ class MemoryUse:
 
 
 Place = Literal["host", "device"]
+Spare = Literal["none", "least", "kept"]
+"""What the process of a run on a CPU takes beyond its tensors: at least holes within a batch; or what the C heap keeps
+free if it may, as far as the budget has room for it."""
 
 
 @dataclass(frozen=True)
@@ -266,9 +201,9 @@ class Peak:
         return sum(self.parts.values())
 
 
-def _with_reserve(budgets: Budgets) -> Budgets:
-    """A host budget that is smaller by what a run takes beside its tensors."""
-    if budgets.host is None:
+def with_reserve(budgets: Budgets, device: torch.device) -> Budgets:
+    """On the host of a GPU, a budget that is smaller by what a process takes beside its tensors."""
+    if budgets.host is None or device.type == "cpu":
         return budgets
     return replace(budgets, host=budgets.held + int((budgets.host - budgets.held) / (1 + RESERVE)))
 
@@ -278,23 +213,56 @@ def _limit(budget: int | None) -> float:
 
 
 def _most(
-    table: Sequence[Needs], device: torch.device, budgets: Budgets, place: Place, depth: int, waiting: Waiting
+    table: Sequence[Needs],
+    device: torch.device,
+    budgets: Budgets,
+    place: Place,
+    depth: int,
+    waiting: Waiting,
+    spare: Spare = "none",
 ) -> Peak:
     """The moment that takes the most of a place."""
-    return max(peaks(table, device, budgets, place, depth, waiting), key=lambda peak: peak.num_bytes)
+    return max(peaks(table, device, budgets, place, depth, waiting, spare), key=lambda peak: peak.num_bytes)
 
 
 def peaks(
-    table: Sequence[Needs], device: torch.device, budgets: Budgets, place: Place, depth: int, waiting: Waiting
+    table: Sequence[Needs],
+    device: torch.device,
+    budgets: Budgets,
+    place: Place,
+    depth: int,
+    waiting: Waiting,
+    spare: Spare = "none",
 ) -> list[Peak]:
     """What every moment takes of a place, with weights brought `depth` subgraphs ahead and such activations waiting in
     memory."""
-    return [
-        Peak(row, moment, _parts(row, ahead, moment, device, budgets, place, waiting))
-        for number, row in enumerate(table)
-        for ahead in [sum(later.weights for later in table[number + 1 : number + 1 + depth])]
-        for moment in row.moments
-    ]
+    kept = kept_free(table, waiting)
+    found = []
+    for number, row in enumerate(table):
+        ahead = sum(later.weights for later in table[number + 1 : number + 1 + depth])
+        for moment in row.moments:
+            parts = _parts(row, ahead, moment, device, budgets, place, waiting)
+            if place == "host" and device.type == "cpu" and spare != "none":
+                left = _limit(budgets.host) - sum(parts.values())
+                parts["heap"] = SWING * moment.heap_batch if spare == "least" else int(max(0, min(kept, left)))
+            found.append(Peak(row, moment, parts))
+    return found
+
+
+def swing(table: Sequence[Needs]) -> int:
+    """What the process may take more within a batch than it had behind the one before."""
+    return SWING * max((moment.heap_batch for row in table for moment in row.moments), default=0)
+
+
+def kept_free(table: Sequence[Needs], waiting: Waiting) -> int:
+    """What the C heap keeps free if it may."""
+    moments = (moment for row in table for moment in row.moments)
+    return int(KEPT_FREE * max((moment.heap_batch + _in_heap(moment, waiting) for moment in moments), default=0))
+
+
+def _in_heap(moment: Moment, waiting: Waiting) -> float:
+    """Bytes of the values that wait in the C heap."""
+    return waiting.shares(moment.waiting)[1] * moment.heap_waiting / max(moment.waiting, 1)
 
 
 def _parts(
@@ -306,7 +274,7 @@ def _parts(
     place: Place,
     waiting: Waiting,
 ) -> dict[str, int]:
-    """What a moment takes of a place, by kind. `ahead`: weights of later subgraphs that are on their way."""
+    """The tensors of a moment in a place, by kind. `ahead`: weights of later subgraphs that are on their way."""
     on_device, on_host, in_file = waiting.shares(moment.waiting)
     small_here, small_there = (0, moment.fixed) if waiting.device is None else (moment.fixed, 0)
     cached = {"waiting": on_host + small_here, "in_flight": moment.in_flight if in_file else 0}
@@ -322,15 +290,17 @@ def _parts(
     return {**window, "waiting": on_device + small_there, "in_flight": of_next_batch, **running}
 
 
-def _waiting(table: Sequence[Needs], device: torch.device, budgets: Budgets, depth: int) -> Waiting:
+def _waiting(table: Sequence[Needs], device: torch.device, budgets: Budgets, depth: int, spare: Spare) -> Waiting:
     """What may wait in memory: as the user says; else all, if that is within the budgets, else what they leave."""
 
     def most(places: Sequence[Place], waiting: Callable[[int | None], Waiting]) -> int | None:
         limits = {"host": _limit(budgets.host), "device": _limit(budgets.device)}
-        if all(_most(table, device, budgets, each, depth, waiting(None)).num_bytes <= limits[each] for each in places):
-            return None
-        left = min(limits[each] - _most(table, device, budgets, each, depth, waiting(0)).num_bytes for each in places)
-        return max(int(left), 0)
+
+        def left(size: int | None) -> float:
+            where = (table, device, budgets)
+            return min(limits[each] - _most(*where, each, depth, waiting(size), spare).num_bytes for each in places)
+
+        return None if left(None) >= 0 else max(int(left(0)), 0)
 
     is_apart, on_device = device.type != "cpu", budgets.device_activations
     if is_apart and on_device is None:

@@ -1,6 +1,5 @@
 """Host memory beside the C heap."""
 
-import ctypes
 import mmap
 from contextlib import suppress
 
@@ -24,13 +23,3 @@ def host_buffer(nbytes: int) -> Tensor:
         with suppress(OSError):  # a kernel without them
             block.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(block, dtype=torch.uint8)
-
-
-def trim_heap() -> None:
-    """Let the C heap give back what is free in it, where it can (glibc); costs milliseconds.
-
-    Without this its holes grow for some ten subgraphs, to a hundred megabytes and more.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

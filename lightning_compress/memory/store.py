@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_compress.graph.awaited import substituted
-from lightning_compress.memory.buffers import trim_heap
+from lightning_compress.memory.heap import trim_heap
 from lightning_compress.memory.placement import Tier
 from lightning_compress.memory.source import Load, WeightSource
 from lightning_compress.memory.transfer import Lane, Sent
@@ -39,12 +39,14 @@ class WeightStore:
 
     Attributes:
         moved: bytes brought so far, by lane (see `calibration.records.SubgraphRecord`).
+        has_written: values of the model in memory were replaced.
     """
 
     def __init__(self, root: nn.Module, lane: Lane, source: WeightSource | None = None) -> None:
         self._root = root
         self._lane = lane
         self.moved: Counter[str] = Counter()
+        self.has_written = False
         self._homes: dict[int, tuple[Tensor, Tensor]] = {}
         self._present: dict[int, Tensor] = {}
         self._lent: dict[int, Tensor] = {}
@@ -119,6 +121,7 @@ class WeightStore:
         """Replace the values of a parameter, on the device (where onloaded) and at home in host memory. Same shape and
         dtype."""
         assert tensor.shape == value.shape
+        self.has_written |= all(tensor is not brought for brought in self._present.values())
         tensor.data.copy_(value)
         self._coming.pop(id(tensor), None)
         if id(tensor) in self._homes:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_compress.graph.compat import TorchDispatchMode, pytree
+from lightning_compress.memory.heap import LARGEST_IN_HEAP
 
 
 @final
@@ -28,14 +29,15 @@ class LiveMemory(TorchDispatchMode):
 
     Attributes:
         live_bytes, peak_bytes: now, and at most since the last reset.
+        heap_bytes, heap_peak_bytes: likewise, of storages that come from the C heap where they are a CPU's.
         events: in order, (number of a storage, its bytes) where it was first seen, (its number, minus its bytes) where
             it was freed.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.live_bytes = 0
-        self.peak_bytes = 0
+        self.live_bytes = self.heap_bytes = 0
+        self.peak_bytes = self.heap_peak_bytes = 0
         self.events: list[tuple[int, int]] = []
         self._seen = WeakIdKeyDictionary()
         self._numbers = WeakIdKeyDictionary()
@@ -54,8 +56,9 @@ class LiveMemory(TorchDispatchMode):
         self._seen[storage] = weakref.ref(storage, lambda _: self._freed(number, size))
         self._numbers[storage] = number
         self.events.append((number, size))
-        self.live_bytes += size
+        self._add(size, size)
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self.heap_peak_bytes = max(self.heap_peak_bytes, self.heap_bytes)
 
     def moved_away(self, tensor: Tensor) -> None:
         """What stands for this tensor's storage goes elsewhere: among the events, and there alone, it is freed."""
@@ -70,11 +73,15 @@ class LiveMemory(TorchDispatchMode):
 
     def reset_peak(self) -> None:
         """Start the peak anew from what is alive."""
-        self.peak_bytes = self.live_bytes
+        self.peak_bytes, self.heap_peak_bytes = self.live_bytes, self.heap_bytes
 
     def _freed(self, number: int, size: int) -> None:
         self.events.append((number, -size))
-        self.live_bytes -= size
+        self._add(-size, size)
+
+    def _add(self, change: int, size: int) -> None:
+        self.live_bytes += change
+        self.heap_bytes += change if size < LARGEST_IN_HEAP else 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))

@@ -13,22 +13,28 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from lightning_compress.graph.compat import TorchDispatchMode, pytree
+from lightning_compress.memory.heap import LARGEST_IN_HEAP
 
 Work = Mapping[str, float]
-"""Amounts by kind: FLOP of `product float32` or `attention bfloat16`, bytes of `elementwise`, a number of `call`s; of a
-solve `solve` (see `Algorithm.costs`), weights to be packed as `packing`, bytes of `writing`."""
+"""Amounts by kind: FLOP of `product float32` or `attention bfloat16`, bytes of `elementwise`, a number of `call`s, on a
+CPU bytes of new blocks that are too large for the C heap as `mapping`; of a solve `solve` (see `Algorithm.costs`),
+weights to be packed as `packing`, bytes of `writing`."""
 
 
 @final
 class WorkMeter(TorchDispatchMode):
     """The work of the operators that run inside the context, on real or on fake tensors.
 
+    Args:
+        on_cpu: it is for a CPU, which has to map large blocks.
+
     Attributes:
         work: so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, on_cpu: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._on_cpu = on_cpu
         self.work: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -41,6 +47,12 @@ class WorkMeter(TorchDispatchMode):
     def _count(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], written: Sequence[Tensor]) -> None:
         read = _tensors((args, kwargs))
         self.work["call"] += 1
+        if self._on_cpu:
+            known = {tensor.untyped_storage()._cdata for tensor in read}
+            new = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in written}
+            self.work["mapping"] += sum(
+                size for each, size in new.items() if size >= LARGEST_IN_HEAP and each not in known
+            )
         packet = func.overloadpacket
         if "scaled_dot_product" in str(packet):
             # backward: the output's gradient comes first, and there are five products (scores once more), not two

@@ -15,9 +15,10 @@ from lightning_compress.errors import BudgetError
 from lightning_compress.export.layout import rest_sizes
 from lightning_compress.graph.sizes import binding, traced_bytes
 from lightning_compress.graph.trace import Traced, flatten_batch
-from lightning_compress.memory.budget import Budgets, Fit, MemoryUse, Moment, Needs, fit, gib
-from lightning_compress.memory.buffers import trim_heap
-from lightning_compress.memory.placement import MemoryConfig
+from lightning_compress.memory.budget import Budgets, Fit, MemoryUse, fit, gib
+from lightning_compress.memory.heap import trim_heap
+from lightning_compress.memory.needs import Moment, Needs
+from lightning_compress.memory.placement import LEAST, MemoryConfig
 from lightning_compress.memory.tracker import held_bytes, high_water_bytes
 from lightning_compress.recipe.resolve import ResolvedRecipe
 
@@ -59,6 +60,7 @@ def within_budgets(
         depth=config.prefetch_depth,
         device_activations=config.num_bytes("device_activation_budget", placement.device),
         has_weights=not any(parameter.is_meta for parameter in root.parameters()),
+        is_lean=config.host_budget == LEAST,
     )
     found = fit(table, placement.device, budgets)
     placement = replace(
@@ -66,7 +68,8 @@ def within_budgets(
         prefetch_depth=found.depth,
         device_activation_budget=found.waiting.device,
         activation_budget=found.waiting.host,
-        most_resident=found.host_bytes,
+        is_tight=False,
+        most_resident=found.most_resident,
     )
     flow = replace(run.flow, placement=placement)
     if flow.traced is not None:
@@ -141,7 +144,7 @@ def finished_use(use: MemoryUse | None, device: torch.device, taken: int) -> Mem
     if use.host_budget is not None and use.peak_bytes > max(use.host_budget, use.high_water_before):
         warnings.warn(
             f"The process took {gib(use.peak_bytes)} of host memory, more than memory.host_budget="
-            f"{gib(use.host_budget)}; the run had foreseen {gib(use.host_bytes)}, to the tensor. What is beyond that "
+            f"{gib(use.host_budget)}; the run had foreseen {gib(use.host_bytes)}. What is beyond that "
             "belongs to libraries and to holes in the heap: give the run a budget that is so much smaller.",
             BudgetWarning,
             stacklevel=2,

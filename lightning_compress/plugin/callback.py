@@ -30,7 +30,7 @@ from lightning_compress.plugin.data import calibration_set
 from lightning_compress.plugin.job import Job, plan_recipe, prepare_job
 from lightning_compress.plugin.loop import CompressionLoop, bystanders
 from lightning_compress.plugin.progress import STATE_KEY, Progress, from_state
-from lightning_compress.plugin.requeue import TRAINED_KEY, replace_run
+from lightning_compress.plugin.requeue import TRAINED_KEY, UNFINISHED_KEY, replace_run
 from lightning_compress.plugin.settings import Settings
 from lightning_compress.recipe.load import RecipeLike, load_recipe
 from lightning_compress.recipe.resolve import adapters
@@ -127,7 +127,7 @@ class CompressionCallback(Callback):
         self.report: Report | None = None
         self._data: CalibrationSet | None = None
         self._num_sanity_val_steps: int | float | None = None
-        self._is_pending = self._has_run_step = self._is_trained = False
+        self._is_pending = self._has_run_step = self._is_trained = self._is_unfinished = False
         self._continues: Progress | None = None
 
     @property
@@ -141,6 +141,12 @@ class CompressionCallback(Callback):
         """Called when a checkpoint is saved: one without weights carries how far the compression is."""
         # not in `state_dict`, since Lightning refuses two callbacks that have one before `setup` can say why
         loop = trainer.fit_loop
+        if self._is_unfinished and checkpoint.get("state_dict"):
+            checkpoint[UNFINISHED_KEY] = True
+            rank_zero_warn(
+                "A checkpoint is saved in which some weights are quantized and others are not, because the compression "
+                "did not finish: neither train nor compress what it holds."
+            )
         if isinstance(loop, CompressionLoop) and loop.progress is not None and onloads(trainer):
             checkpoint["callbacks"][STATE_KEY] = loop.progress.to_state()
 
@@ -152,6 +158,12 @@ class CompressionCallback(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Called for `ckpt_path`, before `on_fit_start`: at the end of a training, that is not repeated."""
+        if UNFINISHED_KEY in checkpoint:
+            raise UnsupportedModelError(
+                f"The checkpoint {trainer.ckpt_path} was saved when a compression had not finished: some of its "
+                "weights are quantized and others are not. Load one of the training, and start the compression again; "
+                "it continues with the subgraphs that are in its output_dir."
+            )
         self._is_trained = TRAINED_KEY in checkpoint
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -170,7 +182,7 @@ class CompressionCallback(Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Called when model and data exist, before training: checks the recipe and reads the calibration set."""
-        self.report = None
+        self.report, self._is_unfinished = None, False
         with closing_all(compat.collective(trainer)) as collective:
             check_settings(self.settings, collective)
             self._prepare(trainer, compressed_module(pl_module))
@@ -273,6 +285,9 @@ class CompressionCallback(Callback):
                 except KeyboardInterrupt:  # at once, not behind the subgraph, so without a report
                     rank_zero_info(partial_line(None if is_trial else self.settings.output_dir))
                     raise
+                finally:
+                    is_whole = loop.report is not None and not loop.report.is_partial
+                    self._is_unfinished = job.run.flow.store.has_written and not is_whole
         compat.forget_averages(compat.callbacks(trainer))
         self.report = loop.report
         if self.report is not None:

@@ -44,8 +44,9 @@ from lightning_compress.graph.experts import stack_of
 from lightning_compress.graph.stages import Schedule
 from lightning_compress.graph.targets import sequential_modules
 from lightning_compress.graph.unfold import unfolded
-from lightning_compress.memory.budget import TITLES, Budgets, Peak, Place, fit, gib, peaks
-from lightning_compress.memory.placement import MemoryConfig
+from lightning_compress.memory.budget import TITLES, Budgets, Peak, Place, Spare, fit, gib, peaks
+from lightning_compress.memory.needs import Waiting
+from lightning_compress.memory.placement import LEAST, MemoryConfig
 from lightning_compress.memory.tracker import LiveMemory, held_bytes
 from lightning_compress.plugin.measure import READING, measured
 from lightning_compress.plugin.samples import processor_for, prompts
@@ -316,16 +317,14 @@ def _calibration(
         depth=memory.prefetch_depth,
         device_activations=memory.num_bytes("device_activation_budget", device),
         has_weights=not from_disk,
+        is_lean=memory.host_budget == LEAST,
     )
     fitted = fit(table, device, budgets)
-    places: tuple[Place, ...] = ("host",) if device.type == "cpu" else ("device", "host")
+    places: Sequence[Place] = ("host",) if device.type == "cpu" else ("device", "host")
     known = device.type == "cuda" and fitted.waiting.device == 0
-    rows = [
-        row
-        for place in places
-        for row in _worst(peaks(table, device, budgets, place, fitted.depth, fitted.waiting), place, forms)
-        if row.total
-    ]
+    how: tuple[int, Waiting, Spare] = (fitted.depth, fitted.waiting, "least" if budgets.is_lean else "kept")
+    found_peaks = {place: peaks(table, device, budgets, place, *how) for place in places}
+    rows = [row for place, each in found_peaks.items() for row in _worst(each, place, forms) if row.total]
     return Estimate(
         model=type(model).__name__,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),

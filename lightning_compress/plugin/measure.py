@@ -19,7 +19,7 @@ from lightning_compress.graph.stages import Schedule
 from lightning_compress.graph.targets import as_patterns
 from lightning_compress.graph.trace import Traced, flatten_batch, violated_guards
 from lightning_compress.graph.unfold import unfolded
-from lightning_compress.memory.budget import Needs
+from lightning_compress.memory.needs import Needs
 from lightning_compress.memory.placement import MemoryConfig, placement
 from lightning_compress.plugin.budget import at_the_end
 from lightning_compress.plugin.samples import samples

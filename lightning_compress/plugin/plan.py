@@ -271,8 +271,8 @@ def machine_for(gpu: str | None, device: str, folder: Path) -> Machine:
         return named_gpu(gpu, None if file is None else load_machine(file))
     kind = device_kind(device)
     file = cache_file(kind)
-    if file.is_file():
-        return load_machine(file)
+    if file.is_file() and (known := load_machine(file)).is_complete:
+        return known
     return probed(kind, folder)
 
 

@@ -33,13 +33,7 @@ def plan_lines(planned: Planned) -> list[str]:
         f"peaks: {', '.join(most)}",
         f"bottleneck: {plan.bottleneck}; lanes are busy for (s): {lanes}",
     ]
-    held = max(part.peaks["host"].get("held", 0) for part in plan.subgraphs)
-    resources = situation.resources
-    if resources.host is not None and held + (1 + RESERVE) * (plan.peaks["host"] - held) > resources.host:
-        lines.append(
-            f"host memory is tight: a process takes up to {RESERVE:.0%} more than its tensors, for which there is no "
-            "room"
-        )
+    lines += _tight(plan, situation.resources.host, planned.machine.device)
     for place, seconds in planned.saved_s.items():
         if seconds > 0.005 * plan.total_s:
             lines.append(f"1 GiB more of {place} would save {seconds:.1f} s")
@@ -52,6 +46,19 @@ def plan_lines(planned: Planned) -> list[str]:
     if planned.machine.device == "cuda":
         lines.append(context_line())
     return lines
+
+
+def _tight(plan: Plan, host: int | None, device: str) -> list[str]:
+    """What there is no room for beside tensors."""
+    held = max(part.peaks["host"].get("held", 0) for part in plan.subgraphs)
+    if device != "cpu" and host is not None and held + (1 + RESERVE) * (plan.peaks["host"] - held) > host:
+        return [
+            f"host memory is tight: a process may take {RESERVE:.0%} more than its tensors; there is no room for it"
+        ]
+    seconds = plan.lanes.get("mapping", 0.0)
+    if seconds:
+        return [f"host memory is tight: to give back what batches free, and map it anew, takes {seconds:.1f} s"]
+    return []
 
 
 def context_line() -> str:

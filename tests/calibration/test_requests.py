@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_compress.foresight.allocator import replay, reserved_by_calibration
-from lightning_compress.memory.budget import Needs, Requests
+from lightning_compress.memory.needs import Needs, Requests
 from lightning_compress.memory.placement import MemoryConfig
 from lightning_compress.memory.tracker import LiveMemory
 from lightning_compress.memory.transfer import Lane, Sent

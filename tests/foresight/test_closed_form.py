@@ -25,7 +25,8 @@ from lightning_compress.foresight.closed_form import (
 )
 from lightning_compress.foresight.jobs import CalibrationJob, FineTuningJob, InferenceJob, Phase, infer, on_fakes
 from lightning_compress.foresight.training import finetune
-from lightning_compress.memory.budget import Budgets, Waiting, peaks
+from lightning_compress.memory.budget import Budgets, peaks
+from lightning_compress.memory.needs import Waiting
 from lightning_compress.memory.source import parameters_on_meta
 from lightning_compress.memory.tracker import LiveMemory
 from lightning_compress.plugin.measure import measured

@@ -10,7 +10,8 @@ from lightning_compress.foresight.linear import LinearProgramme
 from lightning_compress.foresight.machine import Machine, Rate
 from lightning_compress.foresight.plan import Candidate, Choice, Plan, Resources, foreseen
 from lightning_compress.foresight.planner import SLACK, best, plans, smallest
-from lightning_compress.memory.budget import RESERVE, Moment, Needs, Waiting
+from lightning_compress.memory.budget import RESERVE
+from lightning_compress.memory.needs import Moment, Needs, Waiting
 
 RATES = {
     "product float32": 100.0,
@@ -76,6 +77,50 @@ def test_a_worked_case_on_a_gpu() -> None:
     assert plan.peaks["host"] == 1000 + 40 + 40 + 40 + 1 + 15, "writing"
 
 
+def in_heap(given: Candidate, num_batches: int = 4) -> Candidate:
+    """With all that waits, and batches, in the C heap."""
+
+    def moved(moment: Moment) -> Moment:
+        if moment.what != "batch":
+            return moment
+        return replace(moment, heap_waiting=moment.waiting, heap_batch=moment.batch, num_batches=num_batches)
+
+    table = (replace(row, moments=tuple(moved(moment) for moment in row.moments)) for row in given.table)
+    return replace(given, table=tuple(table))
+
+
+def test_a_worked_case_of_what_the_heap_keeps() -> None:
+    """The solve's tensors are 1221, a batch's 1211, of which 120 are in the heap, which keeps 72 free, and gets 40 for
+    what a batch takes beyond that.
+
+    Seen to fail: with nothing mapped again, and with the heap not counted.
+    """
+    given, here = in_heap(candidate()), machine("cpu", mapping=10.0)
+    roomy = foreseen(given, here, Waiting(), host=1293 + 40)
+    assert roomy.peaks["host"] == 1221 + 72
+    assert roomy.subgraphs[1].peaks["host"]["heap"] == 72
+    assert "mapping" not in roomy.lanes
+    assert roomy.total_s == foreseen(candidate(), here, Waiting()).total_s
+    tight = foreseen(given, here, Waiting(), host=1240)
+    assert tight.peaks["host"] == 1240, "the heap keeps what there is room for"
+    again = 1.3 * 20 * 4 / 10
+    assert [part.lanes.get("mapping", 0) for part in tight.subgraphs] == pytest.approx([0, again, again, 0])
+    assert tight.total_s == pytest.approx(roomy.total_s + 2 * again), "of the first and last layer 1221 have room"
+
+
+def test_whether_the_heap_keeps_anything_is_chosen_by_time() -> None:
+    """Where mapping takes long, activations wait in the file instead. Seen to fail: with either way left out."""
+    given, there = in_heap(candidate()), Resources(None, 1262, 1000)
+    fast, slow = (best(given, machine("cpu", mapping=rate), there) for rate in (1e4, 0.1))
+    assert fast is not None
+    assert slow is not None
+    assert fast.waiting.host is None
+    assert fast.lanes["mapping"] > 0
+    assert slow.waiting.host is not None
+    assert "mapping" not in slow.lanes
+    assert max(fast.peaks["host"], slow.peaks["host"]) <= 1262
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize(("load", "depth"), [("disk", 1), ("disk", 0), ("memory", 2)])
 @pytest.mark.parametrize("flops", [100, 900])
@@ -94,7 +139,8 @@ def test_no_other_budgets_of_activations_are_faster(device: str, load: str, dept
             assert not fitting
             continue
         assert fits(found, there)
-        if with_reserve := [plan for plan in fitting if plan.peaks["host"] <= 1000 + (on_host - 1000) / (1 + RESERVE)]:
+        most = 1000 + (on_host - 1000) / (1 + RESERVE) if has_gpu else on_host
+        if with_reserve := [plan for plan in fitting if plan.peaks["host"] <= most]:
             assert found.total_s <= SLACK * min(plan.total_s for plan in with_reserve) + 1e-9
 
 
@@ -106,10 +152,10 @@ def fits(plan: Plan, there: Resources) -> bool:
 def test_shadow_prices_are_what_a_byte_saves() -> None:
     """Seen to fail: with the file's seconds left out of the programme."""
     given, there = candidate(flops=1), Resources(None, 1190, 1000)
-    before, after = (best(given, machine("cpu"), replace(there, host=1190 + more)) for more in (0, 10 * (1 + RESERVE)))
+    before, after = (best(given, machine("cpu"), replace(there, host=1190 + more)) for more in (0, 10))
     assert before is not None
     assert after is not None
-    assert before.shadow_prices["host"] * 10 == pytest.approx(before.total_s - after.total_s), "a reserve is taken off"
+    assert before.shadow_prices["host"] * 10 == pytest.approx(before.total_s - after.total_s)
     assert before.shadow_prices["host"] > 0
 
 
@@ -118,14 +164,14 @@ def test_where_computing_takes_longest_the_disk_is_spared() -> None:
     given = candidate(flops=10000)
     found = best(given, machine("cpu"), Resources(None, 1190, 1000))
     assert found is not None
-    assert found.waiting.host == int(190 / (1 + RESERVE)) - (40 + 40 + 1 + 10 + 30), "all that the solve leaves"
+    assert found.waiting.host == 190 - (40 + 40 + 1 + 10 + 30), "all that the solve leaves"
 
 
 def test_more_of_anything_is_never_slower() -> None:
     given = [candidate(load, depth) for load in ("disk", "memory") for depth in (0, 1)]
     for device in ("cpu", "cuda"):
         times = [
-            [plan.total_s for plan in plans(given, machine(device), Resources(200 + more, 1200 + more, 300 + more))][:1]
+            [plan.total_s for plan in plans(given, machine(device), Resources(200 + more, 1130 + more, 300 + more))][:1]
             for more in range(0, 200, 20)
         ]
         found = [time[0] for time in times if time]

@@ -78,7 +78,7 @@ def test_a_budget_as_a_part_of_what_there_is() -> None:
 
 @pytest.mark.parametrize("wrong", ["101%", "%", "-5%", "5 %%"])
 def test_wrong_parts(wrong: str) -> None:
-    with pytest.raises(ValueError, match=r'host_budget: .* is no size; .*, or up to 100%\. Or "foreseen"\.'):
+    with pytest.raises(ValueError, match=r'host_budget: .* is no size; .*, or up to 100%\. Or "foreseen" or "least"\.'):
         MemoryConfig(host_budget=wrong)
 
 

@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention, silu
 
 from lightning_compress.graph.compat import fake_like, new_fake_mode, replace_by_fakes
+from lightning_compress.memory.heap import LARGEST_IN_HEAP
 from lightning_compress.memory.work import WorkMeter
 
 
@@ -36,6 +37,20 @@ def test_products_attention_and_all_else(is_fake: bool) -> None:
     with meter:
         x.bfloat16() @ x.bfloat16().transpose(1, 2)
     assert meter.work["product bfloat16"] == 5 * 2 * 7 * 32 * 7
+
+
+@torch.no_grad()
+def test_blocks_that_the_heap_has_no_room_for() -> None:
+    """Of a CPU: new ones, each once. Seen to fail: with small ones counted, and with what is written in place."""
+    small, large = torch.empty(LARGEST_IN_HEAP // 4 - 1), torch.empty(LARGEST_IN_HEAP // 4)
+    for on_cpu in (True, False):
+        meter = WorkMeter(on_cpu=on_cpu)
+        with meter:
+            small + small
+            large + large
+            large.add_(1)
+            large.view(2, -1)
+        assert meter.work["mapping"] == (LARGEST_IN_HEAP if on_cpu else 0)
 
 
 def test_backward_of_attention_and_optimizers_in_place() -> None:

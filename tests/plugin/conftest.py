@@ -162,6 +162,7 @@ def rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     """What a probe would have found of this machine."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     found = {kind: Rate(rate.value / 100, "measured") for kind, rate in named_gpu("t4", None).rates.items()}
+    found["mapping"] = Rate(1e9, "measured")
     machine = Machine("here", "cpu", found)
     save_machine(machine, cache_file("cpu"))
     return machine

@@ -74,13 +74,13 @@ def test_a_budget_is_kept_by_leaving_activations_to_the_file() -> None:
 
 @pytest.mark.parametrize(
     ("given", "over", "trims"),
-    [("100GiB", 1, True), ("foreseen", 1, True), ("foreseen", 0, False), (None, 1, False)],
+    [("100GiB", 1, True), ("foreseen", 1, True), ("least", 1, True), ("foreseen", 0, False), (None, 1, False)],
 )
 def test_holes_in_the_heap_are_given_back_beyond_what_is_foreseen(
     monkeypatch: pytest.MonkeyPatch, given: str | None, over: int, trims: bool
 ) -> None:
     """After a batch. Seen to fail: with a limit that does not reach the loop, and without a look at the process."""
-    job = prepare(tiny_llama(2), token_batches(), HOW, memory=MemoryConfig(host_budget=given, activation_budget="1GiB"))
+    job = prepare(tiny_llama(2), token_batches(), HOW, memory=MemoryConfig(host_budget=given))
     assert (job.memory is None) == (given is None)
     foreseen = 0 if job.memory is None else job.memory.host_bytes
     calls: list[int] = []
@@ -88,6 +88,15 @@ def test_holes_in_the_heap_are_given_back_beyond_what_is_foreseen(
     monkeypatch.setattr(flow, "resident_bytes", lambda: foreseen + over)
     run(job)
     assert bool(calls) == trims
+
+
+def test_a_budget_of_activations_alone_gives_holes_back_before_each_solve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen to fail: with the limit of nobody's foreseeing asked instead."""
+    job = prepare(tiny_llama(2), token_batches(), HOW, memory=MemoryConfig(activation_budget="1GiB"))
+    calls: list[int] = []
+    monkeypatch.setattr(flow, "trim_heap", lambda: calls.append(1))
+    run(job)
+    assert len(calls) == sum(len(subgraph.steps) for subgraph in job.run.flow.subgraphs)
 
 
 def test_without_a_limit_what_is_foreseen_is_told() -> None:

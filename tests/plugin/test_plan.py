@@ -16,7 +16,7 @@ from lightning_compress.calibration.target import find_target
 from lightning_compress.foresight.jobs import CalibrationJob
 from lightning_compress.foresight.machine import Machine, Rate, known_gpus, named_gpu
 from lightning_compress.foresight.plan import Candidate, Choice, foreseen
-from lightning_compress.memory.budget import Waiting
+from lightning_compress.memory.needs import Waiting
 from lightning_compress.memory.placement import MemoryConfig
 from lightning_compress.plugin.measure import measured
 from lightning_compress.recipe.load import load_recipe
@@ -36,7 +36,7 @@ def test_a_plan_is_made_kept_and_run(command: Command, checkpoint: Path, tmp_pat
     assert "plan: schedule " in said
     assert "bottleneck: " in said
     assert "of 100.00 GiB" in said
-    assert said.count("cached") == len(named_gpu("t4", None).rates)
+    assert said.count("cached") == len(known())
     best = json.loads(file.read_text())["best"]
     said = command("compress", *where, "trainer=cpu", f"plan={file}", f"output_dir={out}")
     assert "plan, run: " in said
@@ -70,7 +70,7 @@ def test_a_plan_is_made_kept_and_run(command: Command, checkpoint: Path, tmp_pat
 
 
 def known() -> list[str]:
-    return list(named_gpu("t4", None).rates)
+    return [*named_gpu("t4", None).rates, "mapping"]
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
