@@ -109,16 +109,20 @@ def test_a_worked_case_of_what_the_heap_keeps() -> None:
 
 
 def test_whether_the_heap_keeps_anything_is_chosen_by_time() -> None:
-    """Where mapping takes long, activations wait in the file instead. Seen to fail: with either way left out."""
-    given, there = in_heap(candidate()), Resources(None, 1262, 1000)
-    fast, slow = (best(given, machine("cpu", mapping=rate), there) for rate in (1e4, 0.1))
+    """Where mapping takes long, activations wait in the file instead. Seen to fail: with either way left
+    out, and with what a batch takes beyond its tensors not left."""
+    given = in_heap(candidate())
+    fast = best(given, machine("cpu", mapping=1e4), Resources(None, 1262, 1000))
     assert fast is not None
-    assert slow is not None
     assert fast.waiting.host is None
     assert fast.lanes["mapping"] > 0
-    assert slow.waiting.host is not None
-    assert "mapping" not in slow.lanes
-    assert max(fast.peaks["host"], slow.peaks["host"]) <= 1262
+    assert fast.peaks["host"] <= 1262
+    for host in (1262, 1240):
+        slow = best(given, machine("cpu", mapping=0.1), Resources(None, host, 1000))
+        assert slow is not None
+        assert slow.waiting.host is not None
+        assert "mapping" not in slow.lanes
+        assert slow.peaks["host"] <= host
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -90,6 +90,17 @@ def test_holes_in_the_heap_are_given_back_beyond_what_is_foreseen(
     assert bool(calls) == trims
 
 
+def test_at_the_least_the_heap_keeps_nothing() -> None:
+    """Seen to fail: with "least" as "foreseen"."""
+    above = []
+    for given in ("least", "foreseen"):
+        job = prepare(tiny_llama(2), token_batches(), HOW, memory=MemoryConfig(host_budget=given))
+        assert job.memory is not None
+        assert job.run.flow.placement.most_resident is not None
+        above.append(job.run.flow.placement.most_resident - job.memory.held_bytes)
+    assert 0 < above[0] < above[1]
+
+
 def test_a_budget_of_activations_alone_gives_holes_back_before_each_solve(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen to fail: with the limit of nobody's foreseeing asked instead."""
     job = prepare(tiny_llama(2), token_batches(), HOW, memory=MemoryConfig(activation_budget="1GiB"))
