@@ -125,7 +125,7 @@ def fit(table: Sequence[Needs], device: torch.device, budgets: Budgets) -> Fit:
         for depth in range(budgets.depth, -1, -1):
             waiting = _waiting(table, device, given, depth, spare)
             where = (table, device, given)
-            host, on_device = (_most(*where, place, depth, waiting, spare) for place in ("host", "device"))
+            host, on_device = (_most(peaks(*where, place, depth, waiting, spare)) for place in ("host", "device"))
             if host.num_bytes <= _limit(given.host) and on_device.num_bytes <= _limit(given.device):
                 notes = _notes(budgets, depth, waiting)
                 taken, most_resident = process_bytes(table, device, budgets, depth, waiting)
@@ -142,8 +142,9 @@ def process_bytes(
 
     That happens behind a batch, so as much less of a budget is kept as the next one may take.
     """
+    where = (table, device, budgets)
     kinds: tuple[Spare, ...] = ("none", "least", "kept")
-    none, least, kept = (_most(table, device, budgets, "host", depth, waiting, kind).num_bytes for kind in kinds)
+    none, least, kept = (_most(peaks(*where, "host", depth, waiting, kind)).num_bytes for kind in kinds)
     if budgets.is_lean:
         return least, none
     return kept, int(min(kept, max(none, _limit(budgets.host) - swing(table))))
@@ -212,17 +213,9 @@ def _limit(budget: int | None) -> float:
     return float("inf") if budget is None else budget
 
 
-def _most(
-    table: Sequence[Needs],
-    device: torch.device,
-    budgets: Budgets,
-    place: Place,
-    depth: int,
-    waiting: Waiting,
-    spare: Spare = "none",
-) -> Peak:
-    """The moment that takes the most of a place."""
-    return max(peaks(table, device, budgets, place, depth, waiting, spare), key=lambda peak: peak.num_bytes)
+def _most(found: Sequence[Peak]) -> Peak:
+    """The moment that takes the most."""
+    return max(found, key=lambda peak: peak.num_bytes)
 
 
 def peaks(
@@ -298,7 +291,9 @@ def _waiting(table: Sequence[Needs], device: torch.device, budgets: Budgets, dep
 
         def left(size: int | None) -> float:
             where = (table, device, budgets)
-            return min(limits[each] - _most(*where, each, depth, waiting(size), spare).num_bytes for each in places)
+            return min(
+                limits[each] - _most(peaks(*where, each, depth, waiting(size), spare)).num_bytes for each in places
+            )
 
         return None if left(None) >= 0 else max(int(left(0)), 0)
 
