@@ -32,3 +32,5 @@ if __name__ == "__main__":
     start = time.perf_counter()
     solve(model, loader, case)
     print(json.dumps({"rank": rank, "total_s": time.perf_counter() - start}))
+    if size > 1:
+        dist.destroy_process_group()

@@ -74,6 +74,7 @@ def rank(widths: Sequence[int]) -> None:
         seconds = {"alone": alone_s, "together": together_s, "to all": to_all, "to one": to_one}
         found.append({"width": width, "seconds": seconds, "panels": panels})
     print(json.dumps(found))
+    dist.destroy_process_group()
 
 
 def predicted(found: dict[str, Any], size: int, link: Link) -> float:

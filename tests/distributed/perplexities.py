@@ -22,6 +22,7 @@ def main() -> None:
         for batches in (ragged_batches(), padded(token_batches(5)), token_batches(1)):
             for placement in (None, Placement(CPU)):
                 print(repr(perplexity(model, batches, placement, ranks)))
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
