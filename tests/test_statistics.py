@@ -1,7 +1,7 @@
 """Statistics are sums: the same answer for any split of the tokens, any order, any number of ranks."""
 
 import math
-from functools import partial, reduce
+from functools import reduce
 
 import pytest
 import torch
@@ -69,17 +69,12 @@ def test_sharding_the_batches_over_ranks_changes_nothing(kind: type[Statistic]) 
 def summed(batches: list[Tensor], shares: list[list[int]]) -> Tensor:
     """What ranks with these shares of the batches end with, each share in its order; batch 0 is the first of all."""
     grams = [InputGram(batches[0].shape[1], "cpu") for _ in shares]
-    own: dict[int, float] = {}
-
-    def told(rank: int, largest: float) -> float:
-        own[rank] = largest
-        return own[next(rank for rank, share in enumerate(shares) if 0 in share)]
-
     for gram, share in zip(grams, shares, strict=True):
         if share:
             gram.update(batches[share[0]])
-    for rank in sorted(range(len(shares)), key=lambda rank: 0 not in shares[rank]):
-        grams[rank].settle(partial(told, rank))
+    largest = grams[next(rank for rank, share in enumerate(shares) if 0 in share)].largest()
+    for gram in grams:
+        gram.settle(largest)
     for gram, share in zip(grams, shares, strict=True):
         for number in share[1:]:
             gram.update(batches[number])
@@ -122,7 +117,7 @@ def test_products_halfway_between_two_multiples_are_rounded_alike_in_any_order()
 
 def test_a_gram_whose_first_batch_is_zero_takes_what_comes() -> None:
     gram = InputGram(2, "cpu")
-    gram.settle(lambda largest: largest)
+    gram.settle(gram.largest())
     for _ in range(3):
         gram.update(torch.tensor([[1.0, 3.0]]))
     assert gram.matrix().tolist() == [[1.0, 3.0], [3.0, 9.0]]

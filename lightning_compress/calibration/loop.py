@@ -41,6 +41,7 @@ from lightning_compress.distributed.collective import Collective
 from lightning_compress.distributed.folder import SharedFolder
 from lightning_compress.graph.stages import Group, Source, Step, Subgraph
 from lightning_compress.graph.trace import Leaf
+from lightning_compress.memory.garbage import no_full_collections
 from lightning_compress.memory.heap import heap_kept
 from lightning_compress.memory.tracker import peak_bytes, reset_peak
 from lightning_compress.recipe.resolve import ResolvedRecipe
@@ -109,7 +110,7 @@ def calibrate(run: Calibration, output: Output, keep_in: SharedFolder | None = N
     Yields:
         A record of each finished subgraph. The model holds the quantized weights of all subgraphs yielded so far.
     """
-    with heap_kept():
+    with heap_kept(), no_full_collections():
         yield from _calibrated(run, output, keep_in)
 
 

@@ -16,7 +16,9 @@ from lightning_compress.graph.reads import like
 from lightning_compress.graph.shadow import Key
 from lightning_compress.graph.stages import Source, Step, quantizable_calls
 from lightning_compress.recipe.forms import reader
-from lightning_compress.statistics import Beside, Statistic
+from lightning_compress.statistics import Beside, Reduction, Statistic
+
+_SMALL = 1 << 16  # bytes; what is combined of less takes longer to begin than to send
 
 Statistics = dict[Source, dict[type[Statistic], Statistic]]
 Sizes = Mapping[Source, tuple[int, int]]
@@ -133,12 +135,12 @@ def settle_statistics(
 ) -> None:
     """When every rank has run its first batch: let all sums be made as the first batch of all, on rank `first_rank`,
     asks for; those of experts as the one asks for that it brought most, for it may have brought none to some."""
-    for source, found in _siblings(sources, sizes, statistics):
-        agree = partial(collective.broadcast, what=f"the first batch at {_title(source)}", source=first_rank)
-        if len(found) > 1 or source.rows is not None:
-            agree = partial(_agreed, agree(max(statistic.largest() for statistic in found)))
+    siblings = [found for _, found in _siblings(sources, sizes, statistics)]
+    own = [[max(entries) for entries in zip(*(each.largest() for each in found), strict=True)] for found in siblings]
+    agreed = collective.broadcast(own, f"the first batch at {_titles(sources)}", first_rank)
+    for found, largest in zip(siblings, agreed, strict=True):
         for statistic in found:
-            statistic.settle(agree)
+            statistic.settle(largest)
 
 
 def reduce_statistics(sources: Sequence[Source], sizes: Sizes, statistics: Statistics, collective: Collective) -> None:
@@ -147,10 +149,19 @@ def reduce_statistics(sources: Sequence[Source], sizes: Sizes, statistics: Stati
     Experts that saw few tokens lean on what all of them saw. Other sources that no rank has met are left out. Modules
     inside one opaque leaf whose names differ in numbers alone are experts if not all of them saw as many tokens.
     """
+    small: dict[tuple[torch.dtype, Reduction], list[Tensor]] = {}
     for source in sources:
         for statistic in statistics[source].values():
             for tensor, reduction in statistic.reductions().values():
-                collective.reduce(tensor, reduction, f"the statistics of {_title(source)}")
+                if tensor.nbytes > _SMALL:
+                    collective.reduce(tensor, reduction, f"the statistics of {_title(source)}")
+                else:
+                    small.setdefault((tensor.dtype, reduction), []).append(tensor)
+    for (_, reduction), tensors in small.items():
+        joined = torch.cat([tensor.flatten() for tensor in tensors])
+        collective.reduce(joined, reduction, f"the statistics of {_titles(sources)}")
+        for tensor, part in zip(tensors, joined.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(part.view_as(tensor))
     for source, found in _siblings(sources, sizes, statistics):
         if source.rows is not None or len({statistic.num_tokens for statistic in found}) > 1:
             for statistic in found:
@@ -185,8 +196,8 @@ def _reads_hidden(source: Source, size: tuple[int, int]) -> bool:
     return isinstance(read, Tensor) and bool(read.shape[-1] == size[0])
 
 
-def _agreed(largest: float, own: float) -> float:
-    return largest
+def _titles(sources: Sequence[Source]) -> str:
+    return " to ".join(dict.fromkeys((_title(sources[0]), _title(sources[-1]))))
 
 
 def _title(source: Source) -> str:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_compress.graph.awaited import substituted
+from lightning_compress.memory.buffers import make_writable
 from lightning_compress.memory.heap import trim_heap
 from lightning_compress.memory.placement import Tier
 from lightning_compress.memory.source import Load, WeightSource
@@ -122,9 +123,11 @@ class WeightStore:
         dtype."""
         assert tensor.shape == value.shape
         self.has_written |= all(tensor is not brought for brought in self._present.values())
+        make_writable(tensor.data)
         tensor.data.copy_(value)
         self._coming.pop(id(tensor), None)
         if id(tensor) in self._homes:
+            make_writable(self._homes[id(tensor)][1])
             self._homes[id(tensor)][1].copy_(value)
 
     def redirect(self, name: str, load: Callable[[], Tensor]) -> None:

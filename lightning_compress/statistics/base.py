@@ -9,7 +9,7 @@ batch, depend on the order of the batches, and have to be undone before ranks ca
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, final
 
@@ -70,16 +70,13 @@ class Statistic(ABC):
         in its place.
         """
 
-    def settle(self, agree: Callable[[float], float]) -> None:  # noqa: B027 (most have nothing to settle)
-        """Called once on every rank, when each has seen its first batch, or none if it has none.
+    def largest(self) -> tuple[float, ...]:
+        """The largest entry of each sum, by which its grid is fixed; as many on every rank."""
+        return ()
 
-        Args:
-            agree: given this rank's value, returns that of the rank with the first batch of all.
-        """
-
-    def largest(self) -> float:
-        """What `settle` would ask others to agree with; 0 where that is nothing."""
-        return 0.0
+    def settle(self, largest: Sequence[float]) -> None:  # noqa: B027 (most have nothing to settle)
+        """Called once on every rank, when each has seen its first batch, or none if it has none, with what `largest`
+        says on the rank with the first batch of all."""
 
     @classmethod  # noqa: B027 (few need it)
     def complete(cls, siblings: Sequence["Statistic"], same_channels: bool) -> None:

@@ -17,7 +17,7 @@ Batches that are held out are in all sums, and once more in sums of their own.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -58,6 +58,21 @@ class Drift(Statistic):
     @final
     def num_tokens(self) -> int:
         return self.inputs.num_tokens
+
+    @property
+    @abstractmethod
+    def _parts(self) -> Sequence["_Twice | InputGram"]:
+        """What is summed, each part on a grid of its own."""
+
+    @final
+    def largest(self) -> tuple[float, ...]:
+        return tuple(entry for part in self._parts for entry in part.largest())
+
+    @final
+    @torch.no_grad()
+    def settle(self, largest: Sequence[float]) -> None:
+        for part, entry in zip(self._parts, largest, strict=True):
+            part.settle((entry,))
 
     @abstractmethod
     def lack(self, held_out: bool = False) -> Lack:
@@ -127,10 +142,9 @@ class OutputDrift(Drift):
             self._squares.add(difference.square().sum(0), beside.held_out)
         self.inputs.update(x, beside)
 
-    @torch.no_grad()
-    def settle(self, agree: Callable[[float], float]) -> None:
-        for part in (self._missing, self._squares, self.inputs):
-            part.settle(agree)
+    @property
+    def _parts(self) -> Sequence["_Twice | InputGram"]:
+        return self._missing, self._squares, self.inputs
 
     def reductions(self) -> Mapping[str, tuple[Tensor, Reduction]]:
         sums = {**self._missing.reductions("missing"), **self._squares.reductions("squares")}
@@ -161,10 +175,9 @@ class InputDrift(Drift):
         self._differences.update(beside.difference, beside)
         self.inputs.update(x, beside)
 
-    @torch.no_grad()
-    def settle(self, agree: Callable[[float], float]) -> None:
-        for part in (self._cross, self._differences, self.inputs):
-            part.settle(agree)
+    @property
+    def _parts(self) -> Sequence["_Twice | InputGram"]:
+        return self._cross, self._differences, self.inputs
 
     def reductions(self) -> Mapping[str, tuple[Tensor, Reduction]]:
         differences = {f"{name} of differences": of for name, of in self._differences.reductions().items()}
@@ -214,18 +227,19 @@ class _Twice:
 
     def add(self, terms: Tensor, held_out: bool) -> None:
         """Of one batch, float32 [n]."""
-        if not self._is_empty:
-            self.settle(lambda largest: largest)
+        if not self._is_empty and self._sums[0].quantum is None:
+            self.settle(self.largest())
         self._is_empty = False
         for part in self._sums[: 1 + held_out]:
             part.values.add_(terms, alpha=part.begin())
 
-    def settle(self, agree: Callable[[float], float]) -> None:
-        everything, apart = self._sums
-        if everything.quantum is None:
-            largest = agree(float(everything.values.abs().max()) if everything.values.numel() else 0.0)
-            everything.settle(largest)
-            apart.settle(largest)
+    def largest(self) -> tuple[float]:
+        values = self._sums[0].values
+        return (float(values.abs().max()) if values.numel() else 0.0,)
+
+    def settle(self, largest: Sequence[float]) -> None:
+        for part in self._sums:
+            part.settle(*largest)
 
     def read(self, held_out: bool) -> Tensor:
         return self._sums[int(held_out)].read()

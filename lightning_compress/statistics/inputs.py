@@ -1,14 +1,14 @@
 """Statistics of what linears read: the Gram that GPTQ needs (Frantar et al., arXiv 2210.17323) and ranges."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import final
 
 import torch
 from torch import Tensor
 
 from lightning_compress.statistics.base import Beside, Reduction, Statistic
-from lightning_compress.statistics.sums import GramSum, add_gram, settle_grams
+from lightning_compress.statistics.sums import GramSum, add_gram
 
 
 @final
@@ -49,17 +49,18 @@ class InputGram(Statistic):
         self._counts[:number] += x.shape[0]
         if x.shape[0] == 0:
             return
-        if not self._is_empty:
-            self.settle(lambda largest: largest)
+        if not self._is_empty and self._grams[0].sum.quantum is None:
+            self.settle(self.largest())
         self._is_empty = False
         add_gram(x.float(), self._grams[:number])
 
-    @torch.no_grad()
-    def settle(self, agree: Callable[[float], float]) -> None:
-        settle_grams(self._grams, agree)
+    def largest(self) -> tuple[float, ...]:
+        return (float(self._grams[0].diagonal().max()),)
 
-    def largest(self) -> float:
-        return float(self._grams[0].diagonal().max())
+    @torch.no_grad()
+    def settle(self, largest: Sequence[float]) -> None:
+        for gram in self._grams:
+            gram.sum.settle(*largest)
 
     def reductions(self) -> Mapping[str, tuple[Tensor, Reduction]]:
         names = ("gram", "gram held out")

@@ -13,7 +13,7 @@ Rounding each product before it is added takes 2.6 times as long as the addition
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import final
@@ -105,14 +105,6 @@ def add_gram(x: Tensor, to: Sequence[GramSum]) -> None:
             product = x[:, start:end].t() @ x[:, :end]
             for gram, factor in zip(to, factors, strict=True):
                 gram.blocks[number].add_(product, alpha=factor)
-
-
-def settle_grams(grams: Sequence[GramSum], agree: Callable[[float], float]) -> None:
-    """Give several sums the grid of the first; see `statistics.base.Statistic.settle`."""
-    if grams[0].sum.quantum is None:
-        largest = agree(float(grams[0].diagonal().max()))
-        for gram in grams:
-            gram.sum.settle(largest)
 
 
 def row_products(weight: Tensor, gram: Tensor | None) -> Tensor:

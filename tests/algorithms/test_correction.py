@@ -1,7 +1,6 @@
 """Error correction in closed form, against dense float64 references."""
 
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -297,22 +296,12 @@ def test_neither_order_nor_ranks_reach_the_last_bit_of_a_drift(form: type[InputD
 
     def summed(shares: list[list[int]]) -> Tensor:
         drifts = [form(32, "cpu", 40) for _ in shares]
-        told: list[float] = []
-
-        def agree(is_first: bool, largest: float) -> float:
-            if is_first:
-                told.append(largest)
-            return told[len(told) - 1] if is_first else asked.pop(0)
-
         for drift, share in zip(drifts, shares, strict=True):
             for number in share[:1]:
                 drift.update(given[number][0], Beside(*given[number][1:]))
-        first = next(rank for rank, share in enumerate(shares) if 0 in share)
-        drifts[first].settle(partial(agree, True))
-        for rank, drift in enumerate(drifts):
-            asked = list(told)
-            if rank != first:
-                drift.settle(partial(agree, False))
+        largest = drifts[next(rank for rank, share in enumerate(shares) if 0 in share)].largest()
+        for drift in drifts:
+            drift.settle(largest)
         for drift, share in zip(drifts, shares, strict=True):
             for number in share[1:]:
                 drift.update(given[number][0], Beside(*given[number][1:]))

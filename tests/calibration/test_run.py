@@ -1,6 +1,7 @@
 """What a run leaves behind, in success and in failure, and how much it holds at a time."""
 
 import copy
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,20 @@ def test_closing_the_generator_restores_the_model() -> None:
     next(generator)
     generator.close()
     assert state_of(model) == before
+
+
+def test_no_rank_stops_to_look_at_all_objects_while_the_others_wait() -> None:
+    """Cycles among new objects are collected as before; so is everything, when the run ends or fails."""
+    before = gc.get_threshold()
+    assert before[2] < 1000, "an earlier run has not put it back"
+    during = [gc.get_threshold() for _ in run_job(prepare(tiny_llama(), token_batches(), recipe(4)))]
+    assert during
+    assert {each[:2] for each in during} == {before[:2]}
+    assert min(each[2] for each in during) > 10**9
+    assert gc.get_threshold() == before
+    with pytest.raises(NonFiniteError):
+        compress_in_memory(broken_llama(), token_batches(), recipe(4))
+    assert gc.get_threshold() == before
 
 
 def test_input_channels_that_are_always_zero() -> None:
