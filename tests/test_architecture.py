@@ -74,7 +74,7 @@ def own_module(name: str) -> Path | None:
 
 def test_every_folder_has_its_place() -> None:
     folders = {folder(path) for path in FILES} - {"__init__", "errors"}
-    assert folders <= set(ORDER), "a new folder needs a place in DESIGN.md's layout and in ORDER"
+    assert folders <= set(ORDER), "a new folder needs a place in CONTRIBUTING.md's list and in ORDER"
 
 
 @pytest.mark.parametrize("path", FILES, ids=relative)

@@ -1,4 +1,4 @@
-"""Calibration and evaluation text: configuration -> documents -> batches of token ids. No Lightning in here."""
+"""Calibration and evaluation data (text, images, sounds, or your own): configuration -> samples -> batches."""
 
 from lightning_compress.data.batches import calibration_batches, calibration_dataloader, evaluation_dataloader
 from lightning_compress.data.config import (

@@ -221,3 +221,24 @@ def test_bytes_that_a_run_moves_are_those_foreseen(schedule: str, activations: i
         theirs = [record.moved_bytes.get(lane, 0) for record in records]
         assert sum(ours) == pytest.approx(sum(theirs), rel=0.15 if activations else 0.001), (ours, theirs)
     assert (sum(ours) > 0) == (activations is not None)
+
+
+@pytest.mark.parametrize("module", ["plan", "estimate"])
+def test_what_reading_the_data_leaves_in_the_process_is_foreseen(
+    module: str, command: Command, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen to fail: without `READING` in what the process holds."""
+    found = []
+    where = (f"model.path={checkpoint}", "host=1KiB" if module == "plan" else "device=cpu")
+    monkeypatch.setattr(f"lightning_compress.plugin.{module}.held_bytes", lambda device: 10**9)
+    for reading in (0, 10**9):
+        monkeypatch.setattr(f"lightning_compress.plugin.{module}.READING", reading)
+        if module == "plan":
+            said = refused(command, "plan", *where, *DATA, "choices.batch_size=[2]")
+            found.append(int(re.findall(r"host=(\d+)", said)[-1]))
+        else:
+            file = tmp_path / "estimate.json"
+            command("estimate", *where, "job.num_samples=4", "job.max_length=32", f"json={file}")
+            rows = json.loads(file.read_text())["rows"]
+            found.append(max(row["total"] for row in rows))
+    assert found[1] - found[0] == 10**9
