@@ -68,7 +68,7 @@ def _walk(
             torch.addmm(w[:, place, :height], lower.t(), earlier, out=t[:, place, :height])
         within = torch.stack([factor.lower[start:end, start:end] for factor in of_tiles])
         block = (scale, zero_point, groups[start:end], grid, q, d)
-        if gptq_triton.usable(places):
+        if len(within) == 1 and gptq_triton.usable(places):
             gptq_triton.quantize_block(t, w, within[0], *block)
         else:
             with one_thread():  # sharing out a channel's rows gains nothing, and loses beside other work

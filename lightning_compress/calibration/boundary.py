@@ -53,7 +53,7 @@ def save_boundary(shared: SharedFolder, index: int, flow: Flow, share: Sequence[
         if shared.is_first:
             partial.rename(final)
             sync(folder)
-    except CommunicationError:
+    except (CommunicationError, torch.OutOfMemoryError):
         raise
     except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
         for number in share:  # the others may still write theirs; the folder is removed by the next one

@@ -82,8 +82,8 @@ def last_uses(
 @contextmanager
 def onloaded(flow: Flow, index: int) -> Iterator[None]:
     """Within: the weights of a subgraph are on the device."""
-    subgraph, stay = flow.subgraphs[index], flow.placement.weights.get(index)
-    with flow.store.lending(), flow.store.onload(subgraph.modules, subgraph.tensors, stay=stay):
+    subgraph = flow.subgraphs[index]
+    with flow.store.lending(), flow.store.onload(subgraph.modules, subgraph.tensors):
         yield
 
 

@@ -213,7 +213,7 @@ def trace_on(
     onloading = None
     if source is not None:
         store = WeightStore(target.root, Lane(torch.device("cpu")), source)
-        onloading = partial(onloaded_when_called, target.root, boundaries, store, stay={})
+        onloading = partial(onloaded_when_called, target.root, boundaries, store)
     problems: dict[int, list[str]] = {}
     for batch in sorted(data.batches, key=num_elements, reverse=True)[:_TRIED]:
         traced = trace(

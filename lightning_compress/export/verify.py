@@ -285,11 +285,11 @@ def _align_unsaved_buffers(root: nn.Module, reloaded: nn.Module) -> tuple[str, .
     loaded = dict(reloaded.named_buffers())
     different = []
     for name, buffer in root.named_buffers():
-        other = loaded.get(name)
+        other, buffer = loaded.get(name), buffer.detach().cpu()  # one that its forward has made anew is on the device
         if name in saved or other is None or (other.dtype == buffer.dtype and torch.equal(other, buffer)):
             continue
         different.append(name)
-        other.data = buffer.detach().clone()
+        other.data = buffer.clone()
     return tuple(different)
 
 

@@ -5,12 +5,12 @@ begin to bring the next one's. Unlike evaluation by subgraphs (`calibration.eval
 once for every batch.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
+import torch
 from torch import nn
 
-from lightning_compress.memory.placement import Tier
 from lightning_compress.memory.store import WeightStore
 
 
@@ -20,7 +20,7 @@ def onloaded_when_called(
     layers: Sequence[str],
     store: WeightStore,
     *,
-    stay: Mapping[str, Tier],
+    stays: Collection[str] = (),
     prefetch_depth: int = 1,
 ) -> Iterator[None]:
     """Inside the context a module's own parameters and buffers, and a layer's with all its children, are on the device
@@ -31,7 +31,7 @@ def onloaded_when_called(
         root: the model.
         layers: names of what is brought at a time.
         store: of the model's weights; closed at the end.
-        stay: where a layer's weights wait after its call, by name; of the others only their homes keep them.
+        stays: layers whose weights are left on the device after a call; of the others only their homes keep them.
         prefetch_depth: how many layers ahead to bring; behind the last comes the first.
     """
     own = {name: tuple(_own_tensors(name, module)) for name, module in root.named_modules()}
@@ -39,7 +39,7 @@ def onloaded_when_called(
     def bring(name: str) -> AbstractContextManager[None]:
         if name not in layers:
             return store.onload((), own[name])
-        return store.onload([name], stay=stay.get(name))
+        return store.onload([name], stays=name in stays)
 
     def read_ahead(name: str) -> None:
         position = layers.index(name) + 1
@@ -48,12 +48,25 @@ def onloaded_when_called(
 
     with ExitStack() as stack:
         stack.callback(store.close)
+        stack.enter_context(_casts_forgotten())
         stack.enter_context(store.lending())
         stack.enter_context(bring(""))
         for name, module in root.named_modules():
             if name and (name in layers or own[name]):
                 stack.enter_context(_around_calls(module, bring, name, read_ahead if name in layers else None))
         yield
+
+
+@contextmanager
+def _casts_forgotten() -> Iterator[None]:
+    """Within: autocast keeps no copies of weights, which would stay when these leave, and be used for what comes in
+    their place."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 @contextmanager

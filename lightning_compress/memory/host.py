@@ -9,6 +9,12 @@ import torch
 from lightning_compress.errors import CompressionError
 
 
+def free_on(device: torch.device) -> int:
+    """Bytes of a CUDA device that nobody uses: free there, or kept by PyTorch to be used again."""
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + kept
+
+
 def available_bytes(root: Path = Path("/")) -> int:
     """Host memory that this process can have without swapping or being killed; where Linux does not tell, all there is.
 

@@ -1,8 +1,7 @@
 """Where the bytes of a run live, in one place."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
-from enum import StrEnum
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -90,14 +89,6 @@ def memory_config(value: "MemoryConfig | Mapping[str, Any] | None") -> MemoryCon
     return MemoryConfig(**value)
 
 
-class Tier(StrEnum):
-    """A place for weights while nothing computes with them."""
-
-    DEVICE = "device"
-    HOST = "host"
-    DISK = "disk"
-
-
 @dataclass(frozen=True)
 class Placement:
     """Where weights and activations are.
@@ -105,8 +96,6 @@ class Placement:
     Attributes:
         device: where subgraphs run.
         source: where the values of parameters on the meta device are; all others are in host memory.
-        weights: where the weights of a subgraph (by number) wait once they have been used; those of the others are kept
-            by their home only.
         prefetch_depth: how many subgraphs ahead of the one that computes weights are read and copied; 0: none.
         device_activation_budget: bytes of activations that may wait on the device; None: all of them.
         activation_budget: bytes of the others that may wait in host memory; None: all of them.
@@ -119,7 +108,6 @@ class Placement:
 
     device: torch.device
     source: WeightSource | None = None
-    weights: Mapping[int, Tier] = field(default_factory=dict)
     prefetch_depth: int = 1
     device_activation_budget: int | None = 0
     activation_budget: int | None = None

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from lightning_compress.graph.awaited import substituted
 from lightning_compress.memory.buffers import make_writable
 from lightning_compress.memory.heap import trim_heap
-from lightning_compress.memory.placement import Tier
 from lightning_compress.memory.source import Load, WeightSource
 from lightning_compress.memory.transfer import Lane, Sent
 
@@ -67,9 +66,7 @@ class WeightStore:
                     self._dtypes[name] = parameter.dtype
 
     @contextmanager
-    def onload(
-        self, modules: Iterable[str], tensors: Iterable[str] = (), *, stay: Tier | None = None
-    ) -> Iterator[None]:
+    def onload(self, modules: Iterable[str], tensors: Iterable[str] = (), *, stays: bool = False) -> Iterator[None]:
         """Parameters and buffers of `modules` (with their children), and `tensors`, are on the device inside the
         context.
 
@@ -79,8 +76,7 @@ class WeightStore:
         Args:
             modules: names.
             tensors: qualified names of parameters and buffers.
-            stay: leave the weights on the device afterwards, or (those from disk) in host memory, until `close`; None:
-                only their homes keep them.
+            stays: leave the weights on the device afterwards, until `close`.
         """
         absent, moved = self._away(modules, tensors)
         is_done = False
@@ -90,10 +86,10 @@ class WeightStore:
             yield
             is_done = True
         finally:
-            if not (is_done and stay is Tier.DEVICE):
-                self._lane.give_back()
-                self._leave(absent, moved, in_host=is_done and stay is Tier.HOST)
+            self._lane.give_back()
             self._lent.clear()
+            if not (is_done and stays):
+                self._leave(absent, moved)
 
     def lending(self) -> AbstractContextManager[None]:
         """Within: an operation that is given a meta parameter, whoever kept it, gets its values.
@@ -153,14 +149,18 @@ class WeightStore:
 
     def _arrived(self, key: Load | int, load: Load) -> dict[str, Tensor]:
         coming = self._coming.pop(key, None)
-        sent = self._send(load) if coming is None else coming.result()
+        try:
+            sent = self._send(load) if coming is None else coming.result()
+        except torch.OutOfMemoryError:
+            self._lane.give_back()  # what ran beside a prefetch needed the room, and has left it
+            sent = self._send(load)
         return {name: self._lane.receive(value) for name, value in sent.items()}
 
     def _lend(self, meta: Tensor) -> Tensor:
         """The values of a meta parameter, on the device; those that are in its place, if any are."""
         _, module, key = self._places[id(meta)][0]
         if id(meta) in self._present:
-            return self._lane.receive(self._lane.send(module.get_parameter(key).data))
+            return module.get_parameter(key).data
         if id(meta) not in self._lent:
             name, load = self._loader(meta)
             value = self._lane.receive(self._send(load)[name])
@@ -191,20 +191,15 @@ class WeightStore:
             self._homes[id(tensor)] = tensor, home
             tensor.data = copy
 
-    def _leave(self, absent: Iterable[Tensor], moved: Iterable[Tensor], *, in_host: bool = False) -> None:
-        """Undo `_bring` (but for what shall stay in host memory) and `_move`, as far as they came."""
+    def _leave(self, absent: Iterable[Tensor], moved: Iterable[Tensor]) -> None:
+        """Undo `_bring` and `_move`, as far as they came."""
         for tensor in moved:
             if id(tensor) in self._homes:
                 _, tensor.data = self._homes.pop(id(tensor))
         metas = [meta for meta in absent if id(meta) in self._present]
         for meta in metas:
-            if in_host:
-                _, module, key = self._places[id(meta)][0]
-                parameter = module.get_parameter(key)
-                parameter.data = parameter.data.cpu()
-            else:
-                del self._present[id(meta)]
-                self._place(meta, meta)
+            del self._present[id(meta)]
+            self._place(meta, meta)
         if metas:
             trim_heap()
 

@@ -29,9 +29,10 @@ class Lane:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
         is_here = device.type == "cuda" and torch.cuda.is_available()  # else it is only planned for
-        self._stream = torch.cuda.Stream(device) if is_here else None
+        # "cuda" alone is not equal to the device that its tensors say they are on
+        self.device = torch.device("cuda", torch.cuda.current_device()) if is_here and device.index is None else device
+        self._stream = torch.cuda.Stream(self.device) if is_here else None
 
     def enter_thread(self) -> None:
         """Call in a thread of one's own before it sends: its device is another one at first."""

@@ -335,6 +335,9 @@ def _try_step(module: nn.Module, data: CalibrationSet) -> None:
     with isolate_rng(), evaluating(module), contents_restored(module), attributes_restored(module):
         try:
             target.step(move_data_to_device(data.batches[0], device))
+        except torch.OutOfMemoryError as error:
+            error.add_note("This was a calibration batch, tried before the training: give a smaller batch size for it.")
+            raise
         except Exception as error:
             raise UnsupportedModelError(
                 f"{target.step_name} fails on the first calibration batch, so nothing could be compressed after the "

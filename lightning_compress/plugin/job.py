@@ -117,6 +117,7 @@ def prepare_job(
     target, resolved = plan_recipe(module, settings)
     if settings.weights is None:
         module.to("cpu")
+        torch.cuda.empty_cache()  # of what was trained there; copies have a pool of their own
     place = next((name for name, part in module.named_modules() if part is target.root), "")
     laid_out = in_parts(target, resolved, data, settings, device, place, collective or SingleProcess())
     run, schedule, source = laid_out.run, laid_out.schedule, laid_out.source

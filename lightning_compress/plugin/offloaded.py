@@ -13,8 +13,7 @@ from lightning_compress.calibration.target import owner
 from lightning_compress.export.packed import checkpoint_source, unfolded_as_packed
 from lightning_compress.graph.targets import sequential_modules
 from lightning_compress.memory.calls import onloaded_when_called
-from lightning_compress.memory.host import available_bytes
-from lightning_compress.memory.placement import Tier
+from lightning_compress.memory.host import available_bytes, free_on
 from lightning_compress.memory.store import WeightStore
 from lightning_compress.memory.transfer import Lane
 from lightning_compress.plugin import compat
@@ -48,17 +47,17 @@ def _offloaded(
     with_weights = [name for name, child in root.named_modules() if name and list(child.parameters(False))]
     layers = sequential_modules(root, None, with_weights)
     sizes = {name: sum(tensor.nbytes for tensor in root.get_submodule(name).parameters()) for name in layers}
-    stay = _staying(sizes, _free_bytes(device) // 2 if budget is None else budget)
+    stays = _staying(sizes, _free_bytes(device) // 2 if budget is None else budget)
     home = compat.module_device(module)
     _move_others(module, root, device)
     try:
-        with onloaded_when_called(root, layers, WeightStore(root, Lane(device), source), stay=stay):
+        with onloaded_when_called(root, layers, WeightStore(root, Lane(device), source), stays=stays):
             yield
     finally:
         _move_others(module, root, home)
 
 
-def _staying(sizes: Mapping[str, int], budget: int) -> dict[str, Tier]:
+def _staying(sizes: Mapping[str, int], budget: int) -> list[str]:
     """The first layers, as far as `budget` reaches when the largest two others come and go.
 
     >>> layers = {"0": 10, "1": 10, "2": 10, "3": 10}
@@ -66,17 +65,17 @@ def _staying(sizes: Mapping[str, int], budget: int) -> dict[str, Tier]:
     [4, 1, 1, 0, 0]
     """
     left = budget if sum(sizes.values()) <= budget else budget - 2 * max(sizes.values(), default=0)
-    stay: dict[str, Tier] = {}
+    stays: list[str] = []
     for name, size in sizes.items():
         left -= size
         if left < 0:
             break
-        stay[name] = Tier.DEVICE
-    return stay
+        stays.append(name)
+    return stays
 
 
 def _free_bytes(device: torch.device) -> int:
-    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else available_bytes()
+    return free_on(device) if device.type == "cuda" else available_bytes()
 
 
 def _move_others(module: pl.LightningModule, root: nn.Module, device: torch.device) -> None:

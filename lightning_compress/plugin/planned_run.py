@@ -24,7 +24,7 @@ from lightning_compress.export.checkpoint import PLAN, check_output_dir, is_unfi
 from lightning_compress.foresight.plan import Plan
 from lightning_compress.foresight.planned import Planned, Situation, load_planned, save_planned, tensors_on
 from lightning_compress.memory.files import free_bytes, has_safetensors
-from lightning_compress.memory.host import available_bytes
+from lightning_compress.memory.host import available_bytes, free_on
 from lightning_compress.memory.placement import FORESEEN
 from lightning_compress.memory.tracker import resident_bytes
 from lightning_compress.plugin.callback import check_ranks
@@ -133,7 +133,7 @@ def _rank(config: DictConfig, trainer: pl.Trainer, device: torch.device, output_
     memory, here = memory_options(config.memory), trainer.world_size // trainer.num_nodes
     on_device = memory.num_bytes("device_budget", device) if device.type == "cuda" else None
     if on_device is None and device.type == "cuda":
-        on_device = tensors_on(torch.cuda.mem_get_info(device)[0])
+        on_device = tensors_on(free_on(device))
     budget = memory.num_bytes("host_budget", device)
     choices = _choices_left(config, typed)
     if len(choices.load) > 1 and not has_safetensors(Path(config.model.path)):

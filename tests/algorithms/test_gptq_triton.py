@@ -7,17 +7,19 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from reference import scheme, weight_and_gram
+from torch import Tensor
 
 from lightning_compress.algorithms import gptq_triton
 from lightning_compress.algorithms.base import Factor
 from lightning_compress.algorithms.factor import factorize
 from lightning_compress.algorithms.gptq import Gptq
-from lightning_compress.algorithms.nearest_plane import quantize_block
+from lightning_compress.algorithms.nearest_plane import nearest_plane, quantize_block
 from lightning_compress.algorithms.scales import Grid, Scales, make_grid, minmax_scales
 from lightning_compress.statistics import InputGram
 
@@ -100,3 +102,23 @@ def test_a_whole_weight_on_the_device(symmetric: bool) -> None:
 
 def test_a_tensor_on_the_cpu_takes_the_eager_path() -> None:
     assert not gptq_triton.usable(torch.zeros(1))
+
+
+def test_weights_of_several_factors_do_without_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It knows one. Seen to fail: the first one's served all."""
+
+    def of_one_factor(t: Tensor, w: Tensor, lower: Tensor, *rest: Any) -> None:
+        quantize_block(t, w, lower[None], *rest, [t.shape[2]] * t.shape[1])
+
+    cases = [weight_and_gram(64, 96, seed=seed) for seed in (0, 1)]
+    weights, factors = [case[0] for case in cases], [factorize(case[1].matrix(), 0.01) for case in cases]
+    grid = make_grid(scheme(4), weights[0].shape, torch.bfloat16)
+    scales = [minmax_scales(weight, grid) for weight in weights]
+    expected = nearest_plane(weights, factors, scales, grid)
+    monkeypatch.setattr(gptq_triton, "usable", lambda _: True)
+    monkeypatch.setattr(gptq_triton, "quantize_block", of_one_factor)
+    for number, ((codes, _), (found, _)) in enumerate(
+        zip(expected, nearest_plane(weights, factors, scales, grid), strict=True)
+    ):
+        assert torch.equal(codes, found)
+        assert torch.equal(codes, nearest_plane([weights[number]], [factors[number]], [scales[number]], grid)[0][0])

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers import contents, padded, prepare, recipe, run, tiny_llama, token_batches
 from test_resume import CASES, stopped, with_weights
 
@@ -112,8 +113,8 @@ def test_activations_behind_what_the_manifest_holds_are_not_used(tmp_path: Path)
 
 
 def test_what_cannot_be_kept_or_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def job() -> Any:
-        return prepare(tiny_llama(3), token_batches(), recipe(4), tmp_path / "out", keep_activations=True)
+    def job(folder: str = "out") -> Any:
+        return prepare(tiny_llama(3), token_batches(), recipe(4), tmp_path / folder, keep_activations=True)
 
     def full(*_: Any) -> None:
         raise RuntimeError("PytorchStreamWriter failed writing file: No space left on device")
@@ -125,6 +126,14 @@ def test_what_cannot_be_kept_or_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ):
             run(job())
     assert not list((tmp_path / "out" / KEPT).rglob("*.pt"))
+
+    def crowded(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with monkeypatch.context() as patch:  # which has nothing to do with the disk
+        patch.setattr(boundary.torch, "save", crowded)
+        with pytest.raises(torch.OutOfMemoryError):
+            run(job("crowded"))
     stopped(job(), 2)
     (file,) = (tmp_path / "out" / KEPT).glob("*/000000.pt")
     file.write_bytes(file.read_bytes()[:100])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_compress.errors import CompressionError
-from lightning_compress.memory.host import available_bytes, memory_of, total_bytes
+from lightning_compress.memory.host import available_bytes, free_on, memory_of, total_bytes
 from lightning_compress.memory.placement import MemoryConfig, memory_config
 
 GIB = 1 << 30
@@ -80,6 +80,17 @@ def test_a_budget_as_a_part_of_what_there_is() -> None:
 def test_wrong_parts(wrong: str) -> None:
     with pytest.raises(ValueError, match=r'host_budget: .* is no size; .*, or up to 100%\. Or "foreseen" or "least"\.'):
         MemoryConfig(host_budget=wrong)
+
+
+def test_what_pytorch_keeps_for_itself_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a training it is most of the device."""
+    for name, found in (
+        ("mem_get_info", (3 * GIB, 80 * GIB)),
+        ("memory_reserved", 70 * GIB),
+        ("memory_allocated", GIB),
+    ):
+        monkeypatch.setattr(torch.cuda, name, lambda device, found=found: found)
+    assert free_on(torch.device("cuda", 0)) == 72 * GIB
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

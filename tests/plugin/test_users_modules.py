@@ -357,6 +357,21 @@ def test_trying_a_batch_leaves_nothing(make_trainer: Any) -> None:
     assert found == [(4, 4, 4)]
 
 
+class Crowded(Counts):
+    """Runs out of the device's memory at the batch that is tried."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+
+
+@pytest.mark.filterwarnings("ignore:.fit. ended by")
+def test_a_batch_that_finds_no_room_is_said_to_be_one(make_trainer: Any) -> None:
+    """Seen to fail: a `calibration_step` was asked for."""
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        make_trainer(compression(PER_CHANNEL)).fit(Crowded(), images())
+    assert "tried before the training: give a smaller batch size" in caught.value.__notes__[0]
+
+
 class Encoder(Stepping):
     """torch's own layers, which run as one fused kernel in eval mode."""
 
