@@ -45,7 +45,7 @@ from lightning_compress.foresight.plan import (
     peaks_of,
     seconds_of,
 )
-from lightning_compress.memory.budget import KEPT_FREE, Budgets, Place, Spare, swing, with_reserve
+from lightning_compress.memory.budget import KEPT_FREE, Budgets, Place, Spare, rounding, swing, with_reserve
 from lightning_compress.memory.needs import Moment, Waiting
 
 SLACK = 1.005
@@ -146,19 +146,20 @@ def _bound(
         limit = resources.host if place == "host" else resources.device
         if limit is None:
             continue
+        ratio = rounding(candidate.table, torch.device(machine.device)) if place == "host" else 1.0
         limit -= swing(candidate.table) if spare == "kept" else 0  # beyond that the heap gives back what it has free
         for peak in peaks_of(candidate, machine, place, Waiting(0, 0 if budgets.file else None), spare):
-            waits = peak.moment.waiting
+            waits = peak.moment.waiting  # of which a byte takes `ratio`
             all_wait_here = place == "host" and not budgets.file
-            left = limit - peak.num_bytes + (waits if all_wait_here else 0)
+            left = limit - peak.num_bytes + (int(ratio * waits) if all_wait_here else 0)
             keeps = free if place == "host" and budgets.file else 0.0
             if left < 0:
                 programme.at_most({}, left)  # whatever waits elsewhere
-            elif all_wait_here and waits > left:
-                programme.at_most({budgets.device: -1}, left - waits, place)
-            elif not all_wait_here and (1 + keeps) * waits > left:
+            elif all_wait_here and ratio * waits > left:
+                programme.at_most({budgets.device: -ratio}, left - ratio * waits, place)
+            elif not all_wait_here and (ratio + keeps) * waits > left:
                 of_budget = budgets.device if place == "device" else budgets.host
-                programme.at_most({of_budget: 1 + keeps}, left, place)
+                programme.at_most({of_budget: ratio + keeps}, left, place)
             elif keeps:  # for what waits at other moments
                 programme.at_most({budgets.host: keeps}, left - waits, place)
 

@@ -17,7 +17,7 @@ from typing import Literal, final
 import torch
 
 from lightning_compress.errors import BudgetError
-from lightning_compress.memory.needs import Moment, Needs, Waiting
+from lightning_compress.memory.needs import Moment, Needs, Waiting, pinned_ratio
 
 KEPT_FREE = 0.6
 """How much the C heap is let keep free, as a fraction of what a run has in it at most. Holes between blocks of many
@@ -27,7 +27,8 @@ SWING = 2
 """What a batch takes of the C heap beyond its tensors where that had given back what was free, as a multiple of what it
 has there: 1.0 to 1.9 were measured (likewise)."""
 RESERVE = 0.2
-"""What a process with a GPU may take of host memory beyond its tensors, as a fraction of them (assumed)."""
+"""What a process with a GPU may take of host memory beyond its tensors in (rounded) blocks of pinned memory, as a
+fraction of them (assumed)."""
 _NAMES = {
     "held": "held by the process before the run",
     "weights": "weights",
@@ -229,17 +230,22 @@ def peaks(
 ) -> list[Peak]:
     """What every moment takes of a place, with weights brought `depth` subgraphs ahead and such activations waiting in
     memory."""
-    kept = kept_free(table, waiting)
+    kept, ratio = kept_free(table, waiting), rounding(table, device)
     found = []
     for number, row in enumerate(table):
-        ahead = sum(later.weights for later in table[number + 1 : number + 1 + depth])
+        ahead = table[number + 1 : number + 1 + depth]
         for moment in row.moments:
-            parts = _parts(row, ahead, moment, device, budgets, place, waiting)
+            parts = _parts(row, ahead, moment, device, budgets, place, waiting, ratio)
             if place == "host" and device.type == "cpu" and spare != "none":
                 left = _limit(budgets.host) - sum(parts.values())
                 parts["heap"] = SWING * moment.heap_batch if spare == "least" else int(max(0, min(kept, left)))
             found.append(Peak(row, moment, parts))
     return found
+
+
+def rounding(table: Sequence[Needs], device: torch.device) -> float:
+    """How many bytes of host memory a byte takes that waits there: it is pinned where the device is another."""
+    return 1.0 if device.type == "cpu" else pinned_ratio(table)
 
 
 def swing(table: Sequence[Needs]) -> int:
@@ -260,23 +266,27 @@ def _in_heap(moment: Moment, waiting: Waiting) -> float:
 
 def _parts(
     row: Needs,
-    ahead: int,
+    ahead: Sequence[Needs],
     moment: Moment,
     device: torch.device,
     budgets: Budgets,
     place: Place,
     waiting: Waiting,
+    ratio: float,
 ) -> dict[str, int]:
-    """The tensors of a moment in a place, by kind. `ahead`: weights of later subgraphs that are on their way."""
+    """The tensors of a moment in a place, by kind. `ahead`: later subgraphs whose weights are on their way; `ratio`:
+    see `rounding`."""
     on_device, on_host, in_file = waiting.shares(moment.waiting)
     small_here, small_there = (0, moment.fixed) if waiting.device is None else (moment.fixed, 0)
     cached = {"waiting": on_host + small_here, "in_flight": moment.in_flight if in_file else 0}
-    window = {"weights": row.weights, "prefetch": ahead}
+    window = {"weights": row.weights, "prefetch": sum(later.weights for later in ahead)}
     running = {"batch": moment.batch, "statistics": moment.statistics, "workspace": moment.workspace}
     if device.type == "cpu":
         return {**({"held": budgets.held} if place == "host" else {}), **window, **cached, **running}
     if place == "host":  # weights are in pinned memory, which is kept and reused
         is_there = moment.what in ("write", "verification")
+        window = {"weights": row.pinned, "prefetch": sum(later.pinned for later in ahead)}
+        cached = {name: int(ratio * size) for name, size in cached.items()}
         return {"held": budgets.held, **window, **cached, **(running if is_there else {})}
     running = {} if moment.what == "verification" else running  # which is in host memory
     of_next_batch = moment.in_flight if on_host or in_file else 0
@@ -295,7 +305,8 @@ def _waiting(table: Sequence[Needs], device: torch.device, budgets: Budgets, dep
                 limits[each] - _most(peaks(*where, each, depth, waiting(size), spare)).num_bytes for each in places
             )
 
-        return None if left(None) >= 0 else max(int(left(0)), 0)
+        ratio = rounding(table, device) if "host" in places else 1.0
+        return None if left(None) >= 0 else max(int(left(0) / ratio), 0)
 
     is_apart, on_device = device.type != "cpu", budgets.device_activations
     if is_apart and on_device is None:

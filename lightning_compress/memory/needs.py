@@ -90,6 +90,26 @@ class Needs:
     moments: tuple[Moment, ...]
     requests: Requests = field(default=Requests(), compare=False, repr=False)
 
+    @property
+    def pinned(self) -> int:
+        """Bytes of pinned memory that its weights take on their way to a device."""
+        return max(self.weights, sum(map(pinned_bytes, self.requests.weights))) if self.weights else 0
+
+
+def pinned_bytes(size: int) -> int:
+    """What a block of so many bytes takes of pinned memory: PyTorch rounds it up to a power of two.
+
+    >>> pinned_bytes(4096), pinned_bytes(5000)
+    (4096, 8192)
+    """
+    return 1 << (size - 1).bit_length() if size else 0
+
+
+def pinned_ratio(table: Sequence[Needs]) -> float:
+    """How many bytes of pinned memory a byte of what waits takes, in the worst subgraph."""
+    loaded = [[size for step in row.requests.loaded for size in step] for row in table]
+    return max((sum(map(pinned_bytes, sizes)) / sum(sizes) for sizes in loaded if sum(sizes)), default=1.0)
+
 
 @final
 @dataclass(frozen=True)

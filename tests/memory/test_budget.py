@@ -7,7 +7,7 @@ import torch
 
 from lightning_compress.errors import BudgetError
 from lightning_compress.memory.budget import RESERVE, Budgets, fit
-from lightning_compress.memory.needs import Moment, Needs
+from lightning_compress.memory.needs import Moment, Needs, Requests
 from lightning_compress.memory.placement import MemoryConfig, placement
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -77,6 +77,20 @@ def test_on_the_host_of_a_gpu_a_reserve_is_left_where_it_can_be() -> None:
     found = fit(TABLE, CUDA, replace(NO_LIMIT, host=everything))
     assert found.waiting.host == int(640 / (1 + RESERVE)) - 130 - 10 - 60
     assert fit(TABLE[:1], CUDA, replace(NO_LIMIT, host=1000 + 20 + 10 + 60)).waiting.host == 0
+
+
+def test_pinned_memory_comes_in_powers_of_two() -> None:
+    """On the host of a GPU alone. Seen to fail: with a budget that weights or activations would have been over."""
+    table = tuple(replace(row, requests=Requests((row.weights,), ((96, 100), (60,)))) for row in TABLE)
+    everything = 1000 + 128 + 32 + int(510 * (128 + 128 + 64) / 256)
+    found = fit(table, CUDA, NO_LIMIT)
+    assert (found.host_bytes, found.device_bytes) == (everything, fit(TABLE, CUDA, NO_LIMIT).device_bytes)
+    assert fit(table, CPU, NO_LIMIT) == fit(TABLE, CPU, NO_LIMIT)
+    assert fit(table, CUDA, replace(NO_LIMIT, host=1001 + int((everything - 1000) * (1 + RESERVE)))).notes == ()
+    for host in (1300, 1400, 1500):
+        tight = fit(table, CUDA, replace(NO_LIMIT, host=host))
+        assert host - 10 <= 1000 + (tight.host_bytes - 1000) * (1 + RESERVE) <= host
+        assert tight.waiting.host is not None
 
 
 def test_what_goes_to_the_file_and_comes_from_it_counts() -> None:
