@@ -1,8 +1,9 @@
 """Copies between host memory and the device, beside the device's computing.
 
-On CUDA they run on a stream of their own, from and to pinned memory (PyTorch's host allocator keeps and reuses it), and
-events order them with the computing stream: what computes waits for what arrives, and memory that is given back is
-written to by later copies only when what used it has run. On one device there is nothing to copy.
+On CUDA each direction has a stream of its own, so that both go at once, from and to pinned memory (PyTorch's host
+allocator keeps and reuses it). Events order them with the computing stream: what computes waits for what arrives, and
+memory that is given back is written to by later copies only when what used it has run. What goes to the device waits
+for all that has begun to leave it, of which it may be a part. On one device there is nothing to copy.
 """
 
 from dataclasses import dataclass
@@ -32,11 +33,11 @@ class Lane:
         is_here = device.type == "cuda" and torch.cuda.is_available()  # else it is only planned for
         # "cuda" alone is not equal to the device that its tensors say they are on
         self.device = torch.device("cuda", torch.cuda.current_device()) if is_here and device.index is None else device
-        self._stream = torch.cuda.Stream(self.device) if is_here else None
+        self._to_device, self._to_host = (torch.cuda.Stream(self.device) if is_here else None for _ in range(2))
 
     def enter_thread(self) -> None:
         """Call in a thread of one's own before it sends: its device is another one at first."""
-        if self._stream is not None:
+        if self._to_device is not None:
             torch.cuda.set_device(self.device)
 
     def is_away(self, tensor: Tensor) -> bool:
@@ -45,12 +46,13 @@ class Lane:
 
     def send(self, tensor: Tensor) -> Sent:
         """Begin to copy to the device; do not change the tensor before it is received. May be called in any thread."""
-        if self._stream is None or not self.is_away(tensor):
+        if self._to_device is None or self._to_host is None or not self.is_away(tensor):
             return Sent(tensor.to(self.device))
-        with torch.cuda.stream(self._stream):
+        self._to_device.wait_stream(self._to_host)
+        with torch.cuda.stream(self._to_device):
             pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
             value = pinned.to(self.device, non_blocking=True)
-            return Sent(value, self._stream.record_event())
+            return Sent(value, self._to_device.record_event())
 
     def receive(self, sent: Sent) -> Tensor:
         """The tensor on the device, for what the calling thread computes from now on."""
@@ -61,18 +63,18 @@ class Lane:
     def fetch(self, tensor: Tensor, *, wait: bool = False) -> Tensor:
         """Begin to copy to host memory; what is sent back later waits for it, what reads it on the host has to `wait`
         here."""
-        if self._stream is None or tensor.device.type == "cpu":
+        if self._to_host is None or tensor.device.type == "cpu":
             return tensor.cpu()
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
+        self._to_host.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._to_host):
             host = torch.empty_like(tensor, device="cpu", pin_memory=True)
             host.copy_(tensor, non_blocking=True)
-            tensor.record_stream(self._stream)
+            tensor.record_stream(self._to_host)
         if wait:
-            self._stream.synchronize()
+            self._to_host.synchronize()
         return host
 
     def give_back(self) -> None:
         """Call before tensors that were received are dropped: later copies wait for what has been using them."""
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        if self._to_device is not None:
+            self._to_device.wait_stream(torch.cuda.current_stream(self.device))

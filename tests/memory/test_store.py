@@ -1,7 +1,9 @@
 """Weights at home and on the device. Copies are made real on a CPU by saying that every tensor is away from it."""
 
 from concurrent.futures import wait
+from contextlib import nullcontext
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -212,6 +214,33 @@ def test_a_device_without_a_number_is_the_current_one(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     assert Lane(torch.device("cuda")).device == torch.device("cuda", 1)
     assert Lane(torch.device("cuda", 0)).device == torch.device("cuda", 0)
+
+
+def test_both_directions_have_streams_that_wait_for_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen to fail: with one for both, which never went at once, and without one waiting for the other."""
+    calls, value = mock.MagicMock(), mock.MagicMock()
+    up, down, computing = calls.up, calls.down, calls.computing
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "Stream", mock.Mock(side_effect=[up, down]))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: computing)
+    monkeypatch.setattr(torch, "empty_like", lambda tensor, **where: calls.pinned)
+    calls.pinned.device = CPU
+    lane = Lane(torch.device("cuda", 0))
+    lane.receive(lane.send(lane.fetch(value)))
+    lane.give_back()
+    assert calls.mock_calls == [
+        mock.call.down.wait_stream(computing),
+        mock.call.pinned.copy_(value, non_blocking=True),
+        mock.call.up.wait_stream(down),
+        mock.call.pinned.is_pinned(),
+        mock.call.pinned.is_pinned().__bool__(),
+        mock.call.pinned.to(torch.device("cuda", 0), non_blocking=True),
+        mock.call.up.record_event(),
+        mock.call.computing.wait_event(up.record_event.return_value),
+        mock.call.up.wait_stream(computing),
+    ]
+    value.record_stream.assert_called_once_with(down)
 
 
 @pytest.mark.gpu
