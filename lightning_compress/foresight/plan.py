@@ -1,7 +1,8 @@
 """A way to run a calibration, and what it takes: seconds per phase and lane, and bytes per place.
 
 The seconds of a step are those of its longest lane: computing, the scratch file, the link in each direction and in
-both. Weights of the next subgraph come while this one runs and is solved; what they are late then is waited for.
+both. On a CPU what is read and written is copied by the cores that compute, so that much is added to these. Weights of
+the next subgraph come while this one runs and is solved; what they are late then is waited for.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -210,21 +211,25 @@ def _part(
     )
 
 
+COPIED = 3.5e9
+"""Bytes per second at which a CPU's core copies from and to files that are in memory (measured on one machine); a
+batch's products, shared out evenly, wait for the core that does."""
 MAPPED_AGAIN = 1.3
 """How much a batch maps anew where all that is free in the heap is given back behind each, as a multiple of what it has
 there at most (1.0 to 1.5 were measured)."""
 
 
 def _mapped_again(candidate: Candidate, machine: Machine, waiting: Waiting, host: int | None) -> Iterator[float]:
-    """For each moment of each subgraph the seconds that it takes to map again what the heap gives back: where a batch
-    does not fit under what the process is to keep."""
+    """For each moment of each subgraph the seconds that it takes to map again what the heap gives back: where what a
+    batch leaves free does not fit under what the process is to keep. (Where it fits, holes grow until they do not, and
+    little is given back.)"""
     where = ((*candidate.table, *candidate.end), torch.device(machine.device))
     budgets, depth = Budgets(host, candidate.held), candidate.choice.prefetch_depth
     _, most_resident = process_bytes(*where, budgets, depth, waiting)
     for peak in peaks(*where, budgets, "host", depth, waiting):
-        of_batch = peak.moment.heap_batch
-        is_over = of_batch > 0 and peak.num_bytes + of_batch > most_resident
-        yield MAPPED_AGAIN * of_batch * peak.moment.num_batches / machine.rate("mapping") if is_over else 0.0
+        left_free = MAPPED_AGAIN * peak.moment.heap_batch
+        is_over = left_free > 0 and peak.num_bytes - peak.moment.batch + left_free > most_resident
+        yield left_free * peak.moment.num_batches / machine.rate("mapping") if is_over else 0.0
 
 
 def _worst(
@@ -248,6 +253,7 @@ class Lanes:
     Attributes:
         seconds: of the longest lane.
         compute, file, up, down, duplex: of each.
+        copying: what the file takes of the cores that compute.
         again: beside them, until what the heap gave back is there again.
         moved: bytes from and to the device.
         read, written: bytes of the file.
@@ -266,8 +272,9 @@ class Lanes:
             up, down = self.moved.values()
             self.up, self.down = up / machine.rate("to_device"), down / machine.rate("to_host")
             self.duplex = (up + down) / machine.rate("duplex")
+        self.copying = min(self.file, (self.read + self.written) / COPIED) if machine.device == "cpu" else 0.0
         self.again = again
-        self.seconds = max(self.compute, self.file, self.up, self.down, self.duplex) + again
+        self.seconds = max(self.compute + self.copying, self.file, self.up, self.down, self.duplex) + again
 
 
 def seconds_of(row: Needs, what: str, machine: Machine) -> float:

@@ -15,6 +15,7 @@ For a subgraph's moments m with w bytes that may wait, of them g on the device, 
 and for its steps, with computing seconds C, and bytes L loaded and S stored, each in proportion to what waits where:
 
     r >= C;   link: r >= (1 - g/w) L/h2d, (1 - g/w) S/d2h, (1 - g/w) (L + S)/duplex;   file: r >= s/w (L/read + S/write)
+    on a CPU, whose cores copy what goes to the file and comes from it: r >= C + s/w (L + S)/copied
     depth >= 1: t >= sum r + solve, t >= next weights/read + file's seconds, t >= (next weights + loaded)/h2d
     depth  = 0: t  = sum r + solve + weights/read + weights/h2d
 
@@ -204,7 +205,7 @@ def _subgraph(
         spilled = Lanes(moment, Waiting(0, 0), machine, resources.ranks)
         step = programme.variable()
         running[step] = 1
-        programme.at_most({step: -1}, -alone.compute)
+        programme.at_most({step: -1, in_file: spilled.copying / max(moment.waiting, 1)}, -alone.compute)
         per_byte = spilled.file / max(moment.waiting, 1)
         file[in_file] = per_byte
         programme.at_most({step: -1, in_file: per_byte}, 0)
