@@ -58,6 +58,10 @@ class UnreachedModulesWarning(UserWarning):
     """The calibration data does not reach some of the modules that the recipe targets."""
 
 
+class CalibrationWarning(UserWarning):
+    """A model that does more than calibration sees, or keeps."""
+
+
 class RunWarning(UserWarning):
     """What is to be known of a run that goes on as it was asked for; the report has it, too."""
 

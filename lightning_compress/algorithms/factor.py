@@ -38,7 +38,8 @@ def factorize(gram: Tensor, damping: float, activation_order: bool = True, by_ro
     mean = float(diagonal.mean(dtype=torch.float64))
     if mean <= 0:
         raise SolveError(
-            f"All {num_channels} input channels were zero in every calibration token: exclude the module with "
+            f"All {num_channels} input channels were zero in every calibration token that it saw (of a module that is "
+            "called several times those of its first calls; schedule=basic sees all): exclude the module with "
             "`ignore`, or quantize it with the algorithm `rtn`."
         )
     first_to_last = torch.arange(num_channels, device=gram.device)

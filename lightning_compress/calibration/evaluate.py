@@ -15,6 +15,7 @@ from lightning_compress.calibration.batches import CalibrationSet
 from lightning_compress.calibration.flow import Flow, Values, last_uses, onloaded, prefetch, run_step
 from lightning_compress.calibration.prepare import cached_inputs, trace_on
 from lightning_compress.calibration.target import Target
+from lightning_compress.graph.buffers import KeptBuffers
 from lightning_compress.graph.stages import forward_subgraphs
 from lightning_compress.graph.targets import sequential_modules
 from lightning_compress.memory.heap import heap_kept
@@ -66,7 +67,8 @@ def prepare_evaluation(
     batches = data.batches if share is None else [data.batches[number] for number in share]
     cache = cached_inputs(traced, batches, placement)
     last = last_uses(parts, tuple(results.values()))
-    return Evaluation(Flow(target.root, parts, traced, cache, store, placement, last, {}), results)
+    buffers = KeptBuffers(target.root, traced.written)
+    return Evaluation(Flow(target.root, parts, traced, cache, store, placement, last, {}, buffers=buffers), results)
 
 
 @torch.no_grad()

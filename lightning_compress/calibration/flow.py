@@ -13,6 +13,7 @@ from torch import fx, nn
 
 from lightning_compress.calibration.observe import stretches
 from lightning_compress.calibration.reference import Reference, run_original
+from lightning_compress.graph.buffers import KeptBuffers
 from lightning_compress.graph.execute import execute
 from lightning_compress.graph.masks import TokenMask
 from lightning_compress.graph.shadow import Key, node_of, with_shadows
@@ -42,6 +43,7 @@ class Flow:
         last: the number of the last step that reads a value; steps are numbered through all subgraphs.
         masks: for a source, the input that marks its padding tokens.
         reference: the original model beside the one that runs; None: nothing asks for it.
+        buffers: those that the model writes to, as every batch finds them.
     """
 
     root: nn.Module
@@ -53,6 +55,7 @@ class Flow:
     last: Mapping[Key, int]
     masks: Mapping[Source, TokenMask]
     reference: Reference | None = None
+    buffers: KeptBuffers | None = None
 
     @property
     def device(self) -> torch.device:
@@ -135,6 +138,9 @@ def run_step(
                 run_original(own, values, flow.root, traced, flow.device, reference, drop_after)
             with watch(batch, sources, values):
                 execute(own, values, flow.root, traced.constants, flow.device, drop_after)
+        if flow.buffers is not None:
+            values = flow.buffers.apart(values)
+            flow.buffers.restore()
         if step.keep:
             kept = {key: value for key, value in values.items() if key in outliving}
             unchanged = {key for key, value in kept.items() if before.get(key) == versions(value)}

@@ -151,7 +151,8 @@ class _Meter:
             reference = replace(reference, originals={})
         cache = ActivationCache([known], device=_CPU, rewritten=self._run.flow.cache.rewritten)
         placement = replace(self._run.flow.placement, device=_CPU)
-        self._flow = replace(self._run.flow, cache=cache, placement=placement, masks={}, reference=reference)
+        given = replace(self._run.flow, cache=cache, placement=placement, masks={}, reference=reference)
+        self._flow = replace(given, buffers=None)  # no values to keep
         with attributes_restored(self._root):
             replace_by_fakes(self._root, mode)
             self._memory.ignore(*self._root.parameters(), *self._root.buffers(), *inputs)

@@ -1,6 +1,7 @@
 """Everything before the first subgraph: the model's state, the graph, the stages, the caches."""
 
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -18,8 +19,14 @@ from lightning_compress.calibration.solve import group_key, needed_statistics
 from lightning_compress.calibration.target import Target
 from lightning_compress.distributed.collective import Collective, SingleProcess
 from lightning_compress.distributed.share import assign
-from lightning_compress.errors import CalibrationDataError, UnreachedModulesWarning, UnsupportedModelError
+from lightning_compress.errors import (
+    CalibrationDataError,
+    CalibrationWarning,
+    UnreachedModulesWarning,
+    UnsupportedModelError,
+)
 from lightning_compress.graph.aliases import memory_of
+from lightning_compress.graph.buffers import KeptBuffers
 from lightning_compress.graph.masks import TokenMask, row_mask_for, token_mask_for
 from lightning_compress.graph.shadow import Key, Shadow
 from lightning_compress.graph.stages import Schedule, Source, Subgraph, datafree_subgraphs, quantizable_calls, subgraphs
@@ -124,7 +131,9 @@ def prepare(
     cache = cached_inputs(traced, batches, placement, diverging)
     masks = _masks(traced, needs)
     last = last_uses(parts, tuple(mask.node for mask in masks.values()), reference)
-    flow = Flow(target.root, parts, traced, cache, store, placement, last, masks, reference)
+    _warn_of_unseen(traced, parts, resolved, schedule)
+    buffers = KeptBuffers(target.root, traced.written)
+    flow = Flow(target.root, parts, traced, cache, store, placement, last, masks, reference, buffers)
     return Calibration(flow, resolved, needs, sizes, shares, collective)
 
 
@@ -316,6 +325,36 @@ def _reached(resolved: ResolvedRecipe, traced: Traced, target: Target) -> Resolv
             stacklevel=2,
         )
     return left
+
+
+def _warn_of_unseen(traced: Traced, parts: Sequence[Subgraph], resolved: ResolvedRecipe, schedule: Schedule) -> None:
+    """Of what the model does and calibration does not see, or keep."""
+    if traced.written:
+        warnings.warn(
+            f"The model writes to its buffers {', '.join(traced.written[:5])}, in eval mode too. While it is "
+            "compressed every batch finds them as they are now, and they are stored as that.",
+            CalibrationWarning,
+            stacklevel=3,
+        )
+    groups = [group for part in parts for step in part.steps for group in step.solve]
+    seen = {name: set(group.sources) for group in groups if group.sources for name in group.members}
+    names = frozenset(seen)
+    calls = (call for node in traced.graph.nodes for call in quantizable_calls(node, names))
+    unseen = Counter(name for name, source in calls if source not in seen[name])
+    unseen = Counter({name: n for name, n in unseen.items() if _reads_statistics(resolved.assignments[name])})
+    if unseen:
+        name, number = unseen.most_common(1)[0]
+        others = f", and so are {len(unseen) - 1} others" if len(unseen) > 1 else ""
+        warnings.warn(
+            f"{name} is called several times and quantized by the inputs of its first calls; {number} later ones are "
+            f"not seen{others}. schedule=basic sees all (now it is {schedule.value}).",
+            CalibrationWarning,
+            stacklevel=3,
+        )
+
+
+def _reads_statistics(assignment: Assignment) -> bool:
+    return bool(needed_statistics(assignment))
 
 
 def _by_boundary(names: Sequence[str], boundaries: Sequence[str]) -> list[tuple[str, list[str]]]:

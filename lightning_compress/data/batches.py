@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from lightning_compress.data.config import CustomConfig, DataConfig, MultimodalConfig, TokensConfig
 from lightning_compress.data.custom import custom_batches
 from lightning_compress.data.multimodal import multimodal_dataloader
-from lightning_compress.data.sources import Document, load_documents
+from lightning_compress.data.sources import Document, is_chat, load_documents
 from lightning_compress.errors import CalibrationDataError
 
 Batch = dict[str, Tensor]
@@ -128,16 +128,21 @@ def _encode(documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase) -
     adds_special = bool(tokenizer("")["input_ids"])
     ending = [] if adds_special or tokenizer.eos_token_id is None else [cast(int, tokenizer.eos_token_id)]
     while few := list(islice(remaining, _DOCUMENTS_AT_A_TIME)):
-        is_chat = not isinstance(few[0], str)
+        are_chats = not isinstance(few[0], str)
         texts = [_render(document, tokenizer) for document in few]
-        encoded = tokenizer(texts, add_special_tokens=not is_chat, verbose=False)["input_ids"]
+        encoded = tokenizer(texts, add_special_tokens=not are_chats, verbose=False)["input_ids"]
         for ids in cast(list[list[int]], encoded):
-            yield torch.tensor(ids if is_chat else ids + ending, dtype=torch.int64)
+            yield torch.tensor(ids if are_chats else ids + ending, dtype=torch.int64)
 
 
 def _render(document: Document, tokenizer: PreTrainedTokenizerBase) -> str:
     if isinstance(document, str):
         return document
+    if not is_chat(document):
+        raise CalibrationDataError(
+            f"the data holds {str(document)[:50]!r} ({type(document).__name__}) where strings or chats (lists of "
+            "{role, content}, not empty) are to be: leave such rows out."
+        )
     if tokenizer.chat_template is None:
         raise CalibrationDataError(
             f"the data holds chats, and the tokenizer {tokenizer.name_or_path!r} has no chat template: use the "

@@ -6,7 +6,7 @@ the same on any number of ranks. Alternative not taken: the metric's own sum ove
 
 import math
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from itertools import chain
 
 import torch
@@ -20,6 +20,7 @@ from lightning_compress.calibration.target import find_target
 from lightning_compress.distributed.collective import Collective, SingleProcess
 from lightning_compress.distributed.share import assign
 from lightning_compress.errors import CalibrationDataError, UnsupportedModelError
+from lightning_compress.graph.restore import contents_restored
 from lightning_compress.memory.placement import Placement
 
 _IGNORED = -100
@@ -58,7 +59,7 @@ def perplexity(
     share = assign([num_elements(batch) for batch in kept], collective.size)[collective.rank]
     mine = [kept[number] for number in share]
     sums: list[tuple[float, int]] = []  # of each batch, which is of one shape wherever it is run
-    with evaluating(model):
+    with evaluating(model), contents_restored(model) if placement is None else nullcontext():
         found = _logits(model, mine, device) if placement is None else _logits_by_layer(model, kept, share, placement)
         with closing(found):
             for batch, logits in zip(mine, found, strict=True):

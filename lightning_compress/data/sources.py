@@ -18,6 +18,7 @@ from pydoc_data.topics import topics
 from typing import cast
 
 import datasets
+from datasets.exceptions import DatasetGenerationError
 
 from lightning_compress.data.config import DocsConfig, HfConfig, MultimodalConfig, TextConfig, TokensConfig
 from lightning_compress.errors import CalibrationDataError
@@ -121,6 +122,8 @@ def load_rows(config: HfConfig | MultimodalConfig) -> datasets.Dataset:
         if path.suffix in _LOADERS:
             return datasets.load_dataset(_LOADERS[path.suffix], data_files=glob.escape(config.path), split=config.split)
         return datasets.load_dataset(config.path, config.name, split=config.split)
+    except DatasetGenerationError as error:
+        raise CalibrationDataError(f"data.path={config.path!r} cannot be read: {error.__cause__ or error}") from error
     except ValueError as error:
         raise CalibrationDataError(f"data.split={config.split!r} of {config.path!r}: {error}") from error
 
@@ -158,4 +161,8 @@ def check_columns(dataset: datasets.Dataset, config: HfConfig | MultimodalConfig
 
 def is_chat(value: object) -> bool:
     """Whether it is a list of {role, content}."""
-    return isinstance(value, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in value)
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in value)
+    )

@@ -151,9 +151,10 @@ def _load(
     state = {name: value for load in dict.fromkeys(loads.values()) for name, value in load().items()}
     _quantize_inputs(module, stored, schemes)
     missing, unknown = module.load_state_dict(state, strict=False)
-    tensors = module.state_dict(keep_vars=True)
+    entries = module.state_dict(keep_vars=True)
+    tensors = {key: value for key, value in entries.items() if isinstance(value, Tensor)}  # not what is `extra_state`
     loaded = {identity(tensors[key]) for key in state if key in tensors}
-    missing = [key for key in missing if identity(tensors[key]) not in loaded]  # tied to what was loaded
+    missing = [key for key in missing if key in tensors and identity(tensors[key]) not in loaded]  # nor tied to it
     if missing or unknown or unexpected:
         raise CompressionError(
             f"{directory} does not fit {type(module).__name__}: it lacks {missing[:5]}, and the module has no "

@@ -33,7 +33,7 @@ from lightning_compress.export.packed import load_compressed
 from lightning_compress.export.packing import packs_zero_points
 from lightning_compress.graph.compat import pytree
 from lightning_compress.graph.experts import Experts
-from lightning_compress.graph.restore import MODULE_DICTS
+from lightning_compress.graph.restore import MODULE_DICTS, contents_restored
 from lightning_compress.graph.unfold import unfolded
 from lightning_compress.memory.files import INDEX
 from lightning_compress.recipe.forms import Conv1D, Conv2d
@@ -101,7 +101,14 @@ class Verification:
 
 
 @torch.no_grad()
-def verify(directory: Path, target: Target, names: Iterable[str], batch: Any | None, batch_name: str) -> Verification:
+def verify(
+    directory: Path,
+    target: Target,
+    names: Iterable[str],
+    batch: Any | None,
+    batch_name: str,
+    unreadable: str | None = None,
+) -> Verification:
     """Compare the checkpoint in `directory` with the quantized model in memory. Whatever goes wrong is the finding: the
     checkpoint is complete, and its report has to be written.
 
@@ -111,18 +118,21 @@ def verify(directory: Path, target: Target, names: Iterable[str], batch: Any | N
         names: the quantized modules.
         batch: a batch as the target's step takes it, or None.
         batch_name: says in the report which batch it is.
+        unreadable: why transformers will not read it (see `why_unreadable`); None: it will.
     """
     names, root = list(names), target.root
     try:
-        reloaded, loaded_with = _reload(directory, root, names)
+        reloaded, loaded_with = _reload(directory, root, names, unreadable)
     except Exception as error:
         return Verification("nothing", len(names), (), (), None, None, "none", failure=_told("loading it", error))
     failure, as_loaded, difference, tolerance = "", None, None, 0.0
     buffers: tuple[str, ...] = ()
     try:
-        as_loaded, tolerance = _output_difference(target, reloaded, batch)
+        with contents_restored(root):
+            as_loaded, tolerance = _output_difference(target, reloaded, batch)
         buffers = _align_unsaved_buffers(root, reloaded)
-        difference, tolerance = _output_difference(target, reloaded, batch) if buffers else (as_loaded, tolerance)
+        with contents_restored(root):
+            difference, tolerance = _output_difference(target, reloaded, batch) if buffers else (as_loaded, tolerance)
     except Exception as error:
         failure = _told(f"running both models on {batch_name}", error)
     try:
@@ -198,14 +208,18 @@ def verify_files(directory: Path, names: Iterable[str], unreadable: str | None =
         is_whole = file.is_file() and file.stat().st_size == shard.nbytes
         if not is_whole or any(index.get(key) != shard.name for key in shard.keys):
             damaged.add(shard.name)
-    reader = READ_BACK if unreadable is None else f"{READ_BACK} (transformers will not find the experts: {unreadable})"
+    reader = READ_BACK if unreadable is None else f"{READ_BACK} (transformers will not read the experts: {unreadable})"
     return Verification(reader, len(list(names)), tuple(sorted(damaged)), (), None, None, "none")
 
 
-def _reload(directory: Path, root: nn.Module, quantized: Sequence[str]) -> tuple[nn.Module, str]:
+def _reload(
+    directory: Path, root: nn.Module, quantized: Sequence[str], unreadable: str | None
+) -> tuple[nn.Module, str]:
     name = type(root).__name__
     reader = "lightning_compress.load_compressed"
-    if isinstance(root, PreTrainedModel):
+    if unreadable is not None:
+        reader += f" (transformers will not read the experts: {unreadable})"
+    elif isinstance(root, PreTrainedModel):
         try:
             loaded: Any = type(root).from_pretrained(
                 directory,
@@ -232,22 +246,29 @@ def _reload(directory: Path, root: nn.Module, quantized: Sequence[str]) -> tuple
 
 def why_unreadable(root: nn.Module, resolved: ResolvedRecipe) -> str | None:
     """Why transformers will not read the experts of a checkpoint, as far as that is known before there is one; it would
-    give them new values, and list them as missing."""
+    give them new values and list them as missing, read them by another scheme, or fail."""
+    schemes: dict[str, str] = {}
     for name, module in root.named_modules():
         if not isinstance(module, Experts):
             continue
         inside = [f"{name}.{path}" for path, part in module.named_modules() if isinstance(part, nn.Linear)]
         chosen = [resolved.assignments[path] for path in inside if path in resolved.assignments]
-        if not chosen:
+        if not chosen and (not module.is_assembled or not resolved.assignments):
             continue
         if not module.is_assembled:
             return f"it makes no stacks of single experts for {type(module.folded).__name__} ({name})"
+        if not chosen:
+            return f"the experts of {name} are not quantized, and other modules are"
         if len(chosen) < len(inside):
             return f"of the experts of {name} some modules are quantized and others not"
         if any(assignment.scheme.input_activations is not None for assignment in chosen):
             return f"the experts of {name} have quantized inputs"
         if any(packs_zero_points(assignment.scheme) for assignment in chosen):
             return f"the experts of {name} have packed zero points"
+        for path, assignment in zip(inside, chosen, strict=True):
+            schemes.setdefault(str(assignment.scheme.weights), path)
+        if len(schemes) > 1:
+            return f"it reads all experts by one scheme, and {' and '.join(list(schemes.values())[:2])} have two"
     return None
 
 

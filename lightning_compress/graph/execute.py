@@ -34,7 +34,7 @@ def execute(
         drop_after: after this node, these values are deleted.
 
     Raises:
-        CalibrationDataError: the batch has token ids or positions that an embedding has no row for (found on a CPU).
+        CalibrationDataError: the batch has token ids or positions that an embedding has no row for.
     """
 
     def resolve(argument: Any) -> Any:
@@ -49,6 +49,8 @@ def execute(
                 kwargs = fx.node.map_aggregate(node.kwargs, resolve)
                 function = node.target.function(root) if isinstance(node.target, Leaf) else node.target
                 try:
+                    if isinstance(function, nn.Embedding):
+                        _check_rows(function, [*cast(Any, args), *cast(Any, kwargs).values()])
                     values[node] = cast(Callable[..., object], function)(*cast(Any, args), **cast(Any, kwargs))
                 except IndexError as error:
                     if isinstance(node.target, Leaf) and isinstance(function, nn.Embedding):
@@ -59,6 +61,15 @@ def execute(
                 )
             for dead in drop_after.get(node, ()):
                 values.pop(dead, None)
+
+
+def _check_rows(table: nn.Embedding, arguments: Sequence[object]) -> None:
+    """As the call itself does on a CPU; on a GPU that would make every later operation fail."""
+    for ids in arguments:
+        if isinstance(ids, Tensor) and ids.device.type != "cpu" and ids.numel():
+            least, most = int(ids.min()), int(ids.max())
+            if least < 0 or most >= table.num_embeddings:
+                raise IndexError(f"{least} to {most} of {table.num_embeddings} rows")
 
 
 def _out_of_range(name: str, table: nn.Embedding) -> str:

@@ -42,7 +42,7 @@ from lightning_compress.graph.leaf import Leaf, leaf_input
 from lightning_compress.graph.methods import methods_replaced
 from lightning_compress.graph.reads import Reads, watching
 from lightning_compress.graph.record import Attempt, Cut
-from lightning_compress.graph.restore import assigned, attributes_restored
+from lightning_compress.graph.restore import assigned, attributes_restored, contents_restored
 from lightning_compress.graph.synthesize import Structure, Synthetic, flatten_batch, synthesize
 from lightning_compress.graph.values import expression, is_symbolic, symbolic_sizes
 from lightning_compress.recipe.forms import reader
@@ -87,6 +87,7 @@ class Traced:
         guards: what has to hold of the sizes for this graph to be the path the model takes.
         decisions: likewise of the values.
         only_read: leaves whose weight is read by other code and which are never called.
+        written: buffers that the step writes to.
     """
 
     graph: fx.Graph
@@ -98,6 +99,7 @@ class Traced:
     guards: tuple[sympy.Basic, ...] = ()
     decisions: tuple[Decision, ...] = ()
     only_read: tuple[str, ...] = ()
+    written: tuple[str, ...] = ()
 
 
 def trace(
@@ -248,6 +250,7 @@ def _attempt(
         recorder = compat.Recorder(compat.replace_by_fakes(root, fake_mode), fake_mode)
         fakes = dict(zip(map(id, originals), root.parameters(), strict=True))  # no `getattr`, which is watched
         kept_elsewhere = substituted(originals, lambda original: fakes[id(original)])
+        untouched = [(name, buffer, buffer._version) for name, buffer in root.named_buffers()]
         attempt = Attempt(cut, recorder, frozenset(other), symbolic_sizes(inputs), other)
         recorder.before_node = attempt.check_sizes
         decisions: dict[sympy.Basic, Decision] = {}
@@ -261,6 +264,8 @@ def _attempt(
                     compat.add_placeholder(recorder, path.replace(".", "_") or "batch", value)
                 outputs, returned = flatten_batch(step(structure.build(inputs)))
                 recorder.create_node("output", "output", (compat.to_argument(recorder, tuple(outputs)),), {})
+            now = set(root.buffers())
+            written = tuple(n for n, each, version in untouched if each in now and each._version != version)
         except Exception as error:
             failed = attempt.failure
             name = failed[0] if failed is not None and failed[1] is error else ""
@@ -279,6 +284,7 @@ def _attempt(
         returned.paths,
         guards,
         tuple(decisions.values()),
+        written=written,
     )
 
 
@@ -323,7 +329,7 @@ def _run(
 ) -> None:
     there = (parameter.device for parameter in root.parameters() if not parameter.is_meta)
     device = next(there, torch.device("cpu"))
-    with nullcontext() if onloading is None else onloading():
+    with nullcontext() if onloading is None else onloading(), contents_restored(root):
         step(structure.build([tensor.to(device) for tensor in synthetic.tensors]))
 
 

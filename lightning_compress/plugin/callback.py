@@ -16,6 +16,7 @@ from lightning_compress.calibration.batches import CalibrationSet
 from lightning_compress.calibration.prepare import calibrating, evaluating, may_need_data, needs_data
 from lightning_compress.calibration.target import find_target
 from lightning_compress.distributed.bars import bars_of_first
+from lightning_compress.distributed.buffers import share_buffers
 from lightning_compress.distributed.collective import closing_all
 from lightning_compress.errors import CalibrationDataError, CompressionError, UnsupportedModelError
 from lightning_compress.export.checkpoint import SavesPretrained, check_output_dir, is_unfinished
@@ -222,7 +223,7 @@ class CompressionCallback(Callback):
         """Called before every training batch: before the first, what calibration will run is tried on one batch."""
         if self.when == "after_train" and not self._has_run_step and self._data is not None:
             self._has_run_step = True
-            _try_step(compressed_module(pl_module), self._data)
+            _try_step(compressed_module(pl_module), self._data, str(trainer.precision))
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         """Called after every training batch, where it does nothing, and after every subgraph, whose record it logs."""
@@ -271,6 +272,8 @@ class CompressionCallback(Callback):
         ):
             with compat.profile(trainer, "prepare"):
                 module, device = compressed_module(pl_module), onload_device(trainer)
+                if self.when == "after_train":
+                    share_buffers(module, collective)
                 job = prepare_job(module, self._data, self.settings, device, collective)
             is_trial = bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
             trial_length = _first_quantizing(job) if is_trial else None
@@ -322,7 +325,7 @@ def check_ranks(trainer: pl.Trainer) -> None:
         )
 
 
-def _try_step(module: nn.Module, data: CalibrationSet) -> None:
+def _try_step(module: nn.Module, data: CalibrationSet, precision: str) -> None:
     """Run a calibration batch before the training, at whose end it would be late to find that it cannot be run.
 
     Raises:
@@ -341,9 +344,15 @@ def _try_step(module: nn.Module, data: CalibrationSet) -> None:
         except Exception as error:
             raise UnsupportedModelError(
                 f"{target.step_name} fails on the first calibration batch, so nothing could be compressed after the "
-                f"training: {type(error).__name__}: {error}. Give {type(module).__name__} a method "
-                "`calibration_step(self, batch)` that runs the model on a batch, as its `training_step` does."
+                f"training: {type(error).__name__}: {error}. The method `calibration_step(self, batch)` of "
+                f"{type(module).__name__} has to run the model on a batch, as its `training_step` does"
+                f"{_alone(precision)}."
             ) from error
+
+
+def _alone(precision: str) -> str:
+    """What a step that fails may miss."""
+    return "" if "true" in precision and "16" not in precision else f", and without what precision={precision!r} sets"
 
 
 def compressed_module(pl_module: nn.Module) -> nn.Module:

@@ -102,7 +102,10 @@ def main() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # with which Hydra raises its errors, and does not print them
     try:
-        with named_recipes(_as_overrides(given[2:])) as overrides:
+        several = [flag for flag in given[2:] if flag in ("-m", "--multirun")]  # which Hydra reads in front alone
+        with named_recipes(
+            [*several, *_as_overrides([each for each in given[2:] if each not in several])]
+        ) as overrides:
             sys.argv = [f"{given[0]} {command}", *overrides]
             hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=command)(task)()
     except RecipeError as error:

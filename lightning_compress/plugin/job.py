@@ -83,11 +83,20 @@ def plan_recipe(module: nn.Module, settings: Settings) -> tuple[Target, Resolved
         resolved = resolve(settings.recipe, target.root)
         check_layout(target, resolved, settings.schedule, settings.sequential_targets)
         reason = why_unreadable(target.root, resolved) if settings.output_dir is not None else None
+        state = target.root.state_dict(keep_vars=True)
+    lost = [key for key, value in state.items() if not isinstance(value, torch.Tensor)]
+    if lost and settings.output_dir is not None:
+        warnings.warn(
+            f"{', '.join(lost[:3])} of the model's state (`get_extra_state`) is no tensor, so the checkpoint will not "
+            "hold it: set it anew where the checkpoint is loaded.",
+            ReadBackWarning,
+            stacklevel=2,
+        )
     if reason is not None:
         warnings.warn(
-            "transformers' from_pretrained will not find the experts in the checkpoint, and draw them at random: "
-            f"{reason}. Read it with lightning_compress.load_compressed(model, folder), which is what "
-            "`lightning-compress evaluate model.load=disk` does.",
+            "transformers' from_pretrained will not read the experts of the checkpoint as they are, but draw them at "
+            f"random, misread them or fail: {reason}. Read it with lightning_compress.load_compressed(model, folder), "
+            "which is what `lightning-compress evaluate model.load=disk` does.",
             ReadBackWarning,
             stacklevel=2,
         )
@@ -348,12 +357,12 @@ def _verified(job: Job, folder: Path) -> Verification | None:
     the folder may be another one on each node, and compressed-tensors loads as one of them."""
     if not job.settings.verify:
         return None
-    names = job.resolved.assignments
+    names, unreadable = job.resolved.assignments, why_unreadable(job.target.root, job.resolved)
     if job.source is not None:
-        found = verify_files(folder, names, why_unreadable(job.target.root, job.resolved))
+        found = verify_files(folder, names, unreadable)
     else:
         batch = job.data.batches[0] if job.data is not None else None
-        found = verify(folder, job.target, names, batch, "the first calibration batch")
+        found = verify(folder, job.target, names, batch, "the first calibration batch", unreadable)
     return of_all(job.run.collective.gather(found, "verifying the checkpoint"))
 
 

@@ -74,5 +74,5 @@ def _unknown_key(key: str, full_key: str, node: DictConfig) -> str:
     groups = () if rest else (folder.name for folder in sorted(config_dir().iterdir()) if folder.is_dir())
     known = sorted({*map(str, node), *groups} - {"hydra", "_target_"})
     near = nearest(key, known)
-    remedy = "" if near.endswith("?") else f" What is not there yet is added with +, as +{full_key}=..."
+    remedy = f" What is not there yet is added with +, as +{full_key}=..."
     return f"{full_key} is not known{near}{remedy}"

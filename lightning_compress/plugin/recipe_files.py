@@ -37,7 +37,9 @@ def named_recipes(arguments: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _named(argument: str, files: dict[str, Path]) -> str:
-    choices = argument.removeprefix(_CHOICE).split(",")
+    value = argument.removeprefix(_CHOICE)
+    quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
+    choices = [value[1:-1]] if quoted else value.split(",")
     return _CHOICE + ",".join(_name(each, files) if each.endswith(_SUFFIXES) else each for each in choices)
 
 

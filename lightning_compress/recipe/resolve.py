@@ -5,13 +5,15 @@ what is implemented, tied weights, models that are quantized already.
 """
 
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import cast
 
 import torch
 from compressed_tensors.config import CompressionFormat
-from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, QuantizationStrategy, QuantizationType
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -23,9 +25,9 @@ from lightning_compress.recipe.defaults import left_alone, output_embeddings
 from lightning_compress.recipe.forms import Quantizable, classes, origin, why_not
 from lightning_compress.recipe.groups import check_groups
 from lightning_compress.recipe.parts import transformers_models
+from lightning_compress.recipe.schemes import check_scheme
 
 OUTPUT_EMBEDDING = "lm_head"
-_WEIGHT_STRATEGIES = (QuantizationStrategy.TENSOR, QuantizationStrategy.CHANNEL, QuantizationStrategy.GROUP)
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ def resolve(recipe: Recipe, root: nn.Module) -> ResolvedRecipe:
     _check_merged(root)
     _check_compiled(root)
     for modifier in recipe.modifiers:
-        _check_scheme(modifier.scheme)
+        check_scheme(modifier.scheme, modifier.algorithm)
     assignments: dict[str, Assignment] = {}
     excluded: list[Excluded] = []
     matched = [False] * len(recipe.modifiers)
@@ -121,6 +123,7 @@ def resolve(recipe: Recipe, root: nn.Module) -> ResolvedRecipe:
         elif isinstance(weight, torch.Tensor) and weight.ndim >= 2:
             excluded.append(Excluded(name, type(module).__name__, tuple(weight.shape), reason))
     _check_matched(recipe, matched, assignments, root)
+    _warn_of_unmatched(recipe, places)
     check_groups({name: each.weights for name, each in assignments.items()}, root)
     _check_ties(assignments, root)
     _check_finite(assignments, root)
@@ -237,6 +240,12 @@ def _check_merged(root: nn.Module) -> None:
 
 def _check_compiled(root: nn.Module) -> None:
     """`torch.compile(layer)` puts a module around a layer, and its name into those of the weights."""
+    scripted = [name for name, module in root.named_modules() if isinstance(module, torch.jit.ScriptModule)]
+    if scripted:
+        raise UnsupportedModelError(
+            f"{scripted[0] or 'The model'} is compiled by TorchScript, which hides what is inside: use the Python "
+            "module that it was made from."
+        )
     models = transformers_models(root).values()
     found = [name for model in models for name, _ in model.named_modules() if name.endswith("_orig_mod")]
     if found:
@@ -272,34 +281,6 @@ def _check_not_quantized(root: nn.Module) -> None:
                 f"{name} ({type(module).__name__}) is quantized already. Compress the original, unquantized model "
                 "instead."
             )
-
-
-def _check_scheme(scheme: QuantizationScheme) -> None:
-    weights, inputs = scheme.weights, scheme.input_activations
-    if weights is None:
-        raise UnsupportedModelError(
-            "The scheme has no `weights` and would change nothing; use one such as W4A16 or W8A8."
-        )
-    if weights.type != QuantizationType.INT or not 2 <= weights.num_bits <= 8:
-        raise UnsupportedModelError(
-            f"Weights of type {weights.type} with {weights.num_bits} bits are not supported; use int with 2 to 8 bits."
-        )
-    if weights.strategy not in _WEIGHT_STRATEGIES or weights.dynamic:
-        raise UnsupportedModelError(
-            f"The weights' strategy {weights.strategy!r} is not supported; use static tensor, channel or group."
-        )
-    if scheme.output_activations is not None:
-        raise UnsupportedModelError("Quantized output activations are not supported; leave out `output_activations`.")
-    if inputs is None:
-        return
-    static = inputs.strategy == QuantizationStrategy.TENSOR and not inputs.dynamic
-    per_token = inputs.strategy == QuantizationStrategy.TOKEN and inputs.dynamic is True
-    if inputs.type != QuantizationType.INT or inputs.num_bits != 8 or not (static or per_token):
-        raise UnsupportedModelError(
-            f"Input activations of type {inputs.type}, {inputs.num_bits} bits, strategy {inputs.strategy!r}, "
-            f"dynamic={inputs.dynamic} "
-            "are not supported; use int8, either static per tensor or dynamic per token."
-        )
 
 
 def _quantizable(name: str, module: nn.Module) -> Quantizable:
@@ -344,6 +325,23 @@ def _check_matched(
             "Every module that the targets match is ignored, so nothing would be compressed; shorten `ignore`, or name "
             f"other classes; those with weights in this model: {', '.join(present)}."
         )
+
+
+def _warn_of_unmatched(recipe: Recipe, places: Mapping[nn.Module, Sequence[str]]) -> None:
+    """Patterns that mean nothing, but for the default one of `ignore`."""
+    known = [name for names in places.values() for name in names if name]
+    for modifier in recipe.modifiers:
+        for kind, patterns in (("targets", modifier.targets), ("ignore", modifier.ignore)):
+            for pattern in patterns:
+                if pattern == OUTPUT_EMBEDDING or any(matches(pattern, *place[::-1]) for place in places.items()):
+                    continue
+                close = get_close_matches(pattern, known, n=1)
+                perhaps = f" Did you mean {close[0]!r}?" if close else ""
+                warnings.warn(
+                    f"{pattern!r} of the recipe's `{kind}` is no module or class of the model, so it changes nothing."
+                    f"{perhaps}",
+                    stacklevel=2,
+                )
 
 
 def _check_ties(assignments: Mapping[str, Assignment], root: nn.Module) -> None:

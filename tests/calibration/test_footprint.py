@@ -311,6 +311,7 @@ class Skip(nn.Module):
         return self.layers[0](outputs[-1] + outputs[4])
 
 
+@pytest.mark.filterwarnings("ignore:.* is called several times")
 @pytest.mark.parametrize("schedule", ["staged", "recompute", "block"])
 @pytest.mark.parametrize("make", [lambda: tiny_llama(5), Skip])
 def test_layers_that_are_alike_are_run_once(schedule: str, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:

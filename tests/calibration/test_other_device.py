@@ -22,10 +22,13 @@ from helpers import (
     tiny_llama,
     tiny_mixtral,
 )
-from torch import nn
+from torch import fx, nn
 
 from lightning_compress.calibration.batches import collect
 from lightning_compress.calibration.loop import _Clock
+from lightning_compress.errors import CalibrationDataError
+from lightning_compress.graph.execute import execute
+from lightning_compress.graph.leaf import Leaf
 from lightning_compress.graph.stages import Schedule
 from lightning_compress.memory import activations
 from lightning_compress.memory.placement import MemoryConfig
@@ -113,3 +116,18 @@ def test_a_phase_waits_for_what_computes_alone(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.delattr(torch.cuda, "synchronize")
     _Clock(device).lap("run")
     assert streams.mock_calls == [mock.call(device), mock.call().synchronize()]
+
+
+def test_ids_are_looked_at_where_a_table_would_not_complain() -> None:
+    """On a GPU a wrong one makes every later operation fail, and names nothing."""
+    table = nn.Embedding(8, 4)
+    graph = fx.Graph()
+    read = graph.placeholder("ids")
+    call = graph.call_function(Leaf("0"), (read,))
+    forward = mock.patch.object(nn.Embedding, "forward", return_value=0)
+    with other_device.simulated(root := nn.Sequential(table)), forward:
+        for first, last in ((0, 8), (-1, 7), (0, 7)):
+            values: dict[Any, object] = {read: torch.tensor([[first, last]]).to(other_device.DEVICE)}
+            said = pytest.raises(CalibrationDataError, match=r"0 \(Embedding\) has 8 rows, and a batch asks")
+            with nullcontext() if (first, last) == (0, 7) else said:
+                execute([call], values, root, {}, other_device.DEVICE, {})

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import (
+    Counting,
     compress,
     compress_in_memory,
     linears,
@@ -23,8 +24,15 @@ from torch import Tensor, nn
 from lightning_compress.calibration.loop import calibrate
 from lightning_compress.calibration.prepare import calibrating
 from lightning_compress.calibration.records import UNREACHED
-from lightning_compress.errors import NonFiniteError, SolveError, UnreachedModulesWarning, UnsupportedModelError
+from lightning_compress.errors import (
+    CalibrationWarning,
+    NonFiniteError,
+    SolveError,
+    UnreachedModulesWarning,
+    UnsupportedModelError,
+)
 from lightning_compress.export.checkpoint import INCOMPLETE
+from lightning_compress.export.packed import load_compressed
 from lightning_compress.export.writer import Unwritten
 from lightning_compress.memory.tracker import LiveMemory
 from lightning_compress.memory.transfer import Lane, Sent
@@ -187,6 +195,56 @@ def test_all_inputs_zero() -> None:
         SolveError, match=r"q_proj, .*stacked weight \[64, 32\].*zero in every calibration token.*ignore"
     ):
         compress_in_memory(model, token_batches(), recipe(4))
+
+
+class Recurrent(nn.Module):
+    """Begins with a state of zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.go_on = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = torch.zeros_like(x[:, 0])
+        for number in range(3):
+            state = torch.tanh(self.read(x[:, number]) + self.go_on(state))
+        return state
+
+
+def test_modules_whose_later_calls_are_not_seen_are_named() -> None:
+    """Seen to fail: "in every calibration token", and no word of it where the first calls had inputs."""
+    batches = list(torch.randn(3, 4, 3, 16))
+    given = recipe(4, strategy="channel")
+    several = pytest.warns(
+        CalibrationWarning,
+        match="is called several times .*; 2 later ones are not seen, and so are 1 others. schedule=basic sees",
+    )
+    with several, pytest.raises(SolveError, match=r"that it saw .*schedule=basic sees all"):
+        compress_in_memory(Recurrent().eval(), batches, given)
+    compress_in_memory(Recurrent().eval(), batches, given, schedule="basic")
+    compress_in_memory(Recurrent().eval(), batches, recipe(4, strategy="channel", algorithm="rtn"))
+
+
+@pytest.mark.filterwarnings("ignore:The model writes to its buffers")
+@pytest.mark.parametrize("schedule", ["staged", "block", "basic"])
+def test_batches_do_not_see_what_others_wrote_to_buffers(schedule: str, tmp_path: Path) -> None:
+    """Seen to fail: a count of calls in the checkpoint, and another in memory. (Ranks: `test_ranks.py`.)"""
+    torch.manual_seed(0)
+    model, batch = Counting().eval(), torch.randn(4, 3, 16)
+    again = copy.deepcopy(model)
+    report = compress(model, [batch] * 3, recipe(4, strategy="channel"), tmp_path, schedule=schedule)
+    compress_in_memory(again, [batch], recipe(4, strategy="channel"), schedule=schedule)
+    assert report.verification is not None
+    assert report.verification.passed
+    for place in (model, load_compressed(Counting(), tmp_path)):
+        assert place.count == 0
+        assert not place.mean.any()
+    assert torch.equal(model.last.weight, again.last.weight), "all batches went the way of the first"
+
+
+def test_a_run_with_written_buffers_says_so() -> None:
+    with pytest.warns(CalibrationWarning, match="writes to its buffers count, mean, in eval mode too"):
+        compress_in_memory(Counting().eval(), list(torch.randn(3, 4, 3, 16)), recipe(4, strategy="channel"))
 
 
 class Branching(nn.Module):

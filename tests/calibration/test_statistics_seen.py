@@ -323,6 +323,7 @@ def test_tokens_that_all_attend_to_are_no_padding() -> None:
     assert {record.num_tokens for record in report.modules} == {2 * 2 * 16}
 
 
+@pytest.mark.filterwarnings("ignore:.* is called several times")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_shared_layers(monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
     """ALBERT: basic sees all three calls before it solves; the others the first call, the result serving the later

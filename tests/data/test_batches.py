@@ -147,6 +147,11 @@ def test_chats_go_through_the_template(tmp_path: Path, tokenizer: PreTrainedToke
     tokenizer.chat_template = TEMPLATE
     (batch,) = batches(config, tokenizer)
     assert text_of(batch, tokenizer) == ["[user]hello"] * 3
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"chat": [{"role": "user", "content": "hello"}]}\n{"chat": []}\n')
+    config = HfConfig(path=str(path), column="chat", num_samples=2, max_length=30, packing=False)
+    with pytest.raises(CalibrationDataError, match=r"the data holds '\[\]' \(list\) where strings or chats"):
+        batches(config, tokenizer)
 
 
 @pytest.mark.parametrize("suffix", ["csv", "jsonl"])

@@ -109,6 +109,9 @@ def test_columns_that_cannot_be_used(tmp_path: Path) -> None:
         load_documents(HfConfig(path=str(path), column="story", split="train[:0]"))
     with pytest.raises(CalibrationDataError, match=r"data.split='valid' of .*Unknown split"):
         load_documents(HfConfig(path=str(path), column="story", split="valid"))
+    path.write_text('{"story": "one"}\n{"story": \n')
+    with pytest.raises(CalibrationDataError, match=r"data.path='.*rows.jsonl' cannot be read: .*JSON"):
+        load_documents(HfConfig(path=str(path), column="story"))
     with pytest.raises(FileNotFoundError, match=r"data.path: '/no/such.csv' is not a file"):
         load_documents(HfConfig(path="/no/such.csv"))
 

@@ -17,6 +17,7 @@ from torch import distributed as dist
 from torch import nn
 
 from lightning_compress.calibration.batches import collect
+from lightning_compress.distributed.buffers import share_buffers
 from lightning_compress.distributed.collective import Collective, ProcessGroup, closing_all
 from lightning_compress.export import layout, writer
 from lightning_compress.graph.stages import Schedule
@@ -26,7 +27,18 @@ from lightning_compress.plugin.settings import Settings
 from lightning_compress.recipe.load import load_recipe
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from helpers import CPU, ListMixture, padded, ragged_batches, recipe, saved, tiny_llama, tiny_mixtral, token_batches
+from helpers import (
+    CPU,
+    Counting,
+    ListMixture,
+    padded,
+    ragged_batches,
+    recipe,
+    saved,
+    tiny_llama,
+    tiny_mixtral,
+    token_batches,
+)
 
 layout._LEAST_SPLIT_BYTES = 1 << 11  # a subgraph takes several shards, which ranks share out
 STATIC = {
@@ -61,6 +73,8 @@ CASES: dict[str, Any] = {
         recipe(4),
         {"schedule": Schedule.BASIC, "sequential_targets": None, "verify": False},
     ),
+    "written buffers": lambda: (Counting().eval(), _vectors(5), recipe(4, strategy="channel"), {}),
+    "own buffers": lambda: (_of_rank(Counting().eval()), _vectors(5), recipe(4, strategy="channel"), {}),
     "no data": lambda: (tiny_llama(2), [], recipe(4, algorithm="rtn"), {}),
     "disk": lambda: (tiny_llama(2, tie_word_embeddings=True), token_batches(5), recipe(4), {}),
     "other data": lambda: (tiny_llama(2), token_batches(2, seed=dist.get_rank()), recipe(4), {}),
@@ -69,6 +83,12 @@ CASES: dict[str, Any] = {
     "failing 2": lambda: (tiny_llama(2), token_batches(4), recipe(4), {}),
     "stuck": lambda: (tiny_llama(2), token_batches(4), recipe(4), {}),
 }
+
+
+def _of_rank(model: Counting) -> Counting:
+    """With running means of the rank's own, as DDP leaves them."""
+    model.norm.running_mean.fill_(dist.get_rank())  # type: ignore[union-attr,operator]
+    return model
 
 
 def _shunning() -> ListMixture:
@@ -128,6 +148,8 @@ def run(name: str, stop_after: int, folder: Path) -> dict[str, Any]:
     settings = Settings(load_recipe(given), place / name, **options)
     timeout = timedelta(seconds=5 if name == "stuck" else 100)
     with closing_all(ProcessGroup(timeout)) as collective:
+        if name == "own buffers":
+            share_buffers(model, collective)
         return run_among(collective, name, stop_after, model, batches, settings)
 
 

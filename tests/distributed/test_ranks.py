@@ -31,6 +31,8 @@ SAME = {
     "listed experts": (2, 4),
     "row tiles": (2, 3),
     "budget": (2, 3),
+    "written buffers": (2, 3),
+    "own buffers": (2,),
     "no data": (2, 4),
     "disk": (2, 3),
 }

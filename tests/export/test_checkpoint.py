@@ -22,7 +22,7 @@ from lightning_compress.distributed.collective import SingleProcess
 from lightning_compress.errors import CompressionError, OutputDirectoryError
 from lightning_compress.export.checkpoint import MARKER, check_output_dir
 from lightning_compress.export.packed import load_compressed
-from lightning_compress.export.verify import Verification, _output_difference
+from lightning_compress.export.verify import ReadBackWarning, Verification, _output_difference
 
 W8A8_STATIC = {
     "weights": {"num_bits": 8, "strategy": "channel"},
@@ -64,6 +64,38 @@ class Plain(pl.LightningModule):
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.net(ids)
+
+
+class Stateful(nn.Module):
+    """Has a complex buffer, as of rotary embeddings, and a state that is no tensor."""
+
+    def __init__(self, epoch: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.register_buffer("turns", torch.polar(torch.ones(8), torch.arange(8.0)))
+        self.epoch = epoch
+
+    def get_extra_state(self) -> Any:
+        return {"epoch": self.epoch}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.epoch = state["epoch"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (8, 2))) * self.turns).flatten(-2)
+
+
+def test_buffers_of_complex_numbers_and_states_that_are_no_tensors(tmp_path: Path) -> None:
+    """Seen to fail: what was written could not be read."""
+    model = Stateful(3).eval()
+    with pytest.warns(ReadBackWarning, match="_extra_state of the model's state .*is no tensor"):
+        report = compress(model, list(torch.randn(2, 3, 5, 16)), recipe(4, strategy="channel"), tmp_path)
+    assert report.verification is not None
+    assert report.verification.passed, report.summary()
+    fresh = load_compressed(Stateful(1), tmp_path)
+    assert torch.equal(fresh.turns, model.turns)
+    assert fresh.epoch == 1
 
 
 class Wrapping(pl.LightningModule):

@@ -121,10 +121,7 @@ def test_targets_of_some_experts_name_them(tmp_path: Path) -> None:
 def test_families_whose_checkpoints_hold_stacks(family: str, tmp_path: Path) -> None:
     """transformers has no name for their single experts; it is said so, and `load_compressed` reads them."""
     model = model_of(family)
-    with (
-        pytest.warns(ReadBackWarning, match="it does not find model.layers.0"),
-        pytest.warns(ReadBackWarning, match="will not find the experts.*makes no stacks of single experts"),
-    ):
+    with pytest.warns(ReadBackWarning, match="will not read the experts.*makes no stacks of single experts"):
         report = compress(model, token_batches(), recipe(4), tmp_path)
     assert report.verification is not None
     assert report.verification.passed
@@ -141,13 +138,31 @@ QUANTIZED_INPUTS = {
 }
 
 
+TWO_SCHEMES = {"modifiers": [modifier(4), modifier(8, targets=["re:.*down_proj"])]}
+
+
+@pytest.mark.parametrize("given", [TWO_SCHEMES, recipe(4, ignore=["lm_head", "re:.*experts.*"])])
+def test_what_transformers_would_misread_is_read_otherwise(given: dict[str, Any], tmp_path: Path) -> None:
+    """Seen to fail: it read the downs, of another scheme, as what they are not, and a checkpoint whose experts are not
+    quantized not at all."""
+    model = model_of("qwen3_moe")
+    with pytest.warns(ReadBackWarning, match="will not read"):
+        report = compress(model, token_batches(), given, tmp_path)
+    assert report.verification is not None
+    assert report.verification.passed
+    state, loaded = model.state_dict(), load_compressed(model_of("qwen3_moe"), tmp_path).state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in loaded.items())
+
+
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
         (recipe(4, ignore=["lm_head", "re:.*experts.1.*"]), "some modules are quantized and others not"),
         (recipe(scheme=QUANTIZED_INPUTS), "have quantized inputs"),
         (recipe(4, symmetric=False), "have packed zero points"),
-        (recipe(4, ignore=["lm_head", "re:.*experts.*"]), None),
+        (recipe(4, ignore=["lm_head", "re:.*experts.*"]), "are not quantized, and other modules are"),
+        (TWO_SCHEMES, "reads all experts by one scheme, and model.layers.0.mlp.experts.0"),
+        ({"modifiers": [modifier(8, targets=["re:.*self_attn.*"]), modifier(4, targets=["re:.*experts.*"])]}, None),
         (recipe(4), None),
     ],
 )
@@ -160,9 +175,9 @@ def test_what_transformers_cannot_read_is_known_before(given: dict[str, Any], re
 
 def test_it_is_said_of_weights_on_disk(tmp_path: Path) -> None:
     empty = saved(model_of("gpt_oss"), tmp_path / "weights")
-    with pytest.warns(ReadBackWarning, match="will not find the experts in the checkpoint"):
+    with pytest.warns(ReadBackWarning, match="will not read the experts of the checkpoint"):
         report = compress(empty, token_batches(), recipe(4), tmp_path / "out", weights=tmp_path / "weights")
-    assert "(transformers will not find the experts: it makes no stacks of single experts for" in report.summary()
+    assert "(transformers will not read the experts: it makes no stacks of single experts for" in report.summary()
 
 
 @pytest.mark.filterwarnings("ignore::lightning_compress.export.verify.ReadBackWarning")

@@ -231,6 +231,7 @@ def test_vit(tmp_path: Path) -> None:
     assert {record.num_tokens for record in report.modules} == {3 * 2 * 17, 3 * 2}, "the pooler sees one token an image"
 
 
+@pytest.mark.filterwarnings("ignore:.* is called several times")
 def test_albert(tmp_path: Path) -> None:
     """Layers that are shared are solved and stored once."""
     model = encoder(AlbertConfig(vocab_size=VOCAB, embedding_size=16, **{**SIZES, "num_hidden_layers": 3}), AlbertModel)

@@ -57,6 +57,7 @@ def test_the_result_is_that_of_the_model_in_memory(tmp_path: Path, schedule: str
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").lm_head.weight.dtype == dtype
 
 
+@pytest.mark.filterwarnings("ignore:.* is called several times")
 def test_tied_embeddings_and_shared_layers(tmp_path: Path) -> None:
     """A weight of many places is read for all of them; a layer that is solved is read from the output afterwards."""
     for name, model, given in (

@@ -163,8 +163,8 @@ def test_multirun_writes_a_folder_per_recipe_and_evaluate_reads_them(checkpoint:
     (tmp_path / "my-own.yaml").write_text((config_dir() / "recipe" / "w4a16_gptq.yaml").read_text())
     done = run_command(
         "compress",
-        "-m",
         f"model.path={checkpoint}",
+        "-m",  # which Hydra itself reads in front alone
         *SMALL,
         "recipe=my-own.yaml,w8a16_rtn",
         "recipe.modifiers.0.ignore=[lm_head]",
@@ -203,6 +203,8 @@ def test_files_named_like_other_recipes_are_told_apart(tmp_path: Path) -> None:
         expected = load_recipe(files[0])
         assert [load_recipe(path) for path in sorted(folder.glob("recipe/*"))] == [expected, expected]
     assert not folder.exists()
+    with named_recipes([f"recipe='{files[0]}'"]) as arguments:
+        assert arguments[0] == "recipe=w8a8_gptq_2"
     with named_recipes(["recipe=w4a16_rtn"]) as arguments:
         assert arguments == ["recipe=w4a16_rtn"]
 

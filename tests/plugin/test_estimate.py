@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from rich.console import Console
 from transformers import BertConfig, GPT2Config, LlamaConfig, LlamaForCausalLM, MixtralConfig, T5Config, ViTConfig
 
+from lightning_compress.memory.needs import pinned_bytes
 from lightning_compress.plugin import cli
 from lightning_compress.plugin.models import load_config_only, load_model
 
@@ -155,7 +156,7 @@ def test_models_that_do_not_read_tokens_alone(estimate: Any, tmp_path: Path) -> 
     vit = [f"model.path={tmp_path / 'vit'}", "model.auto_class=AutoModelForImageClassification"]
     found, _ = estimate(*vit, "job.num_samples=16", "job.batch_size=8")
     (batch,) = (row for row in found["rows"] if (row["name"], row["place"]) == ("batch", "host"))
-    hidden = 16 * (4 + 1) * 256 * 2  # of four patches and the class, in both batches
+    hidden = 2 * pinned_bytes(8 * (4 + 1) * 256 * 2)  # of four patches and the class, in both batches
     assert batch["parts"]["waiting activations"] == 1.5 * hidden, "and what one of them has for the next group"
     with pytest.raises(SystemExit, match="job=finetuning is of models that read tokens, and ViTForImageClassification"):
         estimate(*vit, "job=finetuning")

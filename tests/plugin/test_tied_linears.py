@@ -26,6 +26,7 @@ from lightning_compress import load_compressed
 from lightning_compress.errors import UnsupportedModelError
 from lightning_compress.graph.unfold import unfold, unfolded
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* is called several times")
 INT8_TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 
 

@@ -83,7 +83,10 @@ def fitted(make_trainer: Any, module: pl.LightningModule, *shape: int, **options
 def test_what_calibration_cannot_run_is_said_before_the_training(make_trainer: Any) -> None:
     """Seen to fail: after it, and without `calibration_step`."""
     module = Classifier()
-    with pytest.raises(UnsupportedModelError, match=r"Classifier.forward\(batch\) fails .*Give Classifier a method"):
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"Classifier.forward\(batch\) fails .*`calibration_step.self, batch.` of Classifier has to run",
+    ):
         make_trainer(compression(PER_CHANNEL)).fit(module, images())
     assert module.num_steps == 0
     with pytest.raises(UntraceableModelError, match="calibration_step"):

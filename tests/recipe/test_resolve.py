@@ -396,11 +396,50 @@ def test_quantized_model() -> None:
             {"weights": weights(8), "input_activations": {**INT8_TENSOR, "dynamic": True}},
             "use int8, either static per tensor or dynamic per token",
         ),
+        ({"weights": {**weights(4), "observer": "minmax"}}, "observer='minmax' of `weights`.*`scale_search`"),
+        ({"weights": {**weights(4), "observer_kwargs": {"a": 1}}}, "observer_kwargs=.*leave it out"),
+        ({"weights": {**weights(4), "scale_dtype": "torch.float16"}}, "scale_dtype=torch.float16 of `weights`"),
+        (
+            {"weights": weights(8), "input_activations": {**INT8_TENSOR, "observer": "mse"}},
+            "observer='mse' of `input_activations`",
+        ),
     ],
 )
 def test_schemes_that_are_not_supported(scheme: Any, message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         resolved(recipe(scheme=scheme), tiny_llama(1))
+
+
+def test_fields_that_ask_for_what_is_done_anyway() -> None:
+    """Other tools' recipes have them."""
+    scheme = {
+        "weights": {**weights(8, strategy="channel"), "actorder": "static"},
+        "input_activations": {**INT8_TENSOR, "observer": "static_minmax"},
+    }
+    assert resolved(recipe(scheme=scheme), tiny_llama(1)).assignments
+    plain = {"weights": {**weights(8), "observer": "memoryless_minmax"}}
+    assert resolved(recipe(scheme=plain, scale_search=False), tiny_llama(1)).assignments
+    with pytest.raises(UnsupportedModelError, match="actorder"):
+        resolved(recipe(scheme=scheme, activation_order=False), tiny_llama(1))
+
+
+def test_names_and_patterns_that_mean_nothing_are_said() -> None:
+    """Seen to fail: a mistyped `ignore` left nothing alone, and said nothing."""
+    mistyped = (
+        "'model.layers.0.mlp.down_prj' of the recipe's `ignore` is no module .*mean 'model.layers.0.mlp.down_proj'"
+    )
+    with pytest.warns(UserWarning, match=mistyped):
+        resolved(recipe(4, ignore=["lm_head", "model.layers.0.mlp.down_prj"]), tiny_llama(1))
+    with pytest.warns(UserWarning, match=r"'re:.\*w1' of the recipe's `targets` is no module or class of the model"):
+        resolved(recipe(4, targets=["Linear", "re:.*w1"]), tiny_llama(1))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_torchscript_is_refused() -> None:
+    """Seen to fail: with an error of a hook container."""
+    model = nn.Sequential(nn.Linear(32, 32), torch.jit.script(nn.Linear(32, 32)))
+    with pytest.raises(UnsupportedModelError, match=r"1 is compiled by TorchScript.*use the Python module"):
+        resolved(recipe(4), model)
 
 
 def test_preset_that_is_not_supported() -> None:

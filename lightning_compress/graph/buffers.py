@@ -1,0 +1,46 @@
+"""Buffers that a forward writes to in eval mode too: counters, running means.
+
+A batch must not see what the others wrote, or the result would depend on their order, and on how many ranks share them.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, final
+
+from torch import Tensor, nn
+
+from lightning_compress.graph.compat import pytree
+
+
+@final
+class KeptBuffers:
+    """What some buffers hold, to be put back whenever a forward has written to them.
+
+    One that has been replaced stays so: other attributes may say by what (a rotary embedding's longest length).
+
+    Args:
+        root: the model.
+        names: of the buffers.
+    """
+
+    def __init__(self, root: nn.Module, names: Iterable[str] = ()) -> None:
+        self._kept: list[tuple[dict[str, Tensor | None], str, Tensor, Tensor]] = []
+        for name in names:
+            owner, _, key = name.rpartition(".")
+            buffer = root.get_buffer(name)
+            self._kept.append((root.get_submodule(owner)._buffers, key, buffer, buffer.detach().clone()))
+
+    def restore(self) -> None:
+        """All of them."""
+        for buffers, key, buffer, before in self._kept:
+            if buffers[key] is buffer:
+                buffer.copy_(before)
+
+    def apart(self, values: Mapping[Any, object]) -> dict[Any, object]:
+        """The values, with copies of those that are what such a buffer holds now."""
+        storages = {buffer.untyped_storage()._cdata for _, _, buffer, _ in self._kept}
+
+        def copied(leaf: object) -> object:
+            is_one = isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata in storages
+            return leaf.clone() if isinstance(leaf, Tensor) and is_one else leaf
+
+        return {key: pytree.tree_map(copied, value) for key, value in values.items()}
