@@ -56,11 +56,21 @@ def execute(
                     if isinstance(node.target, Leaf) and isinstance(function, nn.Embedding):
                         raise CalibrationDataError(_out_of_range(node.target.name, function)) from error
                     raise
+                except Exception as error:
+                    error.add_note(_where(node, function, [*cast(Any, args), *cast(Any, kwargs).values()]))
+                    raise
                 check_expected(
                     node, {read: values[read] for read in node.all_input_nodes if read in values}, values[node]
                 )
             for dead in drop_after.get(node, ()):
                 values.pop(dead, None)
+
+
+def _where(node: fx.Node, function: object, arguments: Sequence[object]) -> str:
+    """What failed, and what it was given, for an error that says neither."""
+    name = f"{node.target.name} ({type(function).__name__})" if isinstance(node.target, Leaf) else str(node.target)
+    given = [f"{list(each.shape)} {each.dtype}" for each in arguments if isinstance(each, Tensor)]
+    return f"This was {name} on calibration data, given {', '.join(given) or 'no tensor'}."
 
 
 def _check_rows(table: nn.Embedding, arguments: Sequence[object]) -> None:

@@ -247,6 +247,14 @@ def test_a_run_with_written_buffers_says_so() -> None:
         compress_in_memory(Counting().eval(), list(torch.randn(3, 4, 3, 16)), recipe(4, strategy="channel"))
 
 
+def test_an_error_of_the_model_says_where_it_was() -> None:
+    """Seen to fail: of types that do not fit, which tracing does not see, nothing told whose they were."""
+    model = nn.Sequential(nn.Linear(16, 16, dtype=torch.bfloat16), nn.Linear(16, 16), nn.Linear(16, 16)).eval()
+    with pytest.raises(RuntimeError, match="dtype") as caught:
+        compress_in_memory(model, [torch.randn(4, 16).bfloat16()], recipe(8, strategy="channel"))
+    assert "This was 1 (Linear) on calibration data, given [4, 16] torch.bfloat16." in caught.value.__notes__
+
+
 class Branching(nn.Module):
     """Calls one of its two linears, by what it reads."""
 
