@@ -67,7 +67,7 @@ def prepare_evaluation(
     batches = data.batches if share is None else [data.batches[number] for number in share]
     cache = cached_inputs(traced, batches, placement)
     last = last_uses(parts, tuple(results.values()))
-    buffers = KeptBuffers(target.root, traced.written)
+    buffers = KeptBuffers(target.root, traced.written) if traced.written else None
     return Evaluation(Flow(target.root, parts, traced, cache, store, placement, last, {}, buffers=buffers), results)
 
 

@@ -43,7 +43,7 @@ class Flow:
         last: the number of the last step that reads a value; steps are numbered through all subgraphs.
         masks: for a source, the input that marks its padding tokens.
         reference: the original model beside the one that runs; None: nothing asks for it.
-        buffers: those that the model writes to, as every batch finds them.
+        buffers: those that the model writes to, as every batch finds them; None: there are none.
     """
 
     root: nn.Module

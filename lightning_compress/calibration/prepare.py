@@ -132,7 +132,7 @@ def prepare(
     masks = _masks(traced, needs)
     last = last_uses(parts, tuple(mask.node for mask in masks.values()), reference)
     _warn_of_unseen(traced, parts, resolved, schedule)
-    buffers = KeptBuffers(target.root, traced.written)
+    buffers = KeptBuffers(target.root, traced.written) if traced.written else None
     flow = Flow(target.root, parts, traced, cache, store, placement, last, masks, reference, buffers)
     return Calibration(flow, resolved, needs, sizes, shares, collective)
 

@@ -22,7 +22,7 @@ class KeptBuffers:
         names: of the buffers.
     """
 
-    def __init__(self, root: nn.Module, names: Iterable[str] = ()) -> None:
+    def __init__(self, root: nn.Module, names: Iterable[str]) -> None:
         self._kept: list[tuple[dict[str, Tensor | None], str, Tensor, Tensor]] = []
         for name in names:
             owner, _, key = name.rpartition(".")

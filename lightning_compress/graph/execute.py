@@ -52,11 +52,9 @@ def execute(
                     if isinstance(function, nn.Embedding):
                         _check_rows(function, [*cast(Any, args), *cast(Any, kwargs).values()])
                     values[node] = cast(Callable[..., object], function)(*cast(Any, args), **cast(Any, kwargs))
-                except IndexError as error:
-                    if isinstance(node.target, Leaf) and isinstance(function, nn.Embedding):
-                        raise CalibrationDataError(_out_of_range(node.target.name, function)) from error
-                    raise
                 except Exception as error:
+                    if isinstance(error, IndexError) and isinstance(function, nn.Embedding):
+                        raise CalibrationDataError(_out_of_range(_name(node), function)) from error
                     error.add_note(_where(node, function, [*cast(Any, args), *cast(Any, kwargs).values()]))
                     raise
                 check_expected(
@@ -68,9 +66,14 @@ def execute(
 
 def _where(node: fx.Node, function: object, arguments: Sequence[object]) -> str:
     """What failed, and what it was given, for an error that says neither."""
-    name = f"{node.target.name} ({type(function).__name__})" if isinstance(node.target, Leaf) else str(node.target)
+    name = f"{_name(node)} ({type(function).__name__})" if isinstance(node.target, Leaf) else _name(node)
     given = [f"{list(each.shape)} {each.dtype}" for each in arguments if isinstance(each, Tensor)]
     return f"This was {name} on calibration data, given {', '.join(given) or 'no tensor'}."
+
+
+def _name(node: fx.Node) -> str:
+    """Of the module or operator that it calls."""
+    return node.target.name if isinstance(node.target, Leaf) else str(node.target)
 
 
 def _check_rows(table: nn.Embedding, arguments: Sequence[object]) -> None:

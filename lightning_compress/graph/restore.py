@@ -90,7 +90,7 @@ def containers_restored(module: nn.Module) -> Iterator[None]:
 def contents_restored(root: nn.Module) -> Iterator[None]:
     """Within: what modules keep beside their parameters may be written to in place (counters, metrics, lists)."""
     kept = [*root.buffers(), *(value for module in root.modules() for value in vars(module).values())]
-    saved = [(tensor, tensor.detach().clone()) for tensor in kept if isinstance(tensor, Tensor)]
+    saved = [(tensor, tensor.detach().clone()) for tensor in kept if isinstance(tensor, Tensor) and not tensor.is_meta]
     try:
         with containers_restored(root):
             yield
