@@ -17,6 +17,7 @@ import torch
 from helpers import (
     UNCHANGING,
     VOCAB,
+    Counting,
     Skipping,
     ViewsBlock,
     compress_in_memory,
@@ -356,6 +357,22 @@ def test_shared_layers(monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
     torch.testing.assert_close(gram_sum(seen[name]), x.T @ x, rtol=1e-4, atol=1e-4)
     records = [record for record in report.modules if record.module == name]
     assert [(record.num_calls, record.num_tokens) for record in records] == [(3, len(x))]
+
+
+@pytest.mark.filterwarnings("ignore:The model writes to its buffers")
+@pytest.mark.parametrize("schedule", ["staged", "recompute", "block", "basic"])
+def test_what_is_written_to_a_buffer_is_read_behind_a_cut(monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
+    """As by a model that sees this batch alone. Seen to fail: with what the buffer held before."""
+    torch.manual_seed(0)
+    model = make_representable(Counting().eval())
+    batches = list(torch.randn(3, 4, 3, 16))
+    copies = [copy.deepcopy(model) for _ in batches]
+    alone = [input_grams(each, [batch], each) for each, batch in zip(copies, batches, strict=True)]
+    seen = seen_statistics(monkeypatch)
+    compress_in_memory(model, batches, recipe(**UNCHANGING), schedule=schedule)
+    for name in ("first", "last", "out"):
+        expected = torch.stack([grams[name] for grams in alone]).sum(0)
+        torch.testing.assert_close(gram_sum(seen[name]), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_static_input_ranges_skip_padding(monkeypatch: pytest.MonkeyPatch) -> None:
