@@ -125,6 +125,9 @@ def summary(rows: list[dict[str, Any]]) -> None:
     errors = [found["loop_s_foreseen"] / found["loop_s_measured"] - 1 for found in rows]
     sizes = [abs(error) for error in errors]
     print(f"seconds: median error {statistics.median(sizes):.1%}, largest {max(sizes):.1%}, of {len(rows)} runs")
+    for schedule in dict.fromkeys(found["schedule"] for found in rows):
+        of_it = [error for error, found in zip(errors, rows, strict=True) if found["schedule"] == schedule]
+        print(f"  {schedule}: from {min(of_it):+.1%} to {max(of_it):+.1%}, median {statistics.median(of_it):+.1%}")
     peaks = [found["peak_foreseen"] / found["peak_measured"] - 1 for found in rows]
     print(f"peak: median error {statistics.median(peaks):+.1%}, from {min(peaks):+.1%} to {max(peaks):+.1%}")
 

@@ -174,9 +174,11 @@ def fits(plan: Plan, there: Resources) -> bool:
     return all(limits[place] is None or size <= limits[place] for place, size in plan.peaks.items())  # type: ignore[operator]
 
 
-def test_shadow_prices_are_what_a_byte_saves() -> None:
-    """Seen to fail: with the file's seconds left out of the programme."""
-    given, there = candidate(flops=1), Resources(None, 1190, 1000)
+@pytest.mark.parametrize(("flops", "copied"), [(1, 3.5e9), (3000, 10.0)], ids=["of waiting", "of copying"])
+def test_shadow_prices_are_what_a_byte_saves(flops: float, copied: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen to fail: with the file's seconds left out of the programme, and with those of copying for it."""
+    monkeypatch.setattr(plan_module, "COPIED", copied)
+    given, there = candidate(flops=flops), Resources(None, 1190, 1000)
     before, after = (best(given, machine("cpu"), replace(there, host=1190 + more)) for more in (0, 10))
     assert before is not None
     assert after is not None
