@@ -1,7 +1,8 @@
 """Evaluation of a model larger than memory: all batches through one subgraph after the other.
 
 Weights are read once for all batches, where running batch after batch would read them for each. The sequential targets
-run as the modules they are (single calls of the graph), so the outputs are those of the model itself, bit for bit.
+run as the modules they are (single calls of the graph), so the outputs are those of the model itself, bit for bit
+(for half precision on some CPUs, of the model within `graph.products.in_float32`).
 """
 
 from collections import deque
@@ -16,6 +17,7 @@ from lightning_compress.calibration.flow import Flow, Values, last_uses, onloade
 from lightning_compress.calibration.prepare import cached_inputs, trace_on
 from lightning_compress.calibration.target import Target
 from lightning_compress.graph.buffers import KeptBuffers
+from lightning_compress.graph.products import slow_dtypes
 from lightning_compress.graph.stages import forward_subgraphs
 from lightning_compress.graph.targets import sequential_modules
 from lightning_compress.memory.heap import heap_kept
@@ -68,7 +70,9 @@ def prepare_evaluation(
     cache = cached_inputs(traced, batches, placement)
     last = last_uses(parts, tuple(results.values()))
     buffers = KeptBuffers(target.root, traced.written) if traced.written else None
-    return Evaluation(Flow(target.root, parts, traced, cache, store, placement, last, {}, buffers=buffers), results)
+    slow = slow_dtypes(placement.device)
+    flow = Flow(target.root, parts, traced, cache, store, placement, last, {}, buffers=buffers, in_float32=slow)
+    return Evaluation(flow, results)
 
 
 @torch.no_grad()

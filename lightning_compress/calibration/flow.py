@@ -16,6 +16,7 @@ from lightning_compress.calibration.reference import Reference, run_original
 from lightning_compress.graph.buffers import KeptBuffers
 from lightning_compress.graph.execute import execute
 from lightning_compress.graph.masks import TokenMask
+from lightning_compress.graph.products import in_float32
 from lightning_compress.graph.shadow import Key, node_of, with_shadows
 from lightning_compress.graph.stages import Source, Step, Subgraph, last_steps
 from lightning_compress.graph.trace import Traced
@@ -44,6 +45,7 @@ class Flow:
         masks: for a source, the input that marks its padding tokens.
         reference: the original model beside the one that runs; None: nothing asks for it.
         buffers: those that the model writes to, as every batch finds them; None: there are none.
+        in_float32: types whose products are computed in float32 (see `graph.products`).
     """
 
     root: nn.Module
@@ -56,6 +58,7 @@ class Flow:
     masks: Mapping[Source, TokenMask]
     reference: Reference | None = None
     buffers: KeptBuffers | None = None
+    in_float32: frozenset[torch.dtype] = frozenset()
 
     @property
     def device(self) -> torch.device:
@@ -133,11 +136,12 @@ def run_step(
         values = flow.cache.load(batch, loaded, copy=not step.keep)
         before = {key: versions(value) for key, value in values.items()}
         for (shared, own), sources in pieces:
-            execute(shared, values, flow.root, traced.constants, flow.device, drop_after)
-            if reference is not None:
-                run_original(own, values, flow.root, traced, flow.device, reference, drop_after)
-            with watch(batch, sources, values):
-                execute(own, values, flow.root, traced.constants, flow.device, drop_after)
+            with in_float32(flow.in_float32):
+                execute(shared, values, flow.root, traced.constants, flow.device, drop_after)
+                if reference is not None:
+                    run_original(own, values, flow.root, traced, flow.device, reference, drop_after)
+                with watch(batch, sources, values):
+                    execute(own, values, flow.root, traced.constants, flow.device, drop_after)
         if flow.buffers is not None:
             values = flow.buffers.apart(values)
             flow.buffers.restore()

@@ -28,6 +28,7 @@ from lightning_compress.errors import (
 from lightning_compress.graph.aliases import memory_of
 from lightning_compress.graph.buffers import KeptBuffers
 from lightning_compress.graph.masks import TokenMask, row_mask_for, token_mask_for
+from lightning_compress.graph.products import slow_dtypes
 from lightning_compress.graph.shadow import Key, Shadow
 from lightning_compress.graph.stages import Schedule, Source, Subgraph, datafree_subgraphs, quantizable_calls, subgraphs
 from lightning_compress.graph.targets import sequential_modules
@@ -107,7 +108,7 @@ def prepare(
     collective = collective or SingleProcess()
     names = tuple(resolved.assignments)
     boundaries = check_layout(target, resolved, schedule, sequential_targets)
-    device = placement.device
+    device, slow = placement.device, slow_dtypes(placement.device)
     store = WeightStore(target.root, Lane(device), placement.source)
     if schedule is Schedule.DATAFREE:
         parts = datafree_subgraphs(_by_boundary(names, boundaries))
@@ -133,7 +134,7 @@ def prepare(
     last = last_uses(parts, tuple(mask.node for mask in masks.values()), reference)
     _warn_of_unseen(traced, parts, resolved, schedule)
     buffers = KeptBuffers(target.root, traced.written) if traced.written else None
-    flow = Flow(target.root, parts, traced, cache, store, placement, last, masks, reference, buffers)
+    flow = Flow(target.root, parts, traced, cache, store, placement, last, masks, reference, buffers, slow)
     return Calibration(flow, resolved, needs, sizes, shares, collective)
 
 

@@ -27,8 +27,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lightning_compress.calibration.resume import file_digest, sync, written_shards
-from lightning_compress.calibration.target import Target, in_its_place
+from lightning_compress.calibration.target import Target
 from lightning_compress.errors import CompressionError, OutputDirectoryError
+from lightning_compress.export.outputs import output_difference
 from lightning_compress.export.packed import load_compressed
 from lightning_compress.export.packing import packs_zero_points
 from lightning_compress.graph.compat import pytree
@@ -39,15 +40,8 @@ from lightning_compress.memory.files import INDEX
 from lightning_compress.recipe.forms import Conv1D, Conv2d
 from lightning_compress.recipe.resolve import ResolvedRecipe
 
-FEW = 128
-"""Tokens on which outputs are compared."""
-_OF_TOKENS = {"input_ids", "attention_mask", "token_type_ids", "labels"}
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 READ_BACK = "safetensors, each shard when it was written"
-
-
-ROUNDING = 16 * torch.finfo(torch.float32).eps
-"""Of the largest output: so much may outputs of equal weights differ; for those of 16 bits this is nothing."""
 
 
 class ReadBackWarning(UserWarning):
@@ -129,10 +123,10 @@ def verify(
     buffers: tuple[str, ...] = ()
     try:
         with contents_restored(root):
-            as_loaded, tolerance = _output_difference(target, reloaded, batch)
+            as_loaded, tolerance = output_difference(target, reloaded, batch)
         buffers = _align_unsaved_buffers(root, reloaded)
         with contents_restored(root):
-            difference, tolerance = _output_difference(target, reloaded, batch) if buffers else (as_loaded, tolerance)
+            difference, tolerance = output_difference(target, reloaded, batch) if buffers else (as_loaded, tolerance)
     except Exception as error:
         failure = _told(f"running both models on {batch_name}", error)
     try:
@@ -328,72 +322,3 @@ def _same_weight(mine: nn.Module, other: nn.Module) -> bool:
     if not isinstance(reloaded, Tensor) or reloaded.shape != weight.shape:
         return False
     return torch.equal(weight.detach().cpu(), reloaded.detach().to("cpu", weight.dtype))
-
-
-def _output_difference(target: Target, reloaded: nn.Module, batch: Any | None) -> tuple[float | None, float]:
-    """Largest difference of any floating-point output, and how large one rounding may explain; None where there is no
-    batch that the model takes. Both draw the same random numbers."""
-    if batch is None or (target.takes_fields and not isinstance(batch, Mapping | Tensor)):
-        return None, 0.0
-    with torch.random.fork_rng(devices=[]):
-        batch, mine = _run(target, batch)
-    called: list[bool] = []
-    handles = [module.register_forward_pre_hook(lambda *_: called.append(True)) for module in reloaded.modules()]
-    try:
-        with torch.random.fork_rng(devices=[]), in_its_place(target, reloaded) as step:
-            other = step(copy.deepcopy(batch))
-    finally:
-        for handle in handles:
-            handle.remove()
-    if not called:  # the step has another way to the model in memory
-        return None, 0.0
-    largest = tolerance = 0.0
-    for left, right in zip(_outputs(mine), _outputs(other), strict=True):
-        if torch.isfinite(left).all() and not torch.isfinite(right).all():
-            raise CompressionError(
-                "The model read back from the checkpoint gives NaN or Inf where the one in memory does not."
-            )
-        largest = max(largest, float((left.float() - right.float()).abs().nan_to_num().max()))
-        scale = float(left.float().abs().nan_to_num(posinf=0.0).max())
-        tolerance = max(tolerance, ROUNDING * scale)
-    return largest, tolerance
-
-
-def _run(target: Target, batch: Any) -> tuple[Any, object]:
-    """What of a batch is compared, and what the model in memory gives: of tokens a few, where it takes those."""
-    few = _few_tokens(batch) if target.takes_fields else batch
-    try:
-        return few, target.step(copy.deepcopy(few))
-    except Exception:  # it takes rows together, as many as the batch has
-        if few is batch:
-            raise
-        return batch, target.step(copy.deepcopy(batch))
-
-
-def _few_tokens(batch: Any) -> Any:
-    """Of a batch of nothing but tokens the beginning of the row that has most of them: both models run on the CPU."""
-    fields = dict(batch) if isinstance(batch, Mapping) else {"input_ids": batch}
-    tokens = fields.get("input_ids")
-    if not fields.keys() <= _OF_TOKENS or not isinstance(tokens, Tensor) or tokens.ndim != 2:
-        return batch
-    if any(not isinstance(value, Tensor) or value.shape != tokens.shape for value in fields.values()):
-        return batch
-    mask = fields.get("attention_mask")
-    row = 0 if mask is None else int(mask.bool().sum(1).argmax())
-    begin = 0 if mask is None else int(mask[row].bool().int().argmax())
-    few = {key: value[row : row + 1, begin : begin + FEW] for key, value in fields.items()}
-    return few if isinstance(batch, Mapping) else few["input_ids"]
-
-
-def _outputs(value: object) -> list[Tensor]:
-    """Logits where there are any (past key values and hidden states follow from the same weights), else every
-    output."""
-    logits = getattr(value, "logits", None)
-    if isinstance(logits, Tensor):
-        return [logits]
-    value = dict(value) if isinstance(value, Mapping) else value
-    return [
-        leaf
-        for leaf in pytree.tree_leaves(value)
-        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel()
-    ]

@@ -63,6 +63,8 @@ class WorkMeter(TorchDispatchMode):
             self.work[f"attention {_dtype(query)}"] += flops
         elif packet in flop_registry:
             self.work[f"product {_dtype(written[0])}"] += flop_registry[packet](*args, **kwargs, out_val=written[0])
+        elif str(packet) in ("aten._grouped_mm", "transformers.grouped_mm_fallback"):  # each row by one of the matrices
+            self.work[f"product {_dtype(written[0])}"] += 2 * args[0].numel() * args[1].shape[-1]
         else:
             self.work["elementwise"] += sum(tensor.nbytes for tensor in (*read, *written))
 

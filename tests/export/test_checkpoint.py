@@ -21,8 +21,9 @@ from lightning_compress.calibration.target import find_target
 from lightning_compress.distributed.collective import SingleProcess
 from lightning_compress.errors import CompressionError, OutputDirectoryError
 from lightning_compress.export.checkpoint import MARKER, check_output_dir
+from lightning_compress.export.outputs import output_difference
 from lightning_compress.export.packed import load_compressed
-from lightning_compress.export.verify import ReadBackWarning, Verification, _output_difference
+from lightning_compress.export.verify import ReadBackWarning, Verification
 
 W8A8_STATIC = {
     "weights": {"num_bits": 8, "strategy": "channel"},
@@ -364,7 +365,7 @@ def test_outputs_may_differ_by_rounding_alone(dtype: torch.dtype, factor: float,
     other = copy.deepcopy(model)
     with torch.no_grad():
         other.weight.mul_(factor)
-        difference, tolerance = _output_difference(find_target(model), other, batch)
+        difference, tolerance = output_difference(find_target(model), other, batch)
     assert difference is not None
     assert difference > 0
     assert Verification("", 0, (), (), difference, difference, "", tolerance).passed is passes

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import scaled_dot_product_attention, silu
+from torch.nn.functional import grouped_mm, scaled_dot_product_attention, silu
 
 from lightning_compress.graph.compat import fake_like, new_fake_mode, replace_by_fakes
 from lightning_compress.memory.heap import LARGEST_IN_HEAP
@@ -13,7 +13,8 @@ from lightning_compress.memory.work import WorkMeter
 @pytest.mark.parametrize("is_fake", [False, True])
 @torch.no_grad()
 def test_products_attention_and_all_else(is_fake: bool) -> None:
-    """Seen to fail: with views counted, and with attention's causal half not left out."""
+    """Seen to fail: with views counted, with attention's causal half not left out, and with grouped products taken for
+    element-wise operators."""
     model = nn.Linear(32, 48)
     x, query = torch.randn(5, 7, 32), torch.randn(2, 4, 9, 16)
     mode = new_fake_mode(symbolic=False)
@@ -37,6 +38,12 @@ def test_products_attention_and_all_else(is_fake: bool) -> None:
     with meter:
         x.bfloat16() @ x.bfloat16().transpose(1, 2)
     assert meter.work["product bfloat16"] == 5 * 2 * 7 * 32 * 7
+    meter.work.clear()
+    given = torch.randn(7, 48).bfloat16(), torch.randn(3, 48, 16).bfloat16(), torch.tensor([3, 3, 7]).int()
+    rows, weights, ends = (fake_like(mode, each) for each in given)
+    with meter:
+        grouped_mm(rows, weights, offs=ends)
+    assert dict(meter.work) == {"call": 1, "product bfloat16": 2 * 7 * 48 * 16}
 
 
 @torch.no_grad()

@@ -20,7 +20,8 @@ from transformers import BatchEncoding, LlamaForCausalLM
 from lightning_compress import CompressionCallback
 from lightning_compress.errors import OutputDirectoryError, UnsupportedModelError, UntraceableModelError
 from lightning_compress.export.checkpoint import INCOMPLETE
-from lightning_compress.export.verify import FEW, _copy_of, _few_tokens
+from lightning_compress.export.outputs import FEW, few_tokens
+from lightning_compress.export.verify import _copy_of
 from lightning_compress.plugin.data import _num_samples
 
 from .conftest import (
@@ -272,18 +273,18 @@ def test_reading_back_of_parts_that_are_compiled_in_place(output_dir: Path) -> N
         assert not torch.equal(copied(x), model(x))
 
 
-def test_outputs_are_compared_on_a_few_tokens() -> None:
+def test_outputs_are_compared_on_afew_tokens() -> None:
     """Of the sample that has most of them, wherever its padding is."""
     ids = torch.arange(600).reshape(2, 300)
-    assert torch.equal(_few_tokens({"input_ids": ids})["input_ids"], ids[:1, :FEW])
-    assert torch.equal(_few_tokens(ids), ids[:1, :FEW])
+    assert torch.equal(few_tokens({"input_ids": ids})["input_ids"], ids[:1, :FEW])
+    assert torch.equal(few_tokens(ids), ids[:1, :FEW])
     mask = torch.ones_like(ids)
     mask[0, 50:], mask[1, :100] = 0, 0
-    few = _few_tokens({"input_ids": ids, "attention_mask": mask})
+    few = few_tokens({"input_ids": ids, "attention_mask": mask})
     assert torch.equal(few["input_ids"], ids[1:, 100 : 100 + FEW])
     assert few["attention_mask"].all()
     for other in ({"input_ids": ids, "pixel_values": ids}, {"input_ids": ids, "labels": torch.zeros(2)}, {"x": ids}):
-        assert _few_tokens(other) is other
+        assert few_tokens(other) is other
 
 
 class RowsTogether(LlamaForCausalLM):
