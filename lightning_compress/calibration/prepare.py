@@ -29,6 +29,7 @@ from lightning_compress.graph.aliases import memory_of
 from lightning_compress.graph.buffers import KeptBuffers
 from lightning_compress.graph.masks import TokenMask, row_mask_for, token_mask_for
 from lightning_compress.graph.products import slow_dtypes
+from lightning_compress.graph.restore import attributes_restored, contents_restored
 from lightning_compress.graph.shadow import Key, Shadow
 from lightning_compress.graph.stages import Schedule, Source, Subgraph, datafree_subgraphs, quantizable_calls, subgraphs
 from lightning_compress.graph.targets import sequential_modules
@@ -226,15 +227,16 @@ def trace_on(
         onloading = partial(onloaded_when_called, target.root, boundaries, store)
     problems: dict[int, list[str]] = {}
     for batch in sorted(data.batches, key=num_elements, reverse=True)[:_TRIED]:
-        traced = trace(
-            target.root,
-            target.step,
-            batch,
-            leaf_names=leaves,
-            boundary_names=boundaries,
-            others=data.batches,
-            onloading=onloading,
-        )
+        with attributes_restored(target.module), contents_restored(target.module):
+            traced = trace(
+                target.root,
+                target.step,
+                batch,
+                leaf_names=leaves,
+                boundary_names=boundaries,
+                others=data.batches,
+                onloading=onloading,
+            )
         found = {number: violated_guards(traced, other) for number, other in enumerate(data.batches)}
         others = [number for number, violated in found.items() if violated]
         if not others:

@@ -6,11 +6,13 @@ model called with the batch's fields; else `forward(batch)`.
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torchmetrics import Metric
 from transformers import PreTrainedModel
 
 from lightning_compress.errors import UnsupportedModelError
@@ -96,23 +98,45 @@ def owner(module: nn.Module) -> nn.Module:
     return wrapped[0] if all(id(tensor) in owned for tensor in module.parameters()) else module
 
 
-def _not_logging(module: nn.Module, step: Callable[[Any], object]) -> Callable[[Any], object]:
-    """The step, less what it logs: a LightningModule's may be its `training_step`, and Lightning takes nothing outside
-    its loops."""
+def _not_logging(module: nn.Module, step: Callable[[Any], Any]) -> Callable[[Any], object]:
+    """The step, less what it logs and what it counts in metrics: a LightningModule's may be its `training_step`, and
+    Lightning takes nothing outside its loops."""
     if not all(hasattr(type(module), name) for name in _LOGGING):
         return step
 
     def quiet(batch: Any) -> object:
-        before = dict(vars(module))
-        vars(module).update(dict.fromkeys(_LOGGING, lambda *_, **__: None))
-        try:
+        with ExitStack() as replaced:
+            replaced.enter_context(_methods_replaced(module, dict.fromkeys(_LOGGING, _nothing)))
+            for metric in module.modules():
+                if isinstance(metric, Metric):
+                    replaced.enter_context(_methods_replaced(metric, _OF_METRICS))
             return step(batch)
-        finally:
-            for name in _LOGGING:
-                del vars(module)[name]
-            vars(module).update({name: before[name] for name in _LOGGING if name in before})
 
     return quiet
+
+
+def _nothing(*_: object, **__: object) -> None:
+    pass
+
+
+def _no_value(*_: object, **__: object) -> Tensor:
+    return torch.zeros(())
+
+
+_OF_METRICS = {"update": _nothing, "forward": _no_value, "compute": _no_value}
+
+
+@contextmanager
+def _methods_replaced(module: nn.Module, methods: Mapping[str, Callable[..., object]]) -> Iterator[None]:
+    """Within: these methods are others."""
+    before = dict(vars(module))
+    vars(module).update(methods)
+    try:
+        yield
+    finally:
+        for name in methods:
+            vars(module).pop(name, None)
+        vars(module).update({name: before[name] for name in methods if name in before})
 
 
 def _call_with_fields(model: PreTrainedModel) -> Callable[[Any], object]:

@@ -117,14 +117,7 @@ def quantization_config(resolved: ResolvedRecipe, root: nn.Module, rename: Mappi
         root: the model.
         rename: module names in the checkpoint where they differ from those in memory.
     """
-    schemes: list[tuple[QuantizationScheme, list[str]]] = []
-    for name, assignment in resolved.assignments.items():
-        for scheme, members in schemes:
-            if scheme == assignment.scheme:
-                members.append(name)
-                break
-        else:
-            schemes.append((assignment.scheme, [name]))
+    schemes = _by_scheme(resolved)
     found = {name: module for name, module in root.named_modules() if isinstance(module, Quantizable)}
     targeted = {class_name(module): None for name, module in found.items() if name in resolved.assignments}
     known = [name for name, module in found.items() if class_name(module) in targeted]
@@ -153,13 +146,37 @@ def quantization_config(resolved: ResolvedRecipe, root: nn.Module, rename: Mappi
         ignore=_both_names(ignore, rename),
     )
     dumped: dict[str, object] = config.model_dump(mode="json")
-    scheme = schemes[0][0]
-    is_alone = len(schemes) == 1 and scheme.input_activations is None
-    if _has_other_forms(root, resolved) or (
-        is_alone and (packs_zero_points(scheme) or _is_tied(root, resolved) or _initializes_packed(root, resolved))
-    ):
+    if _is_read_dequantized(root, resolved):
         dumped["dequantize"] = True
     return dumped
+
+
+def forgets_zero_points(root: nn.Module, resolved: ResolvedRecipe) -> bool:
+    """Whether transformers cannot read this checkpoint because of its packed zero points (see `packs_zero_points`)."""
+    packed = any(packs_zero_points(scheme) for scheme, _ in _by_scheme(resolved))
+    return packed and not _is_read_dequantized(root, resolved)
+
+
+def _by_scheme(resolved: ResolvedRecipe) -> list[tuple[QuantizationScheme, list[str]]]:
+    """The modules of each scheme."""
+    found: list[tuple[QuantizationScheme, list[str]]] = []
+    for name, assignment in resolved.assignments.items():
+        for scheme, members in found:
+            if scheme == assignment.scheme:
+                members.append(name)
+                break
+        else:
+            found.append((assignment.scheme, [name]))
+    return found
+
+
+def _is_read_dequantized(root: nn.Module, resolved: ResolvedRecipe) -> bool:
+    """Whether transformers is told to: it misreads what has several schemes then, and leaves inputs as they are."""
+    schemes = [scheme for scheme, _ in _by_scheme(resolved)]
+    is_alone = len(schemes) == 1 and schemes[0].input_activations is None
+    return _has_other_forms(root, resolved) or (
+        is_alone and (packs_zero_points(schemes[0]) or _is_tied(root, resolved) or _initializes_packed(root, resolved))
+    )
 
 
 def _holds_matrix(module: nn.Module) -> bool:

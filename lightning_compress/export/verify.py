@@ -13,7 +13,8 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,10 +32,10 @@ from lightning_compress.calibration.target import Target
 from lightning_compress.errors import CompressionError, OutputDirectoryError
 from lightning_compress.export.outputs import output_difference
 from lightning_compress.export.packed import load_compressed
-from lightning_compress.export.packing import packs_zero_points
+from lightning_compress.export.packing import forgets_zero_points, packs_zero_points
 from lightning_compress.graph.compat import pytree
 from lightning_compress.graph.experts import Experts
-from lightning_compress.graph.restore import MODULE_DICTS, contents_restored
+from lightning_compress.graph.restore import MODULE_DICTS, attributes_restored, contents_restored
 from lightning_compress.graph.unfold import unfolded
 from lightning_compress.memory.files import INDEX
 from lightning_compress.recipe.forms import Conv1D, Conv2d
@@ -122,10 +123,10 @@ def verify(
     failure, as_loaded, difference, tolerance = "", None, None, 0.0
     buffers: tuple[str, ...] = ()
     try:
-        with contents_restored(root):
+        with _restored(target.module):
             as_loaded, tolerance = output_difference(target, reloaded, batch)
         buffers = _align_unsaved_buffers(root, reloaded)
-        with contents_restored(root):
+        with _restored(target.module):
             difference, tolerance = output_difference(target, reloaded, batch) if buffers else (as_loaded, tolerance)
     except Exception as error:
         failure = _told(f"running both models on {batch_name}", error)
@@ -137,6 +138,13 @@ def verify(
     return Verification(
         loaded_with, len(names), different, buffers, difference, as_loaded, batch_name, tolerance, failure
     )
+
+
+@contextmanager
+def _restored(module: nn.Module) -> Iterator[None]:
+    """Within: the user's step may keep what it likes on its module, and count in its metrics."""
+    with attributes_restored(module), contents_restored(module):
+        yield
 
 
 def of_all(found: Sequence[Verification]) -> Verification:
@@ -202,7 +210,7 @@ def verify_files(directory: Path, names: Iterable[str], unreadable: str | None =
         is_whole = file.is_file() and file.stat().st_size == shard.nbytes
         if not is_whole or any(index.get(key) != shard.name for key in shard.keys):
             damaged.add(shard.name)
-    reader = READ_BACK if unreadable is None else f"{READ_BACK} (transformers will not read the experts: {unreadable})"
+    reader = READ_BACK if unreadable is None else f"{READ_BACK} (transformers will not read it as it is: {unreadable})"
     return Verification(reader, len(list(names)), tuple(sorted(damaged)), (), None, None, "none")
 
 
@@ -212,7 +220,7 @@ def _reload(
     name = type(root).__name__
     reader = "lightning_compress.load_compressed"
     if unreadable is not None:
-        reader += f" (transformers will not read the experts: {unreadable})"
+        reader += f" (transformers will not read it as it is: {unreadable})"
     elif isinstance(root, PreTrainedModel):
         try:
             loaded: Any = type(root).from_pretrained(
@@ -239,8 +247,8 @@ def _reload(
 
 
 def why_unreadable(root: nn.Module, resolved: ResolvedRecipe) -> str | None:
-    """Why transformers will not read the experts of a checkpoint, as far as that is known before there is one; it would
-    give them new values and list them as missing, read them by another scheme, or fail."""
+    """Why transformers will not read a checkpoint, as far as that is known before there is one; it would give experts
+    new values and list them as missing, read them by another scheme, or fail."""
     schemes: dict[str, str] = {}
     for name, module in root.named_modules():
         if not isinstance(module, Experts):
@@ -263,6 +271,8 @@ def why_unreadable(root: nn.Module, resolved: ResolvedRecipe) -> str | None:
             schemes.setdefault(str(assignment.scheme.weights), path)
         if len(schemes) > 1:
             return f"it reads all experts by one scheme, and {' and '.join(list(schemes.values())[:2])} have two"
+    if isinstance(root, PreTrainedModel) and forgets_zero_points(root, resolved):
+        return "beside other schemes, or quantized inputs, it forgets that zero points are packed (symmetric=false)"
     return None
 
 

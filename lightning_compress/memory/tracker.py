@@ -149,7 +149,7 @@ def parse_bytes(size: int | str, of: Callable[[], int] | None = None) -> int:
     if part is not None and of is not None and float(part[1]) <= 100:
         return int(of() * float(part[1]) / 100)
     found = re.fullmatch(rf"\s*{number}\s*(?:([KMGT])(i?)B?|B)?\s*", str(size), re.IGNORECASE)
-    if found is None:
+    if found is None or not (found[2] or float(found[1]).is_integer()):
         percent = "" if of is None else ", or up to 100%"
         raise ValueError(
             f"{size!r} is no size; write bytes, or a number with KB, MB, GB, TB, KiB, MiB, GiB or TiB{percent}."

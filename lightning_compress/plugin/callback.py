@@ -5,36 +5,34 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-from lightning.pytorch.utilities import move_data_to_device, rank_zero_info, rank_zero_warn
-from lightning.pytorch.utilities.seed import isolate_rng
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from lightning_compress.calibration.batches import CalibrationSet
-from lightning_compress.calibration.prepare import calibrating, evaluating, may_need_data, needs_data
-from lightning_compress.calibration.target import find_target
+from lightning_compress.calibration.prepare import calibrating, may_need_data, needs_data
 from lightning_compress.distributed.bars import bars_of_first
 from lightning_compress.distributed.buffers import share_buffers
 from lightning_compress.distributed.collective import closing_all
 from lightning_compress.errors import CalibrationDataError, CompressionError, UnsupportedModelError
 from lightning_compress.export.checkpoint import SavesPretrained, check_output_dir, is_unfinished
-from lightning_compress.graph.restore import attributes_restored, contents_restored
 from lightning_compress.graph.stages import Schedule
 from lightning_compress.graph.targets import as_patterns
 from lightning_compress.memory.placement import MemoryConfig, memory_config
 from lightning_compress.memory.source import is_on_meta
 from lightning_compress.plugin import compat
 from lightning_compress.plugin.agreement import check_data, check_settings
+from lightning_compress.plugin.beforehand import check_ranks, meta_under, try_step, warn_of_later
 from lightning_compress.plugin.data import calibration_set
 from lightning_compress.plugin.job import Job, plan_recipe, prepare_job
 from lightning_compress.plugin.loop import CompressionLoop, bystanders
+from lightning_compress.plugin.module import compressed_module, onload_device, onloads
 from lightning_compress.plugin.progress import STATE_KEY, Progress, from_state
 from lightning_compress.plugin.requeue import TRAINED_KEY, UNFINISHED_KEY, replace_run
 from lightning_compress.plugin.settings import Settings
 from lightning_compress.recipe.load import RecipeLike, load_recipe
-from lightning_compress.recipe.resolve import adapters
+from lightning_compress.recipe.refused import adapters
 from lightning_compress.report.report import Report, partial_line
 
 
@@ -179,7 +177,7 @@ class CompressionCallback(Callback):
         if stage == "fit" and trainer.world_size > 1:
             check_ranks(trainer)
         if stage == "fit" and is_on_meta(pl_module) and self._would_be_moved(trainer):
-            raise UnsupportedModelError(_meta_under(trainer, pl_module))
+            raise UnsupportedModelError(meta_under(trainer, pl_module))
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Called when model and data exist, before training: checks the recipe and reads the calibration set."""
@@ -198,6 +196,8 @@ class CompressionCallback(Callback):
                 "in the very same weights and refused otherwise. To compress what comes of this training, give another "
                 "output_dir or resume='never'."
             )
+        if self.when == "after_train":
+            warn_of_later(trainer, pl_module, self.settings.output_dir)
         replace_run(trainer, self.compress, self.when == "after_train", self._is_trained)
         self._is_pending = True
 
@@ -223,7 +223,7 @@ class CompressionCallback(Callback):
         """Called before every training batch: before the first, what calibration will run is tried on one batch."""
         if self.when == "after_train" and not self._has_run_step and self._data is not None:
             self._has_run_step = True
-            _try_step(compressed_module(pl_module), self._data, str(trainer.precision))
+            try_step(compressed_module(pl_module), self._data, str(trainer.precision))
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         """Called after every training batch, where it does nothing, and after every subgraph, whose record it logs."""
@@ -247,7 +247,7 @@ class CompressionCallback(Callback):
         if is_on_meta(pl_module) and not onloads(trainer):
             compat.detach_model(trainer)
             if isinstance(exception, NotImplementedError):  # of a model that `configure_model` built, behind `setup`
-                exception.add_note(_meta_under(trainer, pl_module))
+                exception.add_note(meta_under(trainer, pl_module))
         if self._is_pending:
             rank_zero_warn(
                 f"`fit` ended by {type(exception).__name__} before the compression stage: nothing was compressed or "
@@ -309,88 +309,6 @@ class CompressionCallback(Callback):
         if self._num_sanity_val_steps is not None:
             trainer.num_sanity_val_steps = cast(int, self._num_sanity_val_steps)
             self._num_sanity_val_steps = None
-
-
-def check_ranks(trainer: pl.Trainer) -> None:
-    """Every rank has to hold the whole model, or to read from the whole checkpoint.
-
-    Raises:
-        UnsupportedModelError: the strategy splits it.
-    """
-    if not isinstance(trainer.strategy, DDPStrategy):
-        raise UnsupportedModelError(
-            f"{type(trainer.strategy).__name__} splits the model over {trainer.world_size} ranks, and compressing "
-            "it needs all of it on each. Train with strategy='ddp', or save a full checkpoint and compress that "
-            "in a second run with when='only' and strategy='sequential_onload'."
-        )
-
-
-def _try_step(module: nn.Module, data: CalibrationSet, precision: str) -> None:
-    """Run a calibration batch before the training, at whose end it would be late to find that it cannot be run.
-
-    Raises:
-        UnsupportedModelError: it cannot.
-    """
-    target = find_target(module)
-    if is_on_meta(module) or adapters(module):
-        return
-    device = next((parameter.device for parameter in target.root.parameters()), torch.device("cpu"))
-    with isolate_rng(), evaluating(module), contents_restored(module), attributes_restored(module):
-        try:
-            target.step(move_data_to_device(data.batches[0], device))
-        except torch.OutOfMemoryError as error:
-            error.add_note("This was a calibration batch, tried before the training: give a smaller batch size for it.")
-            raise
-        except Exception as error:
-            raise UnsupportedModelError(
-                f"{target.step_name} fails on the first calibration batch, so nothing could be compressed after the "
-                f"training: {type(error).__name__}: {error}. The method `calibration_step(self, batch)` of "
-                f"{type(module).__name__} has to run the model on a batch, as its `training_step` does"
-                f"{_alone(precision)}."
-            ) from error
-
-
-def _alone(precision: str) -> str:
-    """What a step that fails may miss."""
-    return "" if "true" in precision and "16" not in precision else f", and without what precision={precision!r} sets"
-
-
-def compressed_module(pl_module: nn.Module) -> nn.Module:
-    """What is compressed: the module that an adapter carries, else the LightningModule itself."""
-    return pl_module.model if isinstance(pl_module, Adapter) else pl_module
-
-
-def onloads(trainer: pl.Trainer) -> bool:
-    """Whether the Trainer's strategy is `SequentialOnloadStrategy`, which knows this module, not the other way."""
-    return getattr(trainer.strategy, "strategy_name", None) == "sequential_onload"
-
-
-def onload_device(trainer: pl.Trainer) -> torch.device:
-    """Where subgraphs run: the Trainer's CUDA device, else the CPU (other accelerators lack float64)."""
-    device = trainer.strategy.root_device
-    return device if device.type == "cuda" else torch.device("cpu")
-
-
-class Adapter(pl.LightningModule):
-    """Carries a module that is no LightningModule through `Trainer.fit`."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The carried module's."""
-        return self.model(*args, **kwargs)
-
-
-def _meta_under(trainer: pl.Trainer, pl_module: pl.LightningModule) -> str:
-    """What to do about a model without values under a strategy that wants them."""
-    return (
-        f"Parameters of {type(compressed_module(pl_module)).__name__} are on the meta device, and "
-        f"{type(trainer.strategy).__name__} puts the whole model, with values, on its device. Use "
-        "Trainer(strategy='sequential_onload'), and say with weights= where the values are; or build the model with "
-        "values."
-    )
 
 
 def _first_quantizing(job: Job) -> int:

@@ -33,7 +33,6 @@ from lightning_compress.foresight.estimate import Estimate
 from lightning_compress.foresight.jobs import FineTuningJob
 from lightning_compress.foresight.planned import save_planned
 from lightning_compress.memory.host import available_bytes
-from lightning_compress.plugin.callback import onload_device
 from lightning_compress.plugin.compressor import Compressor
 from lightning_compress.plugin.estimate import estimate as foresee
 from lightning_compress.plugin.evaluation import measured_perplexity, run_evaluate
@@ -50,6 +49,7 @@ from lightning_compress.plugin.models import (
     weights_place,
     with_model_config,
 )
+from lightning_compress.plugin.module import onload_device
 from lightning_compress.plugin.planned_run import keep_plan, plan_for_run, with_plan
 from lightning_compress.plugin.planning import run_generation_plan, run_plan, run_probe
 from lightning_compress.plugin.ranks import ranks_of

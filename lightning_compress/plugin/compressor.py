@@ -10,7 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_compress.plugin import compat
-from lightning_compress.plugin.callback import Adapter, CompressionCallback
+from lightning_compress.plugin.callback import CompressionCallback
+from lightning_compress.plugin.module import Adapter
 from lightning_compress.recipe.load import RecipeLike
 from lightning_compress.report.report import Report
 

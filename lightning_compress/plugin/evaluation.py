@@ -21,9 +21,9 @@ from lightning_compress.memory.files import has_safetensors
 from lightning_compress.memory.placement import placement
 from lightning_compress.memory.source import WeightSource
 from lightning_compress.plugin.agreement import check_same
-from lightning_compress.plugin.callback import onload_device
 from lightning_compress.plugin.identity import beyond_made_for
 from lightning_compress.plugin.models import load_model, memory_options, reads_from_disk, weights_place
+from lightning_compress.plugin.module import onload_device
 from lightning_compress.plugin.plan import device_kind
 from lightning_compress.plugin.ranks import ranks_of
 

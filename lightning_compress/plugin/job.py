@@ -94,8 +94,8 @@ def plan_recipe(module: nn.Module, settings: Settings) -> tuple[Target, Resolved
         )
     if reason is not None:
         warnings.warn(
-            "transformers' from_pretrained will not read the experts of the checkpoint as they are, but draw them at "
-            f"random, misread them or fail: {reason}. Read it with lightning_compress.load_compressed(model, folder), "
+            "transformers' from_pretrained will not read the checkpoint as it is, but draw modules at random, misread "
+            f"them or fail: {reason}. Read it with lightning_compress.load_compressed(model, folder), "
             "which is what `lightning-compress evaluate model.load=disk` does.",
             ReadBackWarning,
             stacklevel=2,

@@ -73,6 +73,9 @@ def _unknown_key(key: str, full_key: str, node: DictConfig) -> str:
             return f"{full_key} is not known here, but with {group}={' or '.join(options)}."
     groups = () if rest else (folder.name for folder in sorted(config_dir().iterdir()) if folder.is_dir())
     known = sorted({*map(str, node), *groups} - {"hydra", "_target_"})
+    if not known:
+        parent = full_key.rpartition(".")[0]
+        return f"{full_key} is not known: {parent} is a single value, with nothing in it. Give all: '{parent}={{...}}'"
     near = nearest(key, known)
     remedy = f" What is not there yet is added with +, as +{full_key}=..."
     return f"{full_key} is not known{near}{remedy}"

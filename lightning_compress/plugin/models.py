@@ -198,6 +198,12 @@ def _class_and_options(config: DictConfig) -> tuple[Any, dict[str, str]]:
     if not Path(config.path).exists() and (Path(config.path).is_absolute() or config.path.startswith(".")):
         raise CompressionError(f"model.path={config.path}: there is no such folder.")
     check_finished(Path(config.path))
+    if (Path(config.path) / "adapter_config.json").is_file():
+        raise CompressionError(
+            f"model.path={config.path} holds peft's adapters. Merge them into their model first, in Python: "
+            f"`AutoPeftModelForCausalLM.from_pretrained({config.path!r}).merge_and_unload().save_pretrained(folder)`; "
+            "then give that folder."
+        )
     if Path(config.path).is_dir() and not any((Path(config.path) / name).is_file() for name in _CONFIGS):
         raise CompressionError(f"model.path={config.path} has no config.json, so it is no model's folder.")
     if config.dtype != "auto" and not isinstance(getattr(torch, str(config.dtype), None), torch.dtype):

@@ -17,7 +17,7 @@ from lightning_compress.memory.host import available_bytes, free_on
 from lightning_compress.memory.store import WeightStore
 from lightning_compress.memory.transfer import Lane
 from lightning_compress.plugin import compat
-from lightning_compress.plugin.callback import compressed_module
+from lightning_compress.plugin.module import compressed_module
 
 
 @contextmanager

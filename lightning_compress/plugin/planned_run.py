@@ -27,7 +27,7 @@ from lightning_compress.memory.files import free_bytes, has_safetensors
 from lightning_compress.memory.host import available_bytes, free_on
 from lightning_compress.memory.placement import FORESEEN
 from lightning_compress.memory.tracker import resident_bytes
-from lightning_compress.plugin.callback import check_ranks
+from lightning_compress.plugin.beforehand import check_ranks
 from lightning_compress.plugin.models import load_config_only, memory_options
 from lightning_compress.plugin.plan import Choices, machine_for, plan_calibration
 from lightning_compress.plugin.planning import choices_left, max_length, plain, plain_value, typed_keys

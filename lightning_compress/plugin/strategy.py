@@ -21,8 +21,9 @@ from lightning_compress.errors import UnsupportedModelError
 from lightning_compress.memory.placement import MemoryConfig
 from lightning_compress.memory.source import is_on_meta, parameters_on_meta
 from lightning_compress.plugin import compat
-from lightning_compress.plugin.callback import CompressionCallback, compressed_module
+from lightning_compress.plugin.callback import CompressionCallback
 from lightning_compress.plugin.loop import CompressionLoop
+from lightning_compress.plugin.module import compressed_module
 from lightning_compress.plugin.offloaded import offloaded
 from lightning_compress.plugin.progress import saved_progress
 

@@ -8,6 +8,9 @@ from torch import nn
 
 from lightning_compress.errors import UnsupportedModelError
 
+_SMALL = 16
+"""Groups of fewer weights take more for their scales than a bit per weight."""
+
 
 def check_groups(weights: Mapping[str, QuantizationArgs], root: nn.Module) -> None:
     """Of all modules at once: a size that one of them takes may be none for the next.
@@ -17,8 +20,11 @@ def check_groups(weights: Mapping[str, QuantizationArgs], root: nn.Module) -> No
         root: the model.
 
     Raises:
-        UnsupportedModelError: a group size does not divide I.
+        UnsupportedModelError: a group size does not divide I, or O or I is 0.
     """
+    if empty := [name for name in weights if not root.get_submodule(name).get_parameter("weight").numel()]:
+        shape = list(root.get_submodule(empty[0]).get_parameter("weight").shape)
+        raise UnsupportedModelError(f"{empty[0]} has a weight of shape {shape}, without numbers: add it to `ignore`.")
     grouped: dict[int, dict[str, QuantizationArgs]] = {}
     for name, each in weights.items():
         if each.strategy == QuantizationStrategy.GROUP and each.group_size is not None:
@@ -46,10 +52,13 @@ def _not_divided(
         if others
         else ""
     )
-    line = f"num_bits: {weights.num_bits}, symmetric: {str(weights.symmetric).lower()}, group_size: {below}"
+    is_small = below < _SMALL
+    instead = "strategy: channel" if is_small else f"group_size: {below}"
+    change = "Take one scale for each row" if is_small else "Change group_size"
+    line = f"num_bits: {weights.num_bits}, symmetric: {str(weights.symmetric).lower()}, {instead}"
     return (
         f"{name} has a weight of shape {list(shapes[name])}, and group_size {group} does not divide its "
         f"{shapes[name][1]} input channels.{more} {nearest}, for all {len(shapes)} modules with that group_size. "
-        f"Change group_size (a preset's by giving fields in place of its name: `scheme: {{weights: {{{line}}}}}`), "
+        f"{change} (a preset's by giving fields in place of its name: `scheme: {{weights: {{{line}}}}}`), "
         f"or add {name!r} to `ignore`."
     )

@@ -5,6 +5,7 @@ is an error, and an unknown key is an error that names the nearest known one.
 """
 
 import difflib
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -19,7 +20,7 @@ from yaml import YAMLError
 
 from lightning_compress.algorithms.base import Algorithm
 from lightning_compress.algorithms.catalog import ALGORITHMS
-from lightning_compress.errors import RecipeError
+from lightning_compress.errors import RecipeError, RunWarning
 from lightning_compress.recipe.config import DEFAULT_IGNORE, DEFAULT_TARGETS, Modifier, Recipe, not_regular
 
 RecipeLike = Recipe | str | Path | Mapping[str, object]
@@ -129,6 +130,14 @@ def _scheme(scheme: object, where: str) -> QuantizationScheme:
     _check_keys(
         scheme, tuple(name for name in QuantizationScheme.model_fields if name != "targets"), f"the scheme of {where}"
     )
+    weights = scheme.get("weights")
+    if isinstance(weights, Mapping) and not {"strategy", "group_size"} & weights.keys():
+        warnings.warn(
+            f"The weights of {where} name neither strategy nor group_size, so one scale serves a whole matrix. More "
+            "exact are `strategy: channel` and `strategy: group, group_size: 128`; `strategy: tensor` means it.",
+            RunWarning,
+            stacklevel=2,
+        )
     try:
         return QuantizationScheme.model_validate({**scheme, "targets": []})
     except ValidationError as error:

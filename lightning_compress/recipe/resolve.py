@@ -24,7 +24,7 @@ from lightning_compress.recipe.config import Modifier, Recipe
 from lightning_compress.recipe.defaults import left_alone, output_embeddings
 from lightning_compress.recipe.forms import Quantizable, classes, origin, why_not
 from lightning_compress.recipe.groups import check_groups
-from lightning_compress.recipe.parts import transformers_models
+from lightning_compress.recipe.refused import check_compiled, check_merged
 from lightning_compress.recipe.schemes import check_scheme
 
 OUTPUT_EMBEDDING = "lm_head"
@@ -87,8 +87,8 @@ def resolve(recipe: Recipe, root: nn.Module) -> ResolvedRecipe:
     """
     _check_initialized(root)
     _check_not_quantized(root)
-    _check_merged(root)
-    _check_compiled(root)
+    check_merged(root)
+    check_compiled(root)
     for modifier in recipe.modifiers:
         check_scheme(modifier.scheme, modifier.algorithm)
     assignments: dict[str, Assignment] = {}
@@ -215,45 +215,6 @@ def _bare_matrices(root: nn.Module) -> list[Excluded]:
         for key, parameter in module.named_parameters(recurse=False)
         if key != "weight" and parameter.ndim >= 2
     ]
-
-
-def adapters(root: nn.Module) -> list[str]:
-    """Names of the modules that peft has put an adapter (LoRA) on."""
-    return [
-        name
-        for name, module in root.named_modules()
-        if isinstance(getattr(module, "base_layer", None), nn.Module) and callable(getattr(module, "merge", None))
-    ]
-
-
-def _check_merged(root: nn.Module) -> None:
-    found = adapters(root)
-    if found:
-        module = root.get_submodule(found[0])
-        raise UnsupportedModelError(
-            f"{len(found)} modules carry adapters that are not merged into their weights ({found[0]}, "
-            f"{type(module).__module__}.{type(module).__name__}, and more): a checkpoint would hold both. Merge them "
-            "first, with `model = model.merge_and_unload()`; after a training do it in `on_train_end`, which runs "
-            "before the compression."
-        )
-
-
-def _check_compiled(root: nn.Module) -> None:
-    """`torch.compile(layer)` puts a module around a layer, and its name into those of the weights."""
-    scripted = [name for name, module in root.named_modules() if isinstance(module, torch.jit.ScriptModule)]
-    if scripted:
-        raise UnsupportedModelError(
-            f"{scripted[0] or 'The model'} is compiled by TorchScript, which hides what is inside: use the Python "
-            "module that it was made from."
-        )
-    models = transformers_models(root).values()
-    found = [name for model in models for name, _ in model.named_modules() if name.endswith("_orig_mod")]
-    if found:
-        raise UnsupportedModelError(
-            f"{len(found)} modules are wrapped by torch.compile ({found[0].removesuffix('._orig_mod')}, and more), so "
-            "their weights have names that transformers does not know. Compile them in place: `layer.compile()` for "
-            "`layer = torch.compile(layer)`."
-        )
 
 
 def _check_initialized(root: nn.Module) -> None:

@@ -157,7 +157,7 @@ def test_sizes() -> None:
     assert parse_bytes("500 MB") == 500_000_000
     assert parse_bytes("1e9") == 10**9
     assert parse_bytes("12B") == parse_bytes(12) == 12
-    for wrong in ("much", "-1GB", "1.2.3", "5 apples"):
+    for wrong in ("much", "-1GB", "1.2.3", "5 apples", 1.5, "0.5B"):
         with pytest.raises(ValueError, match="is no size; write bytes"):
             parse_bytes(wrong)
 

@@ -281,6 +281,11 @@ def test_an_unfinished_compression_is_not_read(command: Command, checkpoint: Pat
             ["recipe.modifiers.0.damping=1"],
             "is added with +, as +recipe.modifiers.0.damping=...",
         ),
+        (
+            ["recipe.modifiers.0.scheme.weights.num_bits=3"],
+            "recipe.modifiers.0.scheme is a single value, with nothing in it. Give all: 'recipe.modifiers.0.scheme={",
+        ),
+        (["model.path={folder}/adapter"], "/adapter holds peft's adapters. Merge them into their model first, in Py"),
         (["strtegy=auto"], "strtegy is not known; did you mean 'strategy'?"),
         (["data.files=[a]"], "data.files is not known here, but with data=text."),
         (["data=dcos"], "data=dcos is not known; did you mean 'docs'?"),
@@ -299,6 +304,8 @@ def test_what_is_mistyped_is_one_line(
 ) -> None:
     """Hydra advises to append unknown keys, lists its search path, and says nothing of names that are near."""
     (tmp_path / "empty.txt").touch()
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").touch()
     given = [f"model.path={checkpoint}", f"output_dir={tmp_path / 'out'}", "trainer=cpu"]
     said = refused(command, "compress", *given, *(option.format(folder=tmp_path) for option in options))
     assert said.startswith("lightning-compress: ")

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,8 +14,11 @@ import torch
 from helpers import compress, compress_in_memory
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.nn.utils import parametrizations
 from torch.utils.data import DataLoader, TensorDataset, default_collate
+from torchmetrics import MeanMetric
+from torchmetrics.classification import MulticlassAccuracy
 from transformers import BatchEncoding, LlamaForCausalLM
 
 from lightning_compress import CompressionCallback
@@ -22,6 +26,8 @@ from lightning_compress.errors import OutputDirectoryError, UnsupportedModelErro
 from lightning_compress.export.checkpoint import INCOMPLETE
 from lightning_compress.export.outputs import FEW, few_tokens
 from lightning_compress.export.verify import _copy_of
+from lightning_compress.plugin import compat
+from lightning_compress.plugin.beforehand import warn_of_later
 from lightning_compress.plugin.data import _num_samples
 
 from .conftest import (
@@ -118,6 +124,44 @@ def test_a_training_step_that_logs(make_trainer: Any) -> None:
     assert "loss" in trainer.callback_metrics
     assert module.log is mine
     assert "log_dict" not in vars(module)
+
+
+class CountsAsItTrains(pl.LightningModule):
+    """Metrics, a counter, lists and tensors that a step keeps, beside a model of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = tiny_model()
+        self.mean, self.accuracy = MeanMetric(), MulticlassAccuracy(num_classes=self.model.config.vocab_size)
+        self.seen, self.kept, self.last = 0, list[Tensor](), torch.zeros(1)
+
+    def calibration_step(self, batch: Any) -> Tensor:
+        out = self.model(**batch, labels=batch["input_ids"])
+        self.mean.update(out.loss)
+        accuracy = self.accuracy(out.logits.flatten(0, 1), batch["input_ids"].flatten())
+        self.log_dict({"mean": self.mean.compute(), "accuracy": accuracy + 0})
+        self.seen, self.last = self.seen + 1, out.logits
+        self.kept.append(out.loss)
+        return out.loss  # type: ignore[no-any-return]
+
+
+def test_what_a_step_keeps_is_as_it_was(tmp_path: Path) -> None:
+    """Seen to fail: states of metrics and kept tensors were those of the recording, which have no values, and
+    `MeanMetric`, which looks at them, could not be recorded."""
+    module = CountsAsItTrains()
+    before, last = [vars(each).copy() for each in module.modules()], module.last
+    report = compress(module, list(loader()), GPTQ, tmp_path)
+    assert report.verification is not None
+    assert report.verification.passed
+    assert report.verification.max_abs_difference is not None
+    assert module.last is last
+    assert (module.seen, module.kept) == (0, [])
+    for metric in (module.mean, module.accuracy):
+        assert not any(isinstance(value, FakeTensor) for value in vars(metric).values())
+        assert metric._update_count == 0
+    assert [vars(each).keys() for each in module.modules()] == [each.keys() for each in before]
+    module.mean.update(2.0)
+    assert module.mean.compute() == 2
 
 
 class Preferences(pl.LightningModule):
@@ -462,6 +506,44 @@ def test_adapters_are_merged_before(make_trainer: Any) -> None:
     with pytest.raises(UnsupportedModelError, match="merge_and_unload"):
         fitted(make_trainer, Adapted(merges=False), when="only")
     assert len(fitted(make_trainer, Adapted(merges=True)).modules) == 2
+
+
+@pytest.mark.filterwarnings("ignore:.fit. ended by")
+def test_adapters_that_nothing_merges_are_told_of_before(make_trainer: Any) -> None:
+    """Seen to fail: refused behind the training, and not a word before it."""
+
+    class Forgets(Stepping):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net[0] = LoraLinear(self.net[0])  # type: ignore[index, operator, arg-type]
+
+    told = r"1 modules carry adapters \(net.0, ...\).* define `on_train_end` in Forgets"
+    with pytest.warns(UserWarning, match=told), pytest.raises(UnsupportedModelError, match="merge_and_unload"):
+        fitted(make_trainer, Forgets())
+
+
+def test_learned_prompts_are_refused() -> None:
+    """peft's prompts come before the tokens in code of its own. Seen to fail: calibrated without them."""
+    module = Stepping()
+    module.net.peft_config = {"default": SimpleNamespace(is_prompt_learning=True)}  # type: ignore[assignment]
+    with pytest.raises(UnsupportedModelError, match=r"net \(Sequential\) has learned prompts.*get_base_model"):
+        compress_in_memory(module, list(images()), PER_CHANNEL)
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+def test_a_weight_without_numbers() -> None:
+    """Seen to fail: ZeroDivisionError where the checkpoint is laid out."""
+    module = Stepping(nn.Sequential(nn.Linear(16, 0), nn.Linear(0, 4)))
+    with pytest.raises(UnsupportedModelError, match=r"net.0 has a weight of shape \[0, 16\], without numbers"):
+        compress_in_memory(module, list(images()), PER_CHANNEL)
+
+
+def test_what_stays_in_other_processes_is_told_before(make_trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen to fail: `report` was None behind `ddp_spawn`, without a word."""
+    monkeypatch.setattr(compat, "spawns", lambda trainer: True)
+    trainer = make_trainer(compression(PER_CHANNEL))
+    with pytest.warns(UserWarning, match="will find them in output_dir=here only"):
+        warn_of_later(trainer, Stepping(), "here")
 
 
 def test_a_recipe_without_data_asks_for_none_with_adapters_either(make_trainer: Any, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from lightning_compress.algorithms.gptq import Gptq
 from lightning_compress.algorithms.rtn import Rtn
-from lightning_compress.errors import RecipeError
+from lightning_compress.errors import RecipeError, RunWarning
 from lightning_compress.recipe.config import Modifier, Recipe
 from lightning_compress.recipe.load import load_recipe, shipped_recipes
 
@@ -141,6 +141,14 @@ def test_loading_does_not_change_its_argument() -> None:
 def test_mistakes(given: Any, message: str) -> None:
     with pytest.raises(RecipeError, match=r"(?s)" + message):
         load_recipe(given)
+
+
+def test_one_scale_for_a_matrix_is_meant() -> None:
+    """What puts fields in place of a preset's name loses its groups. Seen to fail: without a word."""
+    with pytest.warns(RunWarning, match="modifier 0 name neither strategy nor group_size"):
+        load_recipe(recipe(scheme={"weights": {"num_bits": 3}}))
+    for meant in ({"strategy": "tensor"}, {"strategy": "channel"}, {"group_size": 32}):
+        load_recipe(recipe(scheme={"weights": {"num_bits": 3, **meant}}))
 
 
 def test_a_file_that_is_no_mapping(tmp_path: Path) -> None:

@@ -468,9 +468,9 @@ def test_a_group_size_for_all_modules_is_named_with_what_to_type_in_place_of_a_p
     message = str(caught.value)
     assert "0 has a weight of shape [200, 96], and group_size 128 does not divide its 96 input channels" in message
     assert "1 more modules (1 [256, 200])" in message
-    assert "nearest size that does is 8, for all 3 modules" in message
+    assert "nearest size that does is 8, for all 3 modules with that group_size. Take one scale for each row" in message
     written = re.search(r"`scheme: (.*?)`", message)
     assert written is not None
     scheme = OmegaConf.to_container(OmegaConf.create(written[1]))
     found = resolved({"modifiers": [{"algorithm": "rtn", "scheme": scheme}]}, model)
-    assert {each.weights.group_size for each in found.assignments.values()} == {8}
+    assert {str(each.weights.strategy) for each in found.assignments.values()} == {"channel"}

@@ -1,0 +1,92 @@
+"""What is told before a training, at whose end it would be late."""
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities import move_data_to_device, rank_zero_warn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import nn
+
+from lightning_compress.calibration.batches import CalibrationSet
+from lightning_compress.calibration.prepare import evaluating
+from lightning_compress.calibration.target import find_target
+from lightning_compress.errors import UnsupportedModelError
+from lightning_compress.graph.restore import attributes_restored, contents_restored
+from lightning_compress.memory.source import is_on_meta
+from lightning_compress.plugin import compat
+from lightning_compress.plugin.module import compressed_module
+from lightning_compress.recipe.refused import adapters
+
+
+def check_ranks(trainer: pl.Trainer) -> None:
+    """Every rank has to hold the whole model, or to read from the whole checkpoint.
+
+    Raises:
+        UnsupportedModelError: the strategy splits it.
+    """
+    if not isinstance(trainer.strategy, DDPStrategy):
+        raise UnsupportedModelError(
+            f"{type(trainer.strategy).__name__} splits the model over {trainer.world_size} ranks, and compressing "
+            "it needs all of it on each. Train with strategy='ddp', or save a full checkpoint and compress that "
+            "in a second run with when='only' and strategy='sequential_onload'."
+        )
+
+
+def try_step(module: nn.Module, data: CalibrationSet, precision: str) -> None:
+    """Run a calibration batch before the training, at whose end it would be late to find that it cannot be run.
+
+    Raises:
+        UnsupportedModelError: it cannot.
+    """
+    target = find_target(module)
+    if is_on_meta(module) or adapters(module):
+        return
+    device = next((parameter.device for parameter in target.root.parameters()), torch.device("cpu"))
+    with isolate_rng(), evaluating(module), contents_restored(module), attributes_restored(module):
+        try:
+            target.step(move_data_to_device(data.batches[0], device))
+        except torch.OutOfMemoryError as error:
+            error.add_note("This was a calibration batch, tried before the training: give a smaller batch size for it.")
+            raise
+        except Exception as error:
+            advice = (
+                f" The method `calibration_step(self, batch)` of {type(module).__name__} has to run the model on a "
+                f"batch, as its `training_step` does{_alone(precision)}."
+            )
+            advice = "" if isinstance(error, UnsupportedModelError) else advice  # says it itself
+            raise UnsupportedModelError(
+                f"{target.step_name} fails on the first calibration batch, so nothing could be compressed after the "
+                f"training: {type(error).__name__}: {str(error).rstrip('.')}.{advice}"
+            ) from error
+
+
+def _alone(precision: str) -> str:
+    """What a step that fails may miss."""
+    return "" if "true" in precision and "16" not in precision else f", and without what precision={precision!r} sets"
+
+
+def meta_under(trainer: pl.Trainer, pl_module: pl.LightningModule) -> str:
+    """What to do about a model without values under a strategy that wants them."""
+    return (
+        f"Parameters of {type(compressed_module(pl_module)).__name__} are on the meta device, and "
+        f"{type(trainer.strategy).__name__} puts the whole model, with values, on its device. Use "
+        "Trainer(strategy='sequential_onload'), and say with weights= where the values are; or build the model with "
+        "values."
+    )
+
+
+def warn_of_later(trainer: pl.Trainer, pl_module: pl.LightningModule, output_dir: object) -> None:
+    """Of what will be refused, or missed, when the training has ended."""
+    found = adapters(compressed_module(pl_module))
+    if found and not is_overridden("on_train_end", pl_module, pl.LightningModule):
+        rank_zero_warn(
+            f"{len(found)} modules carry adapters ({found[0]}, ...), and compressing them is refused unless they are "
+            f"merged when the training ends: define `on_train_end` in {type(pl_module).__name__}, with "
+            "`self.model = self.model.merge_and_unload()`, if no callback does so."
+        )
+    if compat.spawns(trainer):
+        rank_zero_warn(
+            f"{type(trainer.strategy).__name__} runs in processes of its own, where the compressed model and the "
+            f"callback's `report` stay: this script will find them in output_dir={output_dir} only."
+        )
