@@ -51,7 +51,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
 def test_products_are_rounded_once(case: str, dtype: torch.dtype, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the tiles, a result is the exact one rounded to the operands' type, but for sums in float32.
 
-    Seen to fail: with tiles that overlap; with operands left as they are (the meter); with the bias of another tile.
+    Seen to fail: with tiles that leave out a column; with the bias of another tile; with experts left as they are.
     """
     monkeypatch.setattr(products, "TILE", tile)
     run, shapes = CASES[case]
