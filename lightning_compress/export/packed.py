@@ -149,17 +149,26 @@ def _load(
 ) -> None:
     loads, unexpected = tensor_loads(module, _decoded(stored, schemes), directory)
     state = {name: value for load in dict.fromkeys(loads.values()) for name, value in load().items()}
-    _quantize_inputs(module, stored, schemes)
-    missing, unknown = module.load_state_dict(state, strict=False)
     entries = module.state_dict(keep_vars=True)
     tensors = {key: value for key, value in entries.items() if isinstance(value, Tensor)}  # not what is `extra_state`
+    remedy = "Give the model that was compressed, built with the same configuration."
+    for key, value in state.items():
+        if key in tensors and tensors[key].shape != value.shape:
+            raise CompressionError(
+                f"{directory} does not fit {type(module).__name__}: {key} is {list(value.shape)} there and "
+                f"{list(tensors[key].shape)} in the module. {remedy}"
+            )
+    missing, unknown = module.load_state_dict(state, strict=False)
     loaded = {identity(tensors[key]) for key in state if key in tensors}
     missing = [key for key in missing if key in tensors and identity(tensors[key]) not in loaded]  # nor tied to it
     if missing or unknown or unexpected:
+        inside = (name for name, part in module.named_children() if part.state_dict().keys() >= {*unknown, *unexpected})
+        fits = next(inside, None) if unknown or unexpected else None
         raise CompressionError(
             f"{directory} does not fit {type(module).__name__}: it lacks {missing[:5]}, and the module has no "
-            f"{[*unknown, *unexpected][:5]}. Give the model that was compressed, built with the same configuration."
+            f"{[*unknown, *unexpected][:5]}. {remedy if fits is None else f'Its `{fits}` has these names: give that.'}"
         )
+    _quantize_inputs(module, stored, schemes)
 
 
 def _quantize_inputs(

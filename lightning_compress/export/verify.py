@@ -272,7 +272,7 @@ def why_unreadable(root: nn.Module, resolved: ResolvedRecipe) -> str | None:
         if len(schemes) > 1:
             return f"it reads all experts by one scheme, and {' and '.join(list(schemes.values())[:2])} have two"
     if isinstance(root, PreTrainedModel) and forgets_zero_points(root, resolved):
-        return "beside other schemes, or quantized inputs, it forgets that zero points are packed (symmetric=false)"
+        return "beside other schemes or quantized inputs it forgets (from 5.23) that zero points are packed"
     return None
 
 

@@ -185,6 +185,13 @@ def test_reading_what_does_not_fit(tmp_path: Path) -> None:
     del smaller.norm
     with pytest.raises(CompressionError, match=r"does not fit Net: .*the module has no \['norm"):
         load_compressed(smaller, tmp_path / "out")
+    other = Net()
+    other.norm = type(other.norm)(8)
+    said = rf"norm.(weight|bias) is \[{model.norm.weight.numel()}\] there and \[8\] in the module. Give the model"
+    with pytest.raises(CompressionError, match=said):
+        load_compressed(other, tmp_path / "out")
+    with pytest.raises(CompressionError, match=r"does not fit ModuleDict: .*Its `inner` has these names: give that"):
+        load_compressed(nn.ModuleDict({"inner": Net()}), tmp_path / "out")
 
 
 def test_folder_of_somebody_else(tmp_path: Path) -> None:

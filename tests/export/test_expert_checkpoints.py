@@ -2,14 +2,13 @@
 
 import re
 import shutil
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationConfig
-from helpers import compress, contents, modifier, prepare, recipe, run, saved, tiny_llama, token_batches
+from helpers import compress, contents, modifier, prepare, recipe, run, saved, token_batches
 from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -172,26 +171,6 @@ def test_what_transformers_cannot_read_is_known_before(given: dict[str, Any], re
     with unfolded(model := model_of("qwen3_moe")):
         found = why_unreadable(model, resolve(load_recipe(given), model))
     assert found is None if reason is None else reason in str(found)
-
-
-@pytest.mark.parametrize("is_asymmetric", [False, True])
-def test_packed_zero_points_beside_another_scheme(is_asymmetric: bool, tmp_path: Path) -> None:
-    """transformers fails on their shapes, and told to dequantize would misread the other scheme. Seen to fail: one
-    learned of it from transformers' own report behind the run."""
-    four = {"num_bits": 4, "strategy": "group", "group_size": 16, "symmetric": not is_asymmetric}
-    eight = {"num_bits": 8, "strategy": "channel", "symmetric": True}
-    given = {
-        "modifiers": [
-            {"algorithm": "rtn", "scheme": {"weights": four}},
-            {"algorithm": "rtn", "scheme": {"weights": eight}, "targets": ["re:.*down_proj$"]},
-        ]
-    }
-    model, said = tiny_llama(2), r"will not read the checkpoint as it is.*forgets that zero points are packed"
-    with pytest.warns(ReadBackWarning, match=said) if is_asymmetric else nullcontext():
-        report = compress(model, None, given, tmp_path)
-    assert report.verification is not None
-    assert report.verification.passed
-    assert ("load_compressed" in report.verification.loaded_with) is is_asymmetric
 
 
 def test_it_is_said_of_weights_on_disk(tmp_path: Path) -> None:
