@@ -53,7 +53,8 @@ def check_output_dir(output_dir: Path) -> None:
         )
     existing = nearest_existing(output_dir)
     if not _is_writable(existing):
-        raise OutputDirectoryError(f"output_dir {output_dir} cannot be written to: no permission for {existing}.")
+        reason = f"no permission for {existing}" if existing.is_dir() else f"{existing} is a file"
+        raise OutputDirectoryError(f"output_dir {output_dir} cannot be written to: {reason}.")
 
 
 def _is_writable(path: Path) -> bool:

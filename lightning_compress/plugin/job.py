@@ -90,7 +90,7 @@ def plan_recipe(module: nn.Module, settings: Settings) -> tuple[Target, Resolved
             f"{', '.join(lost[:3])} of the model's state (`get_extra_state`) is no tensor, so the checkpoint will not "
             "hold it: set it anew where the checkpoint is loaded.",
             ReadBackWarning,
-            stacklevel=2,
+            stacklevel=1,  # one place for both callers: said once
         )
     if reason is not None:
         warnings.warn(
@@ -98,7 +98,7 @@ def plan_recipe(module: nn.Module, settings: Settings) -> tuple[Target, Resolved
             f"them or fail: {reason}. Read it with lightning_compress.load_compressed(model, folder), "
             "which is what `lightning-compress evaluate model.load=disk` does.",
             ReadBackWarning,
-            stacklevel=2,
+            stacklevel=1,  # one place for both callers: said once
         )
     return target, resolved
 

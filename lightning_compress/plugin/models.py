@@ -205,7 +205,8 @@ def _class_and_options(config: DictConfig) -> tuple[Any, dict[str, str]]:
             "then give that folder."
         )
     if Path(config.path).is_dir() and not any((Path(config.path) / name).is_file() for name in _CONFIGS):
-        raise CompressionError(f"model.path={config.path} has no config.json, so it is no model's folder.")
+        found = ": it has GGUF files, which are not read" if any(Path(config.path).glob("*.gguf")) else ""
+        raise CompressionError(f"model.path={config.path} has no config.json, so it is no model's folder{found}.")
     if config.dtype != "auto" and not isinstance(getattr(torch, str(config.dtype), None), torch.dtype):
         raise CompressionError(
             f"model.dtype={config.dtype} is none of torch's; use auto, bfloat16, float16 or float32."

@@ -116,7 +116,9 @@ def test_what_transformers_cannot_read_is_told(tmp_path: Path) -> None:
     """Packed zero points among several schemes: read back with our own reader, and said so before. If reading fails no
     more, that bug is gone. Seen to fail: one learned of it from transformers' report behind the run."""
     given = {"modifiers": [modifier(4, "rtn", symmetric=False), modifier(8, "rtn", targets=["re:.*down_proj"])]}
-    with pytest.warns(ReadBackWarning, match=r"will not read the checkpoint as it is.*it forgets .* that zero points are packed"):
+    with pytest.warns(
+        ReadBackWarning, match=r"will not read the checkpoint as it is.*it forgets .* that zero points are packed"
+    ):
         report = compress(tiny_llama(1), None, given, tmp_path / "out")
     assert report.verification is not None
     assert report.verification.passed

@@ -294,6 +294,11 @@ def test_an_unfinished_compression_is_not_read(command: Command, checkpoint: Pat
         (["data.num_samples=[1"], "data.num_samples=[1: no viable alternative at input '[1' (--help behind"),
         (["trainer.accelerator=cudaa"], "trainer: You selected an invalid accelerator name: `accelerator='cudaa'`."),
         (["data=text", "data.files=[{folder}/empty.txt]"], "/empty.txt): too little text: there are 0 tokens"),
+        (
+            ["model.path={folder}/gguf"],
+            " has no config.json, so it is no model's folder: it has GGUF files, which are not",
+        ),
+        (["output_dir={folder}/empty.txt/out"], "/empty.txt is a file."),
         (["model.path={folder}"], " has no config.json, so it is no model's folder."),
         (["data=text"], "data.files=... has to be given."),
         (["data=docs,docs_test"], "Ambiguous value for argument 'data=docs,docs_test' 1. To use it as a list"),
@@ -304,6 +309,8 @@ def test_what_is_mistyped_is_one_line(
 ) -> None:
     """Hydra advises to append unknown keys, lists its search path, and says nothing of names that are near."""
     (tmp_path / "empty.txt").touch()
+    (tmp_path / "gguf").mkdir()
+    (tmp_path / "gguf" / "model.gguf").touch()
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").touch()
     given = [f"model.path={checkpoint}", f"output_dir={tmp_path / 'out'}", "trainer=cpu"]
