@@ -30,12 +30,12 @@ def slow_dtypes(device: torch.device) -> frozenset[torch.dtype]:
 
 @cache
 def _slow_on_cpu() -> frozenset[torch.dtype]:
-    mkldnn = torch.ops.mkldnn
-    supported = {
-        torch.bfloat16: mkldnn._is_mkldnn_bf16_supported,
-        torch.float16: mkldnn._is_mkldnn_fp16_supported,
-    }
-    return frozenset(dtype for dtype, is_supported in supported.items() if not is_supported())
+    checks = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+    return frozenset(dtype for dtype, name in checks.items() if not getattr(torch.ops.mkldnn, name, _without_onednn)())
+
+
+def _without_onednn() -> bool:
+    return False
 
 
 def in_float32(dtypes: frozenset[torch.dtype]) -> AbstractContextManager[object]:
