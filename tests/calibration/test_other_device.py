@@ -53,6 +53,7 @@ def small(kind: str) -> nn.Module:
 
 
 @pytest.mark.filterwarnings("ignore:too few tokens for many experts")
+@pytest.mark.filterwarnings("ignore::lightning_compress.export.verify.ReadBackWarning")
 @pytest.mark.parametrize(
     ("kind", "given", "schedule", "memory"),
     [
