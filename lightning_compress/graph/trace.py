@@ -22,6 +22,7 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx, nn
+from torchmetrics import Metric
 
 from lightning_compress.errors import UntraceableModelError
 from lightning_compress.graph import compat
@@ -185,7 +186,8 @@ def _rows_to_fix(error: UntraceableModelError, tried: Synthetic, rows: Fixed, fi
 
 
 def _first_cut(root: nn.Module, leaf_names: Collection[str], boundary_names: Collection[str]) -> Cut:
-    """Leaves: targets, and modules with neither targets nor boundaries inside. Containers: what holds those."""
+    """Leaves: targets, and modules with neither targets nor boundaries inside. Containers: what holds those. Metrics
+    are none: a step has them count nothing while it is recorded."""
     chosen = {id(root.get_submodule(name)): name for name in boundary_names}
     targets: set[int] = set()
     for name in leaf_names:
@@ -198,7 +200,7 @@ def _first_cut(root: nn.Module, leaf_names: Collection[str], boundary_names: Col
     seen: set[int] = set()
 
     def visit(name: str, module: nn.Module) -> None:
-        if id(module) in seen:
+        if id(module) in seen or isinstance(module, Metric):
             return
         seen.add(id(module))
         name = chosen.get(id(module), name)

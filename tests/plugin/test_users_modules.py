@@ -164,6 +164,27 @@ def test_what_a_step_keeps_is_as_it_was(tmp_path: Path) -> None:
     assert module.mean.compute() == 2
 
 
+class CountsAsItSteps(Stepping):
+    """A metric that is called, beside layers of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metric = MeanMetric()
+
+    def calibration_step(self, batch: Any) -> Tensor:
+        out = super().calibration_step(batch)
+        self.log("mean", self.metric(out.mean()))
+        return out
+
+
+@pytest.mark.parametrize("schedule", ["staged", "basic"])
+def test_metrics_are_no_part_of_what_runs(schedule: str) -> None:
+    """Seen to fail: as calls of the graph, which the schedule `basic` ran, they counted calibration batches."""
+    module = CountsAsItSteps()
+    compress_in_memory(module, list(images()), PER_CHANNEL, schedule=schedule)
+    assert module.metric._update_count == 0
+
+
 class Preferences(pl.LightningModule):
     """Answers that are chosen and rejected, each as long as they are."""
 
