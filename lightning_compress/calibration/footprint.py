@@ -41,7 +41,7 @@ from lightning_compress.calibration.requests import in_pieces, storages, tensors
 from lightning_compress.calibration.solve import bytes_together, stacked_groups
 from lightning_compress.calibration.stand_ins import LikeQuantizing, failures_allowed
 from lightning_compress.errors import BudgetError
-from lightning_compress.graph.compat import fake_like, new_fake_mode, pytree, replace_by_fakes
+from lightning_compress.graph.compat import fake_like, new_fake_mode, replace_by_fakes
 from lightning_compress.graph.leaf import leaf_input
 from lightning_compress.graph.restore import attributes_restored
 from lightning_compress.graph.shadow import Key, Shadow, node_of, with_shadows
@@ -169,9 +169,8 @@ class _Meter:
         observed = {node for source in step.observe for node in source.reads}
         if self._flow.reference is not None:
             observed |= self._flow.reference.residual_nodes(step.observe)
-        loaded = storages(self._flow.cache.load(0, cached & with_shadows(read | observed, self._diverging)))
-        self._loaded.append(tuple(value.untyped_storage().nbytes() for value in loaded))
-        del loaded
+        _, loaded = self._flow.cache.sizes(0, cached & with_shadows(read | observed, self._diverging))
+        self._loaded.append(tuple(loaded))
         self._memory.reset_peak()
         try:
             begin_statistics(step.observe, self._run.needs, self._run.sizes, _CPU, self._statistics)
@@ -233,7 +232,7 @@ class _Meter:
 
     def _part_in_heap(self) -> float:
         """Of what waits of the batch, how much is in the C heap."""
-        sizes = [value.untyped_storage().nbytes() for value in storages(self._flow.cache.load(0, self.cached))]
+        _, sizes = self._flow.cache.sizes(0, self.cached)
         return sum(size for size in sizes if size < LARGEST_IN_HEAP) / max(sum(sizes), 1)
 
     def _moved(self, keys: Set[Key]) -> int:
@@ -350,9 +349,9 @@ class _Meter:
         """
         if self._flow.traced is None:
             return [], []
-        values = self._flow.cache.load(0, set(self._flow.last))
-        cached = {key: value for key, value in values.items() if node_of(key).op != "placeholder"}
-        leaves = [leaf.nbytes for leaf in pytree.tree_leaves(list(cached.values())) if isinstance(leaf, Tensor)]
+        values, _ = self._flow.cache.sizes(0, self._flow.last.keys())
+        cached = {key: sizes for key, sizes in values.items() if node_of(key).op != "placeholder"}
+        leaves = [size for sizes in cached.values() for size in sizes]
         if not leaves:
             return [0] * len(self._sizes), [0] * len(self._sizes)
         small = sum(size for size in leaves if size < LEAST_SPILLED) / sum(leaves)

@@ -30,6 +30,8 @@ minimizes the seconds of file and link within half a percent of it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
+from math import inf
 
 import torch
 
@@ -59,6 +61,18 @@ def plans(candidates: Sequence[Candidate], machine: Machine, resources: Resource
     return sorted(found, key=lambda plan: plan.total_s)
 
 
+def least_s(candidates: Sequence[Candidate], machine: Machine, resources: Resources) -> float:
+    """Seconds of the fastest plan of all; infinite where none fits. Candidates that could not be faster, whatever there
+    is of memory, are not tried."""
+    least = inf
+    for bound, number in sorted((_bound_s(each, machine, resources), i) for i, each in enumerate(candidates)):
+        if bound >= least:
+            break
+        plan = best(candidates[number], machine, resources)
+        least = min(least, plan.total_s) if plan is not None else least
+    return least
+
+
 def best(candidate: Candidate, machine: Machine, resources: Resources) -> Plan | None:
     """The best plan of a candidate; None if it does not fit.
 
@@ -68,9 +82,7 @@ def best(candidate: Candidate, machine: Machine, resources: Resources) -> Plan |
     device = torch.device(machine.device)
     reserved = replace(resources, host=with_reserve(Budgets(resources.host, candidate.held), device).host)
     spares: tuple[Spare, ...] = ("kept", "least") if machine.device == "cpu" else ("none",)
-    found = [_best(candidate, machine, reserved, spare) for spare in spares]
-    plans = [plan for plan in found if plan is not None]
-    return min(plans, key=lambda plan: plan.total_s) if plans else _best(candidate, machine, resources, "none")
+    return _best(candidate, machine, reserved, spares) or _best(candidate, machine, resources, ("none",))
 
 
 def smallest(candidates: Sequence[Candidate], machine: Machine) -> dict[Place, tuple[Choice, int]]:
@@ -84,15 +96,28 @@ def smallest(candidates: Sequence[Candidate], machine: Machine) -> dict[Place, t
     return found
 
 
-def _best(candidate: Candidate, machine: Machine, resources: Resources, spare: Spare) -> Plan | None:
+def _best(candidate: Candidate, machine: Machine, resources: Resources, spares: Sequence[Spare]) -> Plan | None:
     found: list[Plan] = []
-    for spills in (False, True):
+    bound = _bound_s(candidate, machine, resources)
+    for spare, spills in product(spares, (False, True)):
         solved = _solved(candidate, machine, resources, spills, spare)
         if solved is not None:
             waiting, prices = solved
             plan = foreseen(candidate, machine, waiting, resources.ranks, resources.host)
             found.append(replace(plan, shadow_prices=prices))
+            if plan.total_s <= bound:
+                break
     return min(found, key=lambda plan: plan.total_s, default=None)
+
+
+def _bound_s(candidate: Candidate, machine: Machine, resources: Resources) -> float:
+    """Seconds with all activations in the fastest place and a heap without limits: no plan takes less."""
+    most = _most_waiting(candidate) if machine.device == "cuda" else 0
+    return foreseen(candidate, machine, Waiting(most, None), resources.ranks).total_s
+
+
+def _most_waiting(candidate: Candidate) -> int:
+    return max((moment.waiting for row in candidate.table for moment in row.moments), default=0)
 
 
 def _solved(
@@ -101,7 +126,7 @@ def _solved(
     """The budgets of activations that make the run fastest, and what a byte more of each place would save; None if it
     does not fit."""
     programme = LinearProgramme()
-    most = max((moment.waiting for row in candidate.table for moment in row.moments), default=0)
+    most = _most_waiting(candidate)
     budgets = _Budgets(
         programme.variable(most if machine.device == "cuda" else 0), programme.variable(most), most if spills else 0
     )

@@ -14,6 +14,7 @@ from collections.abc import Hashable, Mapping, Set
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import final
 
@@ -65,6 +66,11 @@ class _View:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     storage_offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """Of the numbers in it, as `Tensor.nbytes` has them."""
+        return prod(self.shape) * self.dtype.itemsize
 
     def of(self, storage: Tensor) -> Tensor:
         """The tensor in its storage, given as bytes; tensors in one storage count each other's in-place writes."""
@@ -146,9 +152,7 @@ class ActivationCache:
         not reach the cache.
         """
         self._lane.give_back()  # what was loaded before may have been dropped, with kernels that read it still to run
-        waiting = self._values[batch]
-        storages = {key: {leaf.held for leaf in self._leaves(value)} for key, value in waiting.items()}
-        found = {key: waiting[key] for key in _together(storages, keys & waiting.keys())}
+        found = self._found(batch, keys)
         self._begin(found)
         following = self._values[batch + 1] if batch + 1 < len(self._values) else {}
         self._begin({key: value for key, value in following.items() if key in keys})
@@ -164,6 +168,12 @@ class ActivationCache:
             return leaf.of(here[leaf.held])
 
         return {key: pytree.tree_map(tensor, value) for key, value in found.items()}
+
+    def sizes(self, batch: int, keys: Set[Key]) -> tuple[dict[Key, list[int]], list[int]]:
+        """Of what `load` gives the bytes of each value's tensors, and those of all storages that they are in."""
+        found = {key: self._leaves(value) for key, value in self._found(batch, keys).items()}
+        held = dict.fromkeys(leaf.held for leaves in found.values() for leaf in leaves)
+        return {key: [leaf.nbytes for leaf in leaves] for key, leaves in found.items()}, [each.nbytes for each in held]
 
     def keys(self, batch: int) -> set[Key]:
         """What is cached of a batch."""
@@ -281,6 +291,12 @@ class ActivationCache:
                 self._of_budget -= leaf.held.nbytes if leaf.held.counts else 0
             else:
                 self._on_device -= leaf.held.nbytes
+
+    def _found(self, batch: int, keys: Set[Key]) -> dict[Key, object]:
+        """Those of `keys` that are cached, and what shares memory with them."""
+        waiting = self._values[batch]
+        storages = {key: {leaf.held for leaf in self._leaves(value)} for key, value in waiting.items()}
+        return {key: waiting[key] for key in _together(storages, keys & waiting.keys())}
 
     def _leaves(self, value: object) -> list[_View]:
         return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, _View)]

@@ -1,6 +1,7 @@
 """The planner against brute force and worked cases."""
 
 import itertools
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ from lightning_compress.foresight import plan as plan_module
 from lightning_compress.foresight.linear import LinearProgramme
 from lightning_compress.foresight.machine import Machine, Rate
 from lightning_compress.foresight.plan import Candidate, Choice, Plan, Resources, foreseen
-from lightning_compress.foresight.planner import SLACK, best, plans, smallest
+from lightning_compress.foresight.planner import SLACK, best, least_s, plans, smallest
 from lightning_compress.memory.budget import RESERVE
 from lightning_compress.memory.needs import Moment, Needs, Requests, Waiting
 
@@ -204,6 +205,24 @@ def test_more_of_anything_is_never_slower() -> None:
         found = [time[0] for time in times if time]
         assert found == sorted(found, reverse=True)
         assert len(set(found)) > 1
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_least_is_that_of_the_fastest_plan(device: str) -> None:
+    """Seen to fail: with the search ended at the first plan that is found, and with bounds that are too high."""
+    kinds = itertools.product(("disk", "memory"), (0, 1), ((100, 100), (300, 60), (500, 20)))
+    given = [candidate(load, depth, flops=flops, waiting=waiting) for load, depth, (flops, waiting) in kinds]
+    given += [in_heap(each) for each in given]
+    there = machine(device, mapping=50.0)
+    found = []
+    of_device = (130, 150, 200) if device == "cuda" else (None,)
+    for on_device, on_host, on_disk in itertools.product(of_device, range(1060, 1400, 20), (200, 260, 500)):
+        limits = Resources(on_device, on_host, on_disk)
+        fastest = plans(given, there, limits)
+        found.append(least_s(given, there, limits))
+        assert found[-1] == (fastest[0].total_s if fastest else math.inf)
+    assert len(set(found)) > 7
+    assert math.inf in found
 
 
 def test_the_smallest_budgets_are_the_smallest() -> None:
