@@ -27,7 +27,7 @@ from lightning_compress.errors import (
 )
 from lightning_compress.graph.aliases import memory_of
 from lightning_compress.graph.buffers import KeptBuffers
-from lightning_compress.graph.masks import TokenMask, row_mask_for, token_mask_for
+from lightning_compress.graph.masks import TokenMask, masks_of_sounds, row_mask_for, token_mask_for
 from lightning_compress.graph.products import slow_dtypes
 from lightning_compress.graph.restore import attributes_restored, contents_restored
 from lightning_compress.graph.shadow import Key, Shadow
@@ -131,7 +131,7 @@ def prepare(
     batches = [data.batches[number] for number in shares[collective.rank]]
     diverging = frozenset[fx.Node]() if reference is None else reference.diverging
     cache = cached_inputs(traced, batches, placement, diverging)
-    masks = _masks(traced, needs)
+    masks = _masks(traced, needs, data)
     last = last_uses(parts, tuple(mask.node for mask in masks.values()), reference)
     _warn_of_unseen(traced, parts, resolved, schedule)
     buffers = KeptBuffers(target.root, traced.written) if traced.written else None
@@ -299,7 +299,7 @@ def _sizes(parts: Sequence[Subgraph], root: nn.Module) -> dict[Source, tuple[int
     return found
 
 
-def _masks(traced: Traced, needs: Mapping[Source, Any]) -> dict[Source, TokenMask]:
+def _masks(traced: Traced, needs: Mapping[Source, Any], data: CalibrationSet) -> dict[Source, TokenMask]:
     @cache
     def mask_for(node: fx.Node, of_experts: bool) -> TokenMask | None:
         return row_mask_for(traced, node) if of_experts else token_mask_for(traced, node)
@@ -308,7 +308,20 @@ def _masks(traced: Traced, needs: Mapping[Source, Any]) -> dict[Source, TokenMas
         source: mask_for(leaf_input(source.node) if source.inner else source.node, source.rows is not None)
         for source in needs
     }
-    return {source: mask for source, mask in found.items() if mask is not None}
+    masks = {source: mask for source, mask in found.items() if mask is not None}
+    known = {mask.node for mask in masks.values()}
+    for path in (path for path, node in masks_of_sounds(traced) if node not in known):
+        if any(
+            not bool(dict(zip(traced.placeholders, flatten_batch(each)[0], strict=True))[path].all())
+            for each in data.batches
+        ):
+            warnings.warn(
+                f"The batches have padding, and {path} marks it in the samples of a sound, of which the model makes "
+                "frames: what is padding enters the statistics. Give sounds of one length, or batches of one.",
+                CalibrationWarning,
+                stacklevel=3,
+            )
+    return masks
 
 
 def _reached(resolved: ResolvedRecipe, traced: Traced, target: Target) -> ResolvedRecipe:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, groupby
-from typing import final
+from typing import Any, final
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, QuantizationStrategy
@@ -101,15 +101,55 @@ class InputQuantizer(InputHook):
             scale = self.scale.to(x.device)
             zero_point = None if self.zero_point is None else self.zero_point.to(x.device)
         quantized: Tensor = fake_quantize(x=x, scale=scale, zero_point=zero_point, args=self.args)
-        return quantized
+        if not torch.is_grad_enabled():
+            return quantized
+        rounded: Tensor = _StraightThrough.apply(x, quantized)  # type: ignore[no-untyped-call]
+        return rounded
+
+
+class _StraightThrough(torch.autograd.Function):
+    """Rounding, through which gradients pass as if there were none (Bengio et al., arXiv 1308.3432)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rounded: Tensor) -> Tensor:
+        return rounded.view_as(rounded)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
 
 
 def quantize_inputs(module: nn.Module, quantizer: InputQuantizer) -> None:
     """Quantize what `module` reads from now on, instead of how an earlier run did."""
-    for number, hook in list(module._forward_pre_hooks.items()):
-        if isinstance(hook, InputQuantizer):
-            del module._forward_pre_hooks[number], module._forward_pre_hooks_with_kwargs[number]
+    read_whole(module)
     module.register_forward_pre_hook(quantizer, with_kwargs=True)
+
+
+def read_whole(root: nn.Module) -> list[str]:
+    """Let all modules read their inputs as they are; the names of those that quantized them."""
+    found: list[str] = []
+    for name, module in root.named_modules():
+        for number, hook in list(module._forward_pre_hooks.items()):
+            if isinstance(hook, InputQuantizer):
+                del module._forward_pre_hooks[number], module._forward_pre_hooks_with_kwargs[number]
+                found.append(name)
+    return found
+
+
+_VERSION = "_quantized_version"
+
+
+def _mark(module: nn.Module) -> None:
+    """Remember which version of its weight is quantized; any later write gives it another."""
+    weight = module.get_parameter("weight")
+    if not weight.is_inference():
+        module.__dict__[_VERSION] = weight._version
+
+
+def already_quantized(root: nn.Module) -> list[str]:
+    """The names of the modules whose weights are as an earlier run in this process left them."""
+    marked = ((name, module) for name, module in root.named_modules() if _VERSION in module.__dict__)
+    return [name for name, module in marked if module.get_parameter("weight")._version == module.__dict__[_VERSION]]
 
 
 def group_key(assignment: Assignment, module: nn.Module) -> tuple[object, ...]:
@@ -315,6 +355,7 @@ def put(restored: Restored, name: str, scheme: QuantizationScheme, root: nn.Modu
     """`apply` for a module whose dequantized weight is at hand."""
     module = root.get_submodule(name)
     store.write(module.get_parameter("weight"), restored.weight)
+    _mark(module)
     if scheme.input_activations is not None:
         quantizer = InputQuantizer(scheme.input_activations, restored.input_scale, restored.input_zero_point)
         quantize_inputs(module, quantizer)

@@ -13,7 +13,7 @@ from compressed_tensors.quantization import QuantizationConfig, QuantizationSche
 from compressed_tensors.utils.match import match_targets
 from torch import Tensor, nn
 
-from lightning_compress.calibration.solve import InputQuantizer, quantize_inputs
+from lightning_compress.calibration.solve import InputQuantizer, quantize_inputs, read_whole
 from lightning_compress.errors import CompressionError
 from lightning_compress.export.checkpoint import check_finished
 from lightning_compress.export.layout import identity
@@ -174,7 +174,8 @@ def _load(
 def _quantize_inputs(
     root: nn.Module, stored: Mapping[str, StoredTensor], schemes: Mapping[str, QuantizationScheme]
 ) -> None:
-    """Let modules quantize what they read, where their schemes say so."""
+    """Let modules quantize what they read, where their schemes say so, and no others."""
+    read_whole(root)
     in_memory = {stored_name: name for name, stored_name in checkpoint_names(root).items()}
     for module, scheme in schemes.items():
         if scheme.input_activations is not None:

@@ -60,6 +60,16 @@ def row_mask_for(traced: Traced, node: fx.Node) -> TokenMask | None:
     return None
 
 
+def masks_of_sounds(traced: Traced) -> Iterator[tuple[str, fx.Node]]:
+    """Those with a number for each sample, or row of features, of a floating-point input: paths and nodes."""
+    inputs = [node for node in traced.graph.nodes if node.op == "placeholder"]
+    values = [node.meta["val"] for node in inputs if node.meta["val"].is_floating_point()]
+    for path, mask in zip(traced.placeholders, inputs, strict=True):
+        length = expression(mask.meta["val"].shape[-1])
+        if is_token_mask(path) and any(length in map(expression, value.shape[1:]) for value in values):
+            yield path, mask
+
+
 def _masks(traced: Traced) -> Iterator[tuple[fx.Node, list[sympy.Expr]]]:
     """The placeholders of padding masks, with their sizes."""
     inputs: list[fx.Node] = [candidate for candidate in traced.graph.nodes if candidate.op == "placeholder"]

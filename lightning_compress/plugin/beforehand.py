@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_compress.calibration.batches import CalibrationSet
 from lightning_compress.calibration.prepare import evaluating
+from lightning_compress.calibration.solve import already_quantized, read_whole
 from lightning_compress.calibration.target import find_target
 from lightning_compress.errors import UnsupportedModelError
 from lightning_compress.graph.restore import attributes_restored, contents_restored
@@ -17,6 +18,22 @@ from lightning_compress.memory.source import is_on_meta
 from lightning_compress.plugin import compat
 from lightning_compress.plugin.module import compressed_module
 from lightning_compress.recipe.refused import adapters
+
+
+def undo_earlier(module: nn.Module) -> None:
+    """Let a module that was compressed before read its inputs as they are; says so, and where its weights are still
+    those that came of it."""
+    inputs, weights = read_whole(module), already_quantized(module)
+    if inputs:
+        rank_zero_warn(
+            f"An earlier compression made {len(inputs)} modules ({inputs[0]}, ...) quantize their inputs. They read "
+            "them as they are again, from now on."
+        )
+    if weights:
+        rank_zero_warn(
+            f"Weights of {len(weights)} modules ({weights[0]}, ...) are as an earlier compression left them, so this "
+            "run starts from those, not from the original's. To compare recipes load the original's again for each."
+        )
 
 
 def check_ranks(trainer: pl.Trainer) -> None:
@@ -54,6 +71,8 @@ def try_step(module: nn.Module, data: CalibrationSet, precision: str) -> None:
                 f" The method `calibration_step(self, batch)` of {type(module).__name__} has to run the model on a "
                 f"batch, as its `training_step` does{_alone(precision)}."
             )
+            if isinstance(error, KeyError):
+                advice += " Of several loaders a batch is what one of them gives, not what training combines."
             advice = "" if isinstance(error, UnsupportedModelError) else advice  # says it itself
             raise UnsupportedModelError(
                 f"{target.step_name} fails on the first calibration batch, so nothing could be compressed after the "

@@ -23,14 +23,14 @@ from lightning_compress.memory.placement import MemoryConfig, memory_config
 from lightning_compress.memory.source import is_on_meta
 from lightning_compress.plugin import compat
 from lightning_compress.plugin.agreement import check_data, check_settings
-from lightning_compress.plugin.beforehand import check_ranks, meta_under, try_step, warn_of_later
-from lightning_compress.plugin.data import calibration_set
+from lightning_compress.plugin.beforehand import check_ranks, meta_under, try_step, undo_earlier, warn_of_later
+from lightning_compress.plugin.data import calibration_set, check_data_given
 from lightning_compress.plugin.job import Job, plan_recipe, prepare_job
 from lightning_compress.plugin.loop import CompressionLoop, bystanders
 from lightning_compress.plugin.module import compressed_module, onload_device, onloads
 from lightning_compress.plugin.progress import STATE_KEY, Progress, from_state
 from lightning_compress.plugin.requeue import TRAINED_KEY, UNFINISHED_KEY, replace_run
-from lightning_compress.plugin.settings import Settings
+from lightning_compress.plugin.settings import Settings, as_folder, check_number
 from lightning_compress.recipe.load import RecipeLike, load_recipe
 from lightning_compress.recipe.refused import adapters
 from lightning_compress.report.report import Report, partial_line
@@ -104,17 +104,18 @@ class CompressionCallback(Callback):
             raise CompressionError(f"resume={resume!r} is not known; use 'auto' or 'never'.")
         if schedule not in tuple(Schedule):
             raise CompressionError(f"schedule={schedule!r} is not known; use {', '.join(Schedule)}.")
-        if max_samples is not None and max_samples < 1:
-            raise CompressionError(f"max_samples={max_samples} leaves no calibration data; give a positive number.")
+        check_number("max_samples", max_samples, 1)
+        check_number("seed", seed, 0)
+        check_data_given(calibration)
         self.settings = Settings(
             recipe=load_recipe(recipe),
-            output_dir=None if output_dir is None else Path(output_dir),
+            output_dir=as_folder("output_dir", output_dir),
             schedule=Schedule(schedule),
             sequential_targets=as_patterns(sequential_targets),
             expert_parts=expert_parts,
             memory=memory_config(memory),
             verify=verify,
-            weights=None if weights is None else Path(weights),
+            weights=as_folder("weights", weights),
             resume=resume == "auto",
             keep_activations=keep_activations,
             tokenizer=tokenizer,
@@ -182,6 +183,7 @@ class CompressionCallback(Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Called when model and data exist, before training: checks the recipe and reads the calibration set."""
         self.report, self._is_unfinished = None, False
+        undo_earlier(compressed_module(pl_module))
         with closing_all(compat.collective(trainer)) as collective:
             check_settings(self.settings, collective)
             self._prepare(trainer, compressed_module(pl_module))

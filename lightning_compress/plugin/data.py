@@ -2,7 +2,7 @@
 
 In this order: the callback's `calibration`; `calibration_dataloader()` of the module or the datamodule; the training
 data, unless it is an iterator that training is still to read. Several loaders are read one after the other (Lightning's
-default for them repeats samples), each up to its share.
+default for them repeats samples), each up to its share; a batch is what one of them gives.
 """
 
 import random
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_compress.calibration.batches import CalibrationSet, collect
 from lightning_compress.calibration.target import find_target
@@ -60,6 +60,27 @@ def calibration_set(
         share = -(-(max_samples or DEFAULT_SAMPLES) // len(flattened))
         batches = [batch for loader in flattened for batch in _read(trainer, loader, share)]
         return collect(batches, keeps_masks=not find_target(module).takes_fields)
+
+
+def check_data_given(calibration: object) -> None:
+    """
+    Raises:
+        CalibrationDataError: it is no loader, no collection of loaders and no iterable of batches.
+    """
+    if isinstance(calibration, str) or not (calibration is None or _is_iterable(calibration)):
+        raise CalibrationDataError(
+            f"The calibration data is a {type(calibration).__name__}: give a DataLoader, several, or an iterable of "
+            "batches."
+        )
+    if isinstance(calibration, Dataset) and not isinstance(calibration, IterableDataset):
+        raise CalibrationDataError(
+            f"The calibration data is a dataset ({type(calibration).__name__}), whose items are samples: give batches "
+            "of them, as DataLoader(dataset, batch_size=8); batch_size=None if its items are batches already."
+        )
+
+
+def _is_iterable(given: object) -> bool:
+    return hasattr(given, "__iter__") or hasattr(given, "__getitem__")
 
 
 def begins_once(loader: Any) -> bool:
@@ -137,6 +158,8 @@ def _check_bounded(loader: Any, limit: int | float | None, max_samples: int | No
 
 def _read(trainer: pl.Trainer, loader: Any, num_samples: int) -> Iterator[Any]:
     limit, length = trainer.limit_train_batches, _length(loader)
+    if limit == 0:
+        raise CalibrationDataError("limit_train_batches=0 leaves no calibration data: it holds for calibration, too.")
     if isinstance(limit, float) and length is not None:
         limit = int(limit * length)
     seen = 0

@@ -1,6 +1,8 @@
 """What a user chose for a compression."""
 
 from dataclasses import dataclass, field
+from numbers import Integral
+from os import PathLike
 from pathlib import Path
 
 from lightning_compress.errors import CompressionError
@@ -39,6 +41,36 @@ class Settings:
     tokenizer: SavesPretrained | None = None
 
     def __post_init__(self) -> None:
-        parts = self.expert_parts
-        if parts is not None and (type(parts) is not int or parts < 1):
-            raise CompressionError(f"expert_parts={parts!r} is no number of at least 1.")
+        """
+        Raises:
+            CompressionError: a value of another kind, such as configuration files give.
+        """
+        check_number("expert_parts", self.expert_parts, 1)
+        for name in ("verify", "resume", "keep_activations"):
+            if not isinstance(getattr(self, name), bool):
+                raise CompressionError(f"{name}={getattr(self, name)!r} is neither True nor False.")
+        if self.tokenizer is not None and not callable(getattr(self.tokenizer, "save_pretrained", None)):
+            raise CompressionError(
+                f"tokenizer={self.tokenizer!r} has no `save_pretrained`: give the tokenizer or processor itself, as "
+                "from AutoTokenizer.from_pretrained(...)."
+            )
+
+
+def as_folder(name: str, given: object) -> Path | None:
+    """A folder that may be given as text.
+
+    Raises:
+        CompressionError: it is neither.
+    """
+    if given is not None and not isinstance(given, str | PathLike):
+        raise CompressionError(f"{name}={given!r} is no path.")
+    return None if given is None else Path(given)
+
+
+def check_number(name: str, given: object, least: int) -> None:
+    """
+    Raises:
+        CompressionError: it is given, and no whole number of at least `least`.
+    """
+    if given is not None and (isinstance(given, bool) or not isinstance(given, Integral) or given < least):
+        raise CompressionError(f"{name}={given!r} is no whole number of at least {least}.")

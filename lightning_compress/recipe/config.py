@@ -18,6 +18,7 @@ from compressed_tensors.quantization import QuantizationScheme
 
 from lightning_compress.algorithms.base import Algorithm
 from lightning_compress.algorithms.catalog import ALGORITHMS
+from lightning_compress.errors import RecipeError
 
 DEFAULT_TARGETS = ("Linear",)
 DEFAULT_IGNORE = ("lm_head",)
@@ -47,6 +48,18 @@ class Recipe:
     """An ordered list of modifiers; later ones override earlier ones for the modules both match."""
 
     modifiers: tuple[Modifier, ...]
+
+    def __post_init__(self) -> None:
+        """
+        Raises:
+            RecipeError: a modifier is something else, as Hydra makes of a `_target_` inside of a list.
+        """
+        others = [type(modifier).__name__ for modifier in self.modifiers if not isinstance(modifier, Modifier)]
+        if others:
+            raise RecipeError(
+                f"A Recipe has a {others[0]} among its modifiers, where Modifiers belong. In configuration files write "
+                "the recipe as plain mappings, without `_target_`."
+            )
 
     def to_dict(self) -> dict[str, object]:
         """Plain containers and scalars only: what goes into the report, the manifest and a checkpoint."""

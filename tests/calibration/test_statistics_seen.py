@@ -8,6 +8,7 @@ a mask [B, L] laid on values [L, B, C].
 """
 
 import copy
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -25,6 +26,7 @@ from helpers import (
     input_grams,
     make_representable,
     padded,
+    prepare,
     ragged_batches,
     recipe,
     seen_statistics,
@@ -41,6 +43,8 @@ from transformers import (
     MambaForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
+    Wav2Vec2Config,
+    Wav2Vec2ForCTC,
 )
 
 from lightning_compress.calibration.observe import tokens
@@ -397,3 +401,20 @@ def test_static_input_ranges_skip_padding(monkeypatch: pytest.MonkeyPatch) -> No
         )
     for name, expected in ranges[0].items():
         torch.testing.assert_close(ranges[1][name], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*recorded as a single call", "ignore:.*output shape is taken from a run")
+@pytest.mark.parametrize("num_padding", [0, 150])
+def test_padding_of_sounds_that_is_not_known_in_frames_is_told(num_padding: int) -> None:
+    """Seen to fail: with masks that nothing reads passed over, and with those that mark nothing told of."""
+    convolutions = {"conv_dim": (16, 16), "conv_kernel": (10, 3), "conv_stride": (5, 2), "num_feat_extract_layers": 2}
+    positions = {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2}
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    model = Wav2Vec2ForCTC(Wav2Vec2Config(vocab_size=32, **sizes, **convolutions, **positions))
+    mask = torch.ones(2, 400, dtype=torch.long)
+    mask[1, 400 - num_padding :] = 0
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        prepare(model, [{"input_values": torch.randn(2, 400), "attention_mask": mask}] * 2, recipe(strategy="channel"))
+    said = [each for each in caught if "attention_mask marks it in the samples of a sound" in str(each.message)]
+    assert len(said) == (num_padding > 0)

@@ -1,6 +1,7 @@
 """`CompressionCallback`: what happens to the training around it, and when it refuses."""
 
 import random
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, LearningRateFinder
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_compress import CompressionCallback, CompressionError, Compressor
 from lightning_compress.errors import CalibrationDataError, OutputDirectoryError, UnsupportedModelError
@@ -195,7 +196,9 @@ def test_fit_can_be_called_again(make_trainer: Any, strategy: str, output_dir: P
     first = callback.report
     trainer.fit_loop.max_epochs = 2
     module.train()
-    trainer.fit(module, loader())
+    with warnings.catch_warnings():  # DDP sends the weights around, and does not know them again
+        warnings.filterwarnings("ignore", "Weights of 14 modules .* are as an earlier compression left them")
+        trainer.fit(module, loader())
     assert len(module.losses) == 8
     assert trainer.global_step == 8
     assert callback.report is not first
@@ -307,7 +310,17 @@ def test_two_callbacks_are_refused(make_trainer: Any) -> None:
     [
         ({"when": "later"}, "'later' is not known.*'after_train' or 'only'"),
         ({"max_samples": 0}, "max_samples=0"),
+        ({"max_samples": "16"}, "max_samples='16' is no whole number of at least 1"),
+        ({"max_samples": 10.5}, "max_samples=10.5 is no whole number"),
+        ({"seed": "x"}, "seed='x' is no whole number"),
         ({"schedule": "fast"}, "fast"),
+        ({"output_dir": 5}, "output_dir=5 is no path"),
+        ({"weights": 5, "when": "only"}, "weights=5 is no path"),
+        ({"verify": "no"}, "verify='no' is neither True nor False"),
+        ({"keep_activations": "no"}, "keep_activations='no' is neither"),
+        ({"tokenizer": "gpt2"}, r"tokenizer='gpt2' has no `save_pretrained`.*AutoTokenizer.from_pretrained"),
+        ({"calibration": 5}, "The calibration data is a int: give a DataLoader"),
+        ({"calibration": TensorDataset(torch.zeros(2, 3))}, r"a dataset \(TensorDataset\).*DataLoader\(dataset, batch"),
     ],
 )
 def test_bad_arguments(options: dict[str, Any], match: str) -> None:

@@ -75,6 +75,18 @@ def test_to_dict_says_everything(name: str) -> None:
     assert load_recipe(json.loads(json.dumps(loaded.to_dict()))) == loaded
 
 
+def test_a_recipe_of_something_else_is_refused() -> None:
+    """As Hydra instantiates a list of `_target_`s. Seen to fail: with a `StopIteration` where it is used."""
+    with pytest.raises(RecipeError, match=r"DictConfig among its modifiers.*plain mappings, without `_target_`"):
+        Recipe(OmegaConf.create([{"algorithm": "gptq"}]))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("options", [{"strength": 0.5}, {"ridge": 0.1}])
+def test_options_of_a_correction_that_there_is_none_of_are_refused(options: dict[str, float]) -> None:
+    with pytest.raises(RecipeError, match=r"are of a correction, and there is none: give correct"):
+        load_recipe(recipe(**options))
+
+
 def test_objects_are_taken_as_they_are() -> None:
     scheme = QuantizationScheme.model_validate({"targets": [], "weights": weights(5)})
     built = Recipe((Modifier(Rtn(), scheme, targets=("re:.*mlp",)),))
