@@ -21,11 +21,11 @@ from lightning_compress.foresight.finetuning_cost import CPU_OPTIMIZER, FineTuni
 from lightning_compress.foresight.jobs import FineTuningJob, on_fakes
 from lightning_compress.foresight.layouts import Layout
 from lightning_compress.foresight.machine import Rate, named_gpu
+from lightning_compress.foresight.shares import largest_layer
 from lightning_compress.foresight.training import rehearse
 from lightning_compress.memory.source import parameters_on_meta
 from lightning_compress.memory.tracker import LiveMemory
 from lightning_compress.memory.work import WorkMeter
-from lightning_compress.plugin.estimate import largest_layer
 
 PUBLISHED = [  # ZeRO, offload, checkpointing, micro-batch, sequences per step, throughput
     (2, False, False, 1, 64, 5.33),

@@ -64,9 +64,10 @@ def targets_of(model: nn.Module, targets: str | Sequence[str] | None) -> dict[st
     idle = [target for target, names in matches.items() if not names]
     if idle or not matches:
         known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in every)) or "none"
+        remedy = " A single string is a regular expression for whole names; a list has their ends: '[q_proj]'."
         raise CompressionError(
             f"job.lora_targets: {', '.join(map(repr, idle)) or 'none'} means no linear layer of "
-            f"{type(model).__name__}, whose names end in: {known}."
+            f"{type(model).__name__}, whose names end in: {known}.{remedy if isinstance(targets, str) else ''}"
         )
     chosen = {name for names in matches.values() for name in names}
     return {name: module for name, module in every.items() if name in chosen}

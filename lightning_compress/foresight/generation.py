@@ -35,6 +35,7 @@ from lightning_compress.foresight.generation_cost import (
     value,
 )
 from lightning_compress.foresight.linear import LinearProgramme
+from lightning_compress.foresight.planned import device_to_give
 
 GPU_BATCH_SIZES = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 384, 512)
 NUM_GPU_BATCHES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 32)
@@ -264,13 +265,13 @@ def _nothing_fits(model: Transformer, hardware: Hardware, task: Task, fixed: Map
     ways = []
     for tier in _TIERS:
         size = smallest(model, task, tier, {other: given[other] for other in _TIERS if other != tier}, fixed)
-        ways += [] if size is None else [_told(tier, size)]
+        ways += [] if size is None else [_to_give(tier, size)]
     together: dict[Tier, int] = {}
     for tier in _TIERS:
         size = smallest(model, task, tier, together, fixed)
         assert size is not None, "of the tiers that come later there is enough"
         together[tier] = max(size, given[tier])
-    ways.append(" and ".join(_told(tier, size) for tier, size in together.items()))
+    ways.append(" and ".join(_to_give(tier, size) for tier, size in together.items()))
     cache = model.layers * (task.prompt_length + task.new_tokens) * model.cache_bytes
     return (
         f"Not even one sequence of {task.prompt_length} + {task.new_tokens} tokens can be generated with "
@@ -283,6 +284,10 @@ def _nothing_fits(model: Transformer, hardware: Hardware, task: Task, fixed: Map
 
 def _told(tier: Tier, size: int) -> str:
     return f"{tier}={size} ({_gib(size)})"
+
+
+def _to_give(tier: Tier, size: int) -> str:
+    return device_to_give(size) if tier == "device" else _told(tier, size)
 
 
 def _gib(size: float) -> str:

@@ -2,14 +2,13 @@
 
 Written against torch 2.11-2.13 and transformers 5.15-5.23. What is used and why:
 
-- `ProxyTorchDispatchMode`, `PythonKeyTracer`, `FakeTensorMode`, `ShapeEnv`: the parts `make_fx` consists of. `make_fx`
-  itself names parameters `_param_constant0`, keeps `no_grad` and autocast switches as nodes and builds a GraphModule
-  that nobody runs, so the parts are put together here.
+- `ProxyTorchDispatchMode`, `PythonKeyTracer`, `FakeTensorMode`, `ShapeEnv`: parts of `make_fx`, which itself names
+  parameters `_param_constant0`, keeps `no_grad` and autocast switches as nodes and builds a GraphModule nobody runs.
 - `nn.Module._compiled_call_impl`: an instance-level hook around `__call__`, made for `nn.Module.compile`. It sees a
   call with the module's own hooks inside and leaves `forward` alone, whoever else has replaced it.
 - `masking_utils.find_packed_sequence_indices` reads values; on fake tensors it assumes packing (no fast path).
 - `config._experts_implementation`: mixture-of-experts modules loop over the experts that were hit, which fake tensors
-  cannot tell; `batched_mm` has the same result shape and no such loop.
+  cannot tell; `batched_mm` has the same result shape and no such loop. `grouped_mm` takes fakes of bfloat16 alone.
 """
 
 import logging
@@ -45,6 +44,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as GuardOnDataDependentSymNode
 from torch.utils import _python_dispatch, _pytree
 from transformers import masking_utils
+from transformers.integrations import moe
 
 from lightning_compress.graph.configs import configs_of
 from lightning_compress.graph.restore import assigned, autocast_restored
@@ -385,6 +385,8 @@ def traceable_transformers(root: nn.Module, *, packed_sequences: bool, experts: 
         # as broadcast over index tensors, not as vmap: its indexing operator cannot be recorded before dispatch
         stack.enter_context(assigned(masking_utils, "_vmap_expansion_sdpa", _mask_by_broadcast))
         stack.enter_context(assigned(masking_utils, "TransformGetItemToIndex", nullcontext))
+        grouped = assigned(moe, "_can_use_grouped_mm", lambda _, weight, offs: weight.dtype == torch.bfloat16)
+        stack.enter_context(grouped)
         if not packed_sequences:
             stack.enter_context(assigned(masking_utils, "find_packed_sequence_indices", lambda position_ids: None))
         for config in configs_of(root):

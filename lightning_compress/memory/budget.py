@@ -346,7 +346,9 @@ def _refusal(name: str, given: int | None, peak: Peak, budgets: Budgets) -> str:
         lower = [_REMEDIES["verification"]]
     elif budgets.has_weights and name == "host_budget":
         lower.append("weights that stay on disk (`weights=`, model.load=disk)")
-    remedy = f"Lower it by {'; or '.join(dict.fromkeys(lower))}." if lower else "No setting lowers it: give so much."
+    remedy = (
+        f"Lower it by {'; or '.join(dict.fromkeys(lower))}." if lower else "No setting lowers it by much: give so much."
+    )
     if name == "host_budget":
         remedy += (
             f" What the process holds before it begins ({gib(budgets.held)} of it) differs by some MiB from start to "

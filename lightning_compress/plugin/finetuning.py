@@ -31,12 +31,13 @@ from lightning_compress.foresight.jobs import FineTuningJob
 from lightning_compress.foresight.layouts import Layout
 from lightning_compress.foresight.machine import Machine, Rate
 from lightning_compress.foresight.planned import tensors_on
+from lightning_compress.foresight.shares import dividing_heads, largest_layer, largest_stage
 from lightning_compress.foresight.training import rehearse
 from lightning_compress.graph.configs import size_in
 from lightning_compress.memory.host import available_bytes
 from lightning_compress.memory.tracker import LiveMemory
 from lightning_compress.memory.work import WorkMeter
-from lightning_compress.plugin.estimate import dividing_heads, foreseeing, instantiated, largest_layer, largest_stage
+from lightning_compress.plugin.estimate import foreseeing, instantiated
 from lightning_compress.plugin.models import load_config_only
 from lightning_compress.plugin.plan import machine_for, size_of
 from lightning_compress.plugin.planning import check_ranks, typed_keys

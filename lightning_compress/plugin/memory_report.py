@@ -16,6 +16,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import nn
 
 from lightning_compress.errors import CompressionError
 from lightning_compress.foresight.jobs import Phase
@@ -127,6 +128,12 @@ class MemoryReportCallback(Callback):
             except CompressionError as error:
                 self._notes.append(f"Nothing is foreseen: {error}")
                 rank_zero_warn(f"MemoryReportCallback: nothing is foreseen, only measured: {error}")
+        fused = [name for name, module in pl_module.named_modules() if isinstance(module, nn.LSTM)]
+        if self._foreseen and fused and pl_module.device.type == "cpu" and torch.backends.mkldnn.enabled:
+            self._notes.append(
+                f"oneDNN runs {', '.join(fused[:3])} as a whole (LSTM), and keeps two to three times as much for the "
+                "backward as the operators that tensors without values run."
+            )
         self._meter = _Meter(pl_module.device)
 
     def on_train_batch_start(

@@ -71,11 +71,14 @@ def _unknown_key(key: str, full_key: str, node: DictConfig) -> str:
         options = [file.stem for file in files if key in list(OmegaConf.load(file))]
         if options:
             return f"{full_key} is not known here, but with {group}={' or '.join(options)}."
-    groups = () if rest else (folder.name for folder in sorted(config_dir().iterdir()) if folder.is_dir())
-    known = sorted({*map(str, node), *groups} - {"hydra", "_target_"})
+    groups = set() if rest else {folder.name for folder in config_dir().iterdir() if folder.is_dir()}
+    here = {*map(str, node)} - {"hydra", "_target_"}
+    if key in groups - here:
+        return f"{full_key} is nothing that this command has; it has {', '.join(sorted(here))}."
+    known = sorted(here | groups)
     if not known:
         parent = full_key.rpartition(".")[0]
         return f"{full_key} is not known: {parent} is a single value, with nothing in it. Give all: '{parent}={{...}}'"
-    near = nearest(key, known)
-    remedy = f" What is not there yet is added with +, as +{full_key}=..."
-    return f"{full_key} is not known{near}{remedy}"
+    # what were added beside the groups, nothing would read
+    remedy = f" What is not there yet is added with +, as +{full_key}=..." if rest else ""
+    return f"{full_key} is not known{nearest(key, known)}{remedy}"

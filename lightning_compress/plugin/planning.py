@@ -147,7 +147,9 @@ def run_probe(config: DictConfig) -> Machine:
     file = cache_file(kind)
     if not file.is_file():
         raise CompressionError("Nothing was measured yet that could be refitted; run `lightning-compress probe` first.")
-    reports = [_report_of(Path(path), kind) for path in config.refit]
+    reports = [
+        _report_of(Path(path), kind) for path in ([config.refit] if isinstance(config.refit, str) else config.refit)
+    ]
     known = load_machine(file)
     machine = known.refitted(factors(reports, {name: rate.value for name, rate in known.rates.items()}))
     save_machine(machine, file)

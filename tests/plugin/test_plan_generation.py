@@ -1,5 +1,6 @@
 """Plans of generation from configurations of transformers, in words."""
 
+import re
 from typing import Any
 
 import pytest
@@ -132,11 +133,18 @@ def test_a_plan_in_words() -> None:
 def test_what_does_not_fit() -> None:
     """Nothing does; or row by row alone does not, whose cache must be on the device.
 
-    Seen to fail: with the error of the usual way raised.
+    Seen to fail: with the error of the usual way raised, and with bytes of tensors told for those of a card.
     """
     machine, room = named_gpu("t4", None), {"host_bytes": 300 * GIB, "disk_bytes": 0}
-    with pytest.raises(BudgetError, match=r"The smallest that could do, with what is not named as it is: device=\d+"):
+    with pytest.raises(BudgetError) as refused:
         plan_generation(LLAMA_70B, machine, TASK, device_bytes=4 * GIB, **room)
+    said = re.search(
+        r"The smallest that could do, with what is not named as it is: device=(\d+) \(", str(refused.value)
+    )
+    assert said is not None
+    assert plan_generation(LLAMA_70B, machine, TASK, device_bytes=tensors_on(int(said[1])), **room)
+    with pytest.raises(BudgetError):
+        plan_generation(LLAMA_70B, machine, TASK, device_bytes=tensors_on(int(said[1]) - (1 << 20)), **room)
     long = Task(prompt_length=512, new_tokens=40000)
     planned = plan_generation(LLAMA_70B, machine, long, device_bytes=14 * GIB, **room)
     assert planned.usual is None

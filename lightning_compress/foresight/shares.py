@@ -1,0 +1,77 @@
+"""What ranks can share of a model, and its parts that sharing goes by."""
+
+from math import gcd
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from lightning_compress.errors import CompressionError
+from lightning_compress.foresight.jobs import FineTuningJob, InferenceJob
+from lightning_compress.foresight.layouts import Layout
+from lightning_compress.graph.configs import size_in
+from lightning_compress.graph.targets import sequential_modules
+
+
+def dividing_heads(model: PreTrainedModel) -> int | None:
+    """That tensor ranks divide: a number of them divides those of queries and those of keys if it divides this; None:
+    the configuration does not have what is to be known for it."""
+    text = model.config.get_text_config(decoder=True)
+    heads = size_in(text, "num_attention_heads")
+    if heads is None or size_in(text, "num_hidden_layers") is None or size_in(text, "hidden_size") is None:
+        return None
+    return gcd(heads, size_in(text, "num_key_value_heads") or heads)
+
+
+def check_shares(model: PreTrainedModel, job: InferenceJob | FineTuningJob, layout: Layout) -> None:
+    """
+    Raises:
+        CompressionError: the model has fewer heads or layers than ranks to share them, or not a multiple of these.
+    """
+    heads, num_layers = dividing_heads(model), size_in(model.config.get_text_config(decoder=True), "num_hidden_layers")
+    if heads is not None and heads % layout.tensor:
+        raise CompressionError(
+            f"layout.tensor={layout.tensor} does not divide the heads of {type(model).__name__}, of queries and of "
+            f"keys: {heads} or a divisor of it does."
+        )
+    if num_layers is not None and num_layers % layout.pipeline:
+        raise CompressionError(
+            f"layout.pipeline={layout.pipeline}: there are {num_layers} layers to share; a divisor of that does, for "
+            "all stages are taken to be alike."
+        )
+    if layout.zero and layout.data == 1 and not layout.offload:
+        raise CompressionError(
+            f"layout.zero={layout.zero} divides among replicas, of which there is one: give layout.data=2 or more."
+        )
+    if layout.zero in (1, 2) and isinstance(job, InferenceJob):
+        raise CompressionError(
+            f"layout.zero={layout.zero} divides optimizer states and gradients, which inference has none of; 3 divides "
+            "weights."
+        )
+    if layout.offload and isinstance(job, InferenceJob):
+        raise CompressionError("layout.offload is of gradients and optimizer states, which inference has none of.")
+
+
+def largest_layer(model: nn.Module) -> int:
+    """Bytes of the weights of the largest layer or embedding, which ZeRO-3 gathers."""
+    owners = _owners(model)
+    return max(_bytes_of(model, name) for name in {*sequential_modules(model, None, owners), *owners})
+
+
+def largest_stage(model: nn.Module, pipeline: int) -> float:
+    """Of the weights, the part of a pipeline's first or last stage, which have the embeddings beside their layers."""
+    if pipeline == 1:
+        return 1.0
+    total = sum(tensor.nbytes for tensor in model.parameters())
+    layers = sum(_bytes_of(model, name) for name in sequential_modules(model, None, _owners(model)))
+    ends = [module() for name in ("get_input_embeddings", "get_output_embeddings") if (module := getattr(model, name))]
+    beside = [sum(tensor.nbytes for tensor in end.parameters()) for end in ends if isinstance(end, nn.Module)]
+    return min((layers / pipeline + max(beside, default=0)) / total, 1.0)
+
+
+def _owners(model: nn.Module) -> tuple[str, ...]:
+    """Names of the modules that have parameters of their own."""
+    return tuple(name for name, module in model.named_modules() if name and list(module.parameters(recurse=False)))
+
+
+def _bytes_of(model: nn.Module, name: str) -> int:
+    return sum(tensor.nbytes for tensor in model.get_submodule(name).parameters())
