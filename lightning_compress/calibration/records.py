@@ -42,6 +42,11 @@ class ModuleRecord:
     correction: Mapping[str, float] = field(default_factory=dict)
     num_lent: int | None = None
 
+    @property
+    def quantizes_inputs(self) -> bool:
+        """Whether the module reads quantized inputs; `error` is of the weights alone."""
+        return not self.scheme.partition(" ")[0].endswith("A16")
+
 
 @dataclass(frozen=True)
 class SubgraphRecord:

@@ -139,17 +139,16 @@ def read_whole(root: nn.Module) -> list[str]:
 _VERSION = "_quantized_version"
 
 
-def _mark(module: nn.Module) -> None:
-    """Remember which version of its weight is quantized; any later write gives it another."""
-    weight = module.get_parameter("weight")
+def _mark(weight: Tensor) -> None:
+    """Remember which version of it is quantized; any later write gives it another."""
     if not weight.is_inference():
-        module.__dict__[_VERSION] = weight._version
+        setattr(weight, _VERSION, weight._version)
 
 
 def already_quantized(root: nn.Module) -> list[str]:
-    """The names of the modules whose weights are as an earlier run in this process left them."""
-    marked = ((name, module) for name, module in root.named_modules() if _VERSION in module.__dict__)
-    return [name for name, module in marked if module.get_parameter("weight")._version == module.__dict__[_VERSION]]
+    """The names of the parameters that are as an earlier run in this process left them."""
+    marked = ((name, weight) for name, weight in root.named_parameters() if hasattr(weight, _VERSION))
+    return [name for name, weight in marked if getattr(weight, _VERSION) == weight._version]
 
 
 def group_key(assignment: Assignment, module: nn.Module) -> tuple[object, ...]:
@@ -355,7 +354,7 @@ def put(restored: Restored, name: str, scheme: QuantizationScheme, root: nn.Modu
     """`apply` for a module whose dequantized weight is at hand."""
     module = root.get_submodule(name)
     store.write(module.get_parameter("weight"), restored.weight)
-    _mark(module)
+    _mark(module.get_parameter("weight"))
     if scheme.input_activations is not None:
         quantizer = InputQuantizer(scheme.input_activations, restored.input_scale, restored.input_zero_point)
         quantize_inputs(module, quantizer)

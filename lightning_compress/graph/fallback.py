@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from lightning_compress.errors import UntraceableModelError
+from lightning_compress.errors import UnsupportedModelError, UntraceableModelError
 from lightning_compress.graph.compat import GuardOnDataDependentSymNode
 from lightning_compress.graph.decisions import DifferentBranchesError
 from lightning_compress.graph.methods import Behaviour, Method, behaviour, running_methods
@@ -181,7 +181,9 @@ def untraceable(root: nn.Module, failure: Failure) -> UntraceableModelError:
     remedy = "give the code a module of its own, which is then recorded as a single call"
     if failure.module:
         remedy = f"name a class of layers around this code in `sequential_targets`, or {remedy}"
-    message = f"cannot record {where} as a graph: {_first_line(failure.error)}. {checked}{remedy}."
+    message = f"cannot record {where} as a graph: {_first_line(failure.error).rstrip('.')}. {checked}{remedy}."
+    if isinstance(failure.error, UnsupportedModelError):  # says it itself
+        message = str(failure.error)
     error = UntraceableModelError(message)
     error.__cause__ = failure.error
     return error

@@ -31,7 +31,7 @@ def undo_earlier(module: nn.Module) -> None:
         )
     if weights:
         rank_zero_warn(
-            f"Weights of {len(weights)} modules ({weights[0]}, ...) are as an earlier compression left them, so this "
+            f"{len(weights)} weights ({weights[0]}, ...) are as an earlier compression left them, so this "
             "run starts from those, not from the original's. To compare recipes load the original's again for each."
         )
 

@@ -193,9 +193,10 @@ def foreseeing(model: PreTrainedModel, length: int) -> Iterator[Callable[[Tensor
     except CompressionError:
         raise
     except Exception as error:
+        said = str(error).rstrip(".")
         raise CompressionError(
             f"What {type(model).__name__} takes cannot be foreseen, because it does not run as a causal language model "
-            f"on fake tensors: {type(error).__name__}: {error}. {beyond_positions(model, length)}".rstrip()
+            f"on fake tensors: {type(error).__name__}: {said}. {beyond_positions(model, length)}".rstrip()
         ) from error
 
 

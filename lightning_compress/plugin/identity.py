@@ -22,9 +22,11 @@ def versions() -> dict[str, str]:
     return {name: version(name) for name in ("lightning-compress", "torch", "transformers")}
 
 
-def num_samples_and_tokens(batches: Iterable[Any]) -> tuple[int, int]:
-    """Rows of the token ids [B, T], and tokens but for padding; zeros where batches have no ids."""
+def num_samples_and_tokens(batches: Iterable[Any]) -> tuple[int, int] | tuple[None, None]:
+    """Rows of the token ids [B, T], and tokens but for padding; None where batches have no ids."""
     found = [fields for batch in batches if (fields := _fields(batch))]
+    if not found:
+        return None, None
     masks = (fields.get("attention_mask", torch.ones_like(fields["input_ids"])) for fields in found)
     return sum(len(fields["input_ids"]) for fields in found), sum(int(mask.count_nonzero()) for mask in masks)
 

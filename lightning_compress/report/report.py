@@ -45,7 +45,7 @@ class Report:
         model_path: where the model was read from, if that is known.
         date: of the end, in UTC, as ISO 8601 has it.
         versions: of the packages that decide the result.
-        num_samples, num_tokens: of the calibration set, without padding; 0 where it has no token ids.
+        num_samples, num_tokens: of the calibration set, without padding; None where it has no token ids.
         notes: what else there is to know of the run.
         extra: figures that the caller adds, e.g. perplexities.
     """
@@ -75,8 +75,8 @@ class Report:
     model_path: str = ""
     date: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
-    num_samples: int = 0
-    num_tokens: int = 0
+    num_samples: int | None = 0
+    num_tokens: int | None = 0
     notes: tuple[str, ...] = ()
 
     @property
@@ -142,9 +142,10 @@ class Report:
         ]
         if errors:
             worst = max(self.modules, key=lambda record: record.error)
+            has_inputs = any(record.quantizes_inputs for record in self.modules)
             lines.append(
-                f"relative output error: mean {sum(errors) / len(errors):.2e}, largest {worst.error:.2e} "
-                f"({worst.module})"
+                f"relative output error{' of the weights, with inputs as they are' if has_inputs else ''}: mean "
+                f"{sum(errors) / len(errors):.2e}, largest {worst.error:.2e} ({worst.module})"
             )
         made = [record.correction for record in self.modules if record.correction]
         if made:
@@ -165,10 +166,10 @@ class Report:
         if self.verification is not None:
             lines.append(f"read back with {self.verification.loaded_with}: {self.verification.verdict}")
             if self.verification.different_buffers:
+                most = self.verification.max_abs_difference_as_loaded or 0.0
                 lines.append(
                     f"note: {', '.join(self.verification.different_buffers[:3])} differ after loading (a checkpoint "
-                    "does not store them), which "
-                    f"changes outputs by up to {self.verification.max_abs_difference_as_loaded or 0.0:.2g}"
+                    f"does not store them), which changes {f'outputs by up to {most:.2g}' if most else 'no output'}"
                 )
         lines += self.added_lines()
         lines += [f"note: {note}" for note in self.notes]

@@ -17,9 +17,7 @@ CHANNEL = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel
 TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 W8A8 = {"modifiers": [{"algorithm": "rtn", "scheme": {"weights": CHANNEL, "input_activations": TOKEN}}]}
 ON_INPUTS = r"made 14 modules \(model.layers.0.self_attn.q_proj, \.\.\.\) quantize their inputs"
-ON_WEIGHTS = (
-    r"Weights of 14 modules \(model.layers.0.self_attn.q_proj, \.\.\.\) are as an earlier compression left them"
-)
+ON_WEIGHTS = r"14 weights \(model.layers.0.self_attn.q_proj.weight, \.\.\.\) are as an earlier compression left them"
 
 
 @pytest.fixture

@@ -146,6 +146,7 @@ def test_forward_is_called_with_the_batch(compressor: Compressor) -> None:
     report = compressor.compress(module, recipe=GPTQ, output_dir=None, dataloaders=data)
     compressor.compress(other, recipe=GPTQ, output_dir=None, dataloaders=data)
     assert [record.num_tokens for record in report.modules] == [48, 48]
+    assert (report.num_samples, report.num_tokens) == (None, None), "what has no token ids has no number of them"
     assert same(weights_of(module), weights_of(other))
 
 
@@ -193,7 +194,7 @@ def test_two_models_need_a_calibration_step(compressor: Compressor) -> None:
 
 
 def test_a_batch_without_names(compressor: Compressor) -> None:
-    with pytest.raises(CompressionError, match=r"type list cannot be passed to LlamaForCausalLM by name"):
+    with pytest.raises(CompressionError, match=r"^A batch of type list cannot be passed to LlamaForCausalLM by name"):
         compressor.compress(
             tiny_model(),
             recipe=GPTQ,
