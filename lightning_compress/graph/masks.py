@@ -63,11 +63,12 @@ def row_mask_for(traced: Traced, node: fx.Node) -> TokenMask | None:
 def masks_of_sounds(traced: Traced) -> Iterator[tuple[str, fx.Node]]:
     """Those with a number for each sample, or row of features, of a floating-point input: paths and nodes."""
     inputs = [node for node in traced.graph.nodes if node.op == "placeholder"]
-    values = [node.meta["val"] for node in inputs if node.meta["val"].is_floating_point()]
-    for path, mask in zip(traced.placeholders, inputs, strict=True):
-        length = expression(mask.meta["val"].shape[-1])
-        if is_token_mask(path) and any(length in map(expression, value.shape[1:]) for value in values):
-            yield path, mask
+    named = zip(traced.placeholders, (node.meta["val"] for node in inputs), strict=True)
+    sounds = [value for path, value in named if value.is_floating_point() and not path.endswith("inputs_embeds")]
+    masks = dict(_masks(traced))
+    for path, node in zip(traced.placeholders, inputs, strict=True):
+        if node in masks and any(masks[node][1] in map(expression, sound.shape[1:]) for sound in sounds):
+            yield path, node
 
 
 def _masks(traced: Traced) -> Iterator[tuple[fx.Node, list[sympy.Expr]]]:

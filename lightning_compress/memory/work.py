@@ -20,6 +20,13 @@ Work = Mapping[str, float]
 CPU bytes of new blocks that are too large for the C heap as `mapping`; of a solve `solve` (see `Algorithm.costs`),
 weights to be packed as `packing`, bytes of `writing`."""
 
+_GROUPED = {
+    "aten._grouped_mm": 1,
+    "transformers.grouped_mm_fallback": 1,
+    "transformers.grouped_mm_fallback_backward": 2,
+}
+"""Operators whose first argument's rows are each multiplied by one of several matrices, and how often they are."""
+
 
 @final
 class WorkMeter(TorchDispatchMode):
@@ -63,8 +70,10 @@ class WorkMeter(TorchDispatchMode):
             self.work[f"attention {_dtype(query)}"] += flops
         elif packet in flop_registry:
             self.work[f"product {_dtype(written[0])}"] += flop_registry[packet](*args, **kwargs, out_val=written[0])
-        elif str(packet) in ("aten._grouped_mm", "transformers.grouped_mm_fallback"):  # each row by one of the matrices
-            self.work[f"product {_dtype(written[0])}"] += 2 * args[0].numel() * args[1].shape[-1]
+        elif str(packet) in _GROUPED:  # each row by one of the matrices
+            self.work[f"product {_dtype(written[0])}"] += (
+                _GROUPED[str(packet)] * 2 * args[0].numel() * args[1].shape[-1]
+            )
         else:
             self.work["elementwise"] += sum(tensor.nbytes for tensor in (*read, *written))
 

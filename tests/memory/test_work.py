@@ -60,6 +60,16 @@ def test_blocks_that_the_heap_has_no_room_for() -> None:
         assert meter.work["mapping"] == (LARGEST_IN_HEAP if on_cpu else 0)
 
 
+def test_backward_of_grouped_products_in_float32() -> None:
+    """transformers' own, of the rows and of the matrices. Seen to fail: as an element-wise operator."""
+    rows, weights = torch.randn(7, 48, requires_grad=True), torch.randn(3, 48, 16, requires_grad=True)
+    out = torch.ops.transformers.grouped_mm_fallback(rows, weights, torch.tensor([3, 3, 7]).int())
+    meter = WorkMeter()
+    with meter:
+        out.backward(torch.ones_like(out))
+    assert meter.work["product float32"] == 2 * 2 * 7 * 48 * 16
+
+
 def test_backward_of_attention_and_optimizers_in_place() -> None:
     """Five products of which the forward has two; lists that an operator changes are read and written.
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor, nn
+from transformers import LlamaForCausalLM
 
-from lightning_compress import Compressor, load_compressed
+from lightning_compress import Compressor, load_compressed, parameters_on_meta
 from lightning_compress.calibration.solve import InputQuantizer, quantize_inputs
 
 from .conftest import GPTQ, TinyModule, compression, loader, samples, tiny_model, weights_of
@@ -59,6 +60,16 @@ def test_weights_that_are_loaded_anew_are_the_originals(compressor: Compressor) 
     compressor.compress(model, recipe=GPTQ, output_dir=None, dataloaders=loader())
     model.load_state_dict(original, strict=False)
     compressor.compress(model, recipe=GPTQ, output_dir=None, dataloaders=loader())
+
+
+def test_weights_that_are_read_from_files_are_the_originals(compressor: Compressor, tmp_path: Path) -> None:
+    """Warnings are errors."""
+    tiny_model().save_pretrained(tmp_path / "model")
+    with parameters_on_meta():
+        model = LlamaForCausalLM(tiny_model().config)
+    for number in range(2):
+        given = {"output_dir": tmp_path / f"out{number}", "weights": tmp_path / "model", "dataloaders": loader()}
+        compressor.compress(model, recipe=GPTQ, **given)
 
 
 def test_a_training_behind_a_compression_trains_all(make_trainer: Any) -> None:
