@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_compress.errors import CalibrationDataError
+from lightning_compress.graph.compat import pytree
 from lightning_compress.graph.masks import is_token_mask
 from lightning_compress.graph.synthesize import Part, flatten_batch, parts_of
 
@@ -191,8 +192,14 @@ def _described(part: Part | None) -> str:
 def _check_values(batch: Any, number: int) -> None:
     tensors, structure = flatten_batch(batch)
     if not tensors:
+        has_numbers = any(isinstance(leaf, int | float) for leaf in pytree.tree_leaves(batch))
+        remedy = (
+            "Numbers in lists are none: of a Hugging Face dataset give DataLoader(dataset.with_format('torch'), "
+            "batch_size=8)."
+        )
         raise CalibrationDataError(
-            f"No tensor is found in batch {number} of the calibration data ({type(batch).__name__}). {_FOUND_IN}"
+            f"No tensor is found in batch {number} of the calibration data ({type(batch).__name__}). "
+            f"{remedy if has_numbers else _FOUND_IN}"
         )
     for path, tensor in zip(structure.paths, tensors, strict=True):
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():

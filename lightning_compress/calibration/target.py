@@ -144,6 +144,12 @@ def _call_with_fields(model: PreTrainedModel) -> Callable[[Any], object]:
     parameters = inspect.signature(model.forward).parameters
 
     def step(batch: Any) -> object:
+        ids = batch.get("input_ids") if isinstance(batch, Mapping) else batch
+        if isinstance(ids, Tensor) and ids.ndim == 1 and not ids.is_floating_point():
+            raise UnsupportedModelError(
+                f"A batch of {type(model).__name__} has rows of token ids [B, L], and this has one, [L], as a sample "
+                "has. Give batches of the samples, as DataLoader(dataset, batch_size=8) makes them."
+            )
         if isinstance(batch, Mapping):
             return model(**{key: value for key, value in batch.items() if key in parameters})
         if isinstance(batch, Tensor):

@@ -89,6 +89,12 @@ def test_masks_of_batches_that_are_no_mappings_stay() -> None:
     assert set(collect([pair]).batches[0][0]) == {"attention_mask"}
 
 
+def test_numbers_in_lists_are_no_tensors() -> None:
+    """As a Hugging Face dataset gives them. Seen to fail: with what else tensors are found in for advice."""
+    with pytest.raises(CalibrationDataError, match=r"batch 0 .*with_format\('torch'\), batch_size=8\)"):
+        collect([{"input_ids": [1, 2, 3]}])
+
+
 @pytest.mark.parametrize("made", [lambda x: SimpleNamespace(x=x), lambda x: x.numpy()], ids=["object", "array"])
 def test_objects_that_tensors_are_not_found_in(made: Callable[[Tensor], Any]) -> None:
     """Seen to fail: what one batch holds was taken for all of them."""

@@ -203,6 +203,14 @@ def test_a_batch_without_names(compressor: Compressor) -> None:
         )
 
 
+@pytest.mark.parametrize("is_tensor", [True, False])
+def test_samples_in_place_of_batches(compressor: Compressor, is_tensor: bool) -> None:
+    """As iterating over a dataset gives them. Seen to fail: with what attention says of sizes that do not match."""
+    data = [sample["input_ids"] if is_tensor else sample for sample in samples(3)]
+    with pytest.raises(CompressionError, match=r"^A batch of LlamaForCausalLM has rows.*DataLoader\(dataset, batch_"):
+        compressor.compress(tiny_model(), recipe=GPTQ, output_dir=None, dataloaders=data)
+
+
 # ---- datamodules
 
 
