@@ -115,11 +115,6 @@ class Gptq(Algorithm):
             raise ValueError(f"damping must be from 0 to {MAX_DAMPING}, not {self.damping}; 0.01 is a good choice.")
         if self.correct not in CORRECTS:
             raise ValueError(f"correct must be one of {', '.join(CORRECTS)}, not {self.correct}.")
-        if self.correct == "none" and (self.strength, self.ridge) != (None, None):
-            raise ValueError(
-                f"strength={self.strength} and ridge={self.ridge} are of a correction, and there is none: give correct "
-                "(inputs or residual, say), or leave them out."
-            )
         if self.correct == "qronos" and (not self.damping or (self.strength, self.ridge) != (None, None)):
             raise ValueError(
                 "correct=qronos corrects in full, with the damping for a ridge: leave strength and ridge out, and give "
@@ -135,6 +130,11 @@ class Gptq(Algorithm):
         if self.ridge is not None and not self.ridge > 0:
             raise ValueError(
                 f"ridge must be more than 0, or null to choose it, not {self.ridge}; 0.1 is a good choice."
+            )
+        if self.correct == "none" and (self.strength, self.ridge) != (None, None):
+            raise ValueError(
+                f"strength={self.strength} and ridge={self.ridge} are of a correction, and there is none: give correct "
+                "(inputs or residual, say), or leave them out."
             )
         if self.refit is not None and self.refit < 0:
             raise ValueError(

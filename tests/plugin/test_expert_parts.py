@@ -112,7 +112,7 @@ def test_a_budget_that_no_parts_can_keep() -> None:
 
 def test_numbers_that_make_no_sense() -> None:
     for wrong in (0, -1, "4", 2.0, True):
-        with pytest.raises(CompressionError, match=r"expert_parts=.* is no number of at least 1"):
+        with pytest.raises(CompressionError, match=r"expert_parts=.* is no whole number of at least 1"):
             prepare(model_of(1), batches(1), HOW, expert_parts=wrong)
     assert prepare(model_of(1), batches(1), HOW, expert_parts=100).expert_parts == 8
 
