@@ -24,7 +24,7 @@ from lightning_compress.calibration.batches import collect
 from lightning_compress.calibration.prepare import calibrating, trace_on
 from lightning_compress.calibration.target import find_target
 from lightning_compress.errors import UntraceableModelError
-from lightning_compress.graph.compat import without_cache
+from lightning_compress.graph.configs import without_cache
 from lightning_compress.graph.execute import execute
 from lightning_compress.graph.leaf import Leaf
 from lightning_compress.graph.synthesize import flatten_batch

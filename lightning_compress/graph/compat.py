@@ -360,16 +360,6 @@ def replace_by_fakes(root: nn.Module, fake_mode: FakeTensorMode, device: torch.d
     return names
 
 
-@contextmanager
-def without_cache(root: nn.Module) -> Iterator[None]:
-    """Within: the models inside `root` keep no key/value cache."""
-    with ExitStack() as stack:
-        for config in configs_of(root):
-            if getattr(config, "use_cache", None):
-                stack.enter_context(assigned(config, "use_cache", False))
-        yield
-
-
 def _mask_by_broadcast(mask_function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def expand(*indices: Tensor) -> Tensor:
         mask = mask_function(*masking_utils._non_vmap_expansion_sdpa(*indices))

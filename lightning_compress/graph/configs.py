@@ -1,9 +1,13 @@
 """What the configurations of transformers models inside a module say."""
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import transformers
 from torch import nn
+
+from lightning_compress.graph.restore import assigned
 
 
 def configs_of(root: nn.Module) -> list[transformers.PreTrainedConfig]:
@@ -27,3 +31,13 @@ def size_in(config: Any, name: str) -> int | None:
     """A size that a configuration has; None: it has none, or one per layer."""
     found = getattr(config, name, None)
     return found if isinstance(found, int) and found > 0 else None
+
+
+@contextmanager
+def without_cache(root: nn.Module) -> Iterator[None]:
+    """Within: the models inside `root` keep no key/value cache."""
+    with ExitStack() as stack:
+        for config in configs_of(root):
+            if getattr(config, "use_cache", None):
+                stack.enter_context(assigned(config, "use_cache", False))
+        yield

@@ -168,7 +168,7 @@ def _knowing(method: Method, seen: Sequence[Behaviour]) -> Method:
 
 
 def untraceable(root: nn.Module, failure: Failure) -> UntraceableModelError:
-    """The error that names what failed, and the remedy."""
+    """The error that names what failed, and the remedy; what says both itself is taken as it is."""
     where = f"{failure.module or 'the model itself'} ({_owner(root, failure.module)})"
     checked = (
         "Check that the model runs on this batch, as `forward(batch)` or as a `calibration_step(self, batch)` of the "
@@ -182,7 +182,7 @@ def untraceable(root: nn.Module, failure: Failure) -> UntraceableModelError:
     if failure.module:
         remedy = f"name a class of layers around this code in `sequential_targets`, or {remedy}"
     message = f"cannot record {where} as a graph: {_first_line(failure.error).rstrip('.')}. {checked}{remedy}."
-    if isinstance(failure.error, UnsupportedModelError):  # says it itself
+    if isinstance(failure.error, UnsupportedModelError):
         message = str(failure.error)
     error = UntraceableModelError(message)
     error.__cause__ = failure.error

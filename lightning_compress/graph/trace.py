@@ -27,7 +27,7 @@ from torchmetrics import Metric
 from lightning_compress.errors import UntraceableModelError
 from lightning_compress.graph import compat
 from lightning_compress.graph.awaited import substituted
-from lightning_compress.graph.configs import is_encoder_decoder
+from lightning_compress.graph.configs import is_encoder_decoder, without_cache
 from lightning_compress.graph.decisions import Decision, decide
 from lightning_compress.graph.fallback import (
     Failure,
@@ -136,7 +136,7 @@ def trace(
     lengths, rows = made()[0].lengths, made()[0].rows
     fixed: Fixed = frozenset()
     fallbacks: dict[str, Fallback] = {}
-    with attributes_restored(root), compat.without_cache(root), watching(root, leaf_names) as reads:
+    with attributes_restored(root), without_cache(root), watching(root, leaf_names) as reads:
         while True:
             batches = made(fixed=fixed)
             runs = [partial(_run, root, step, structure, each, onloading) for each in batches]
