@@ -32,8 +32,8 @@ def render_html(report: Mapping[str, Any]) -> str:
         *(_plan_sections(report) if report["plan"] else ()),
         "<h2>Error of each module</h2>",
         "<p>The error of the outputs on the calibration data, relative to the outputs: tr(dW C dW<sup>T</sup>) / "
-        "tr(W C W<sup>T</sup>), C being the mean of x x<sup>T</sup> over the inputs, which are not rounded there even if a scheme "
-        "quantizes them.</p>",
+        "tr(W C W<sup>T</sup>), C being the mean of x x<sup>T</sup> over the inputs, which are not rounded there "
+        "even if a scheme quantizes them.</p>",
         error_figure([(row["module"], row["error"]) for row in rows]),
         "<h2>Modules</h2>",
         _table(
