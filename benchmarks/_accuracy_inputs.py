@@ -2,13 +2,15 @@
 
     python benchmarks/_accuracy_inputs.py FOLDER --model llama [--train-steps N]
     python benchmarks/_accuracy_inputs.py FOLDER --tokens
+    python benchmarks/_accuracy_inputs.py FOLDER --tokens-of smollm
 
 FOLDER/llama        the model of `_gptq_inputs.py`, 256 wide
 FOLDER/neox         GPT-NeoX, 256 wide: attention and MLP in parallel, GELU, biases
 FOLDER/gemma        Gemma 2, 384 wide: gated GELU, norms before and after attention and MLP
 FOLDER/tokens_S.pt  for seed S: {"calibration": [128, 128] drawn from the training split, "evaluation": the test split}
+FOLDER/smollm/tokens_S.pt  likewise, [128, 256], in the tokens of the model that `_pretrained_inputs.py` writes
 
-All have 4 layers and the demo's tokenizer, data module and optimizers, and the last two seeds of their own.
+Those trained have 4 layers and the demo's tokenizer, data module and optimizers, the last two seeds of their own.
 """
 
 import argparse
@@ -22,6 +24,7 @@ import lightning as L
 from _gptq_inputs import train, write_tokens
 from transformers import (
     AutoModelForCausalLM,
+    AutoTokenizer,
     Gemma2Config,
     GPTNeoXConfig,
     PretrainedConfig,
@@ -35,6 +38,7 @@ from finetune_then_compress import DocsDataModule, LanguageModel, build_tokenize
 
 NUM_SAMPLES = 128
 LENGTH = 128
+PRETRAINED_LENGTH = 256
 
 
 def _sizes(tokenizer: PreTrainedTokenizerFast, width: int) -> dict[str, Any]:
@@ -93,11 +97,15 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--model", choices=("llama", *FAMILIES))
     parser.add_argument("--tokens", action="store_true")
+    parser.add_argument("--tokens-of", help="a model of the folder with a tokenizer of its own")
     parser.add_argument("--train-steps", type=int, default=1000)
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
     if arguments.tokens:
         write_tokens(arguments.folder, build_tokenizer(), NUM_SAMPLES, LENGTH)
+    if arguments.tokens_of is not None:
+        own = arguments.folder / arguments.tokens_of
+        write_tokens(own, AutoTokenizer.from_pretrained(own), NUM_SAMPLES, PRETRAINED_LENGTH)
     if arguments.model is not None:
         write_model(arguments.folder, arguments.model, arguments.train_steps)
 

@@ -1,12 +1,14 @@
-"""What quantization costs: perplexity of three models in five schemes, here, in LLM Compressor and in AutoRound.
+"""What quantization costs: perplexity of four models in several schemes, here, in LLM Compressor and in AutoRound.
 
     python benchmarks/accuracy.py [--models llama] [--schemes W2g64] [--seeds 0] [--only plain corrected] [--table]
 
 models    llama (256 wide), neox (GPT-NeoX: attention and MLP in parallel) and gemma (Gemma 2, 384 wide), which this
           trains for --train-steps on Python's documentation and keeps under --work-dir; see `_accuracy_inputs.py`.
-schemes   weights of 4, 3 and 2 bits in groups of 128, 128 and 64; 4 bits with a scale for each output channel; 4 bits
-          in groups of 128 with inputs of 8 bits, quantized for every token. Symmetric; the head is left out.
-seeds     of the calibration sample, 128 windows of 128 tokens; all tools read the same file of tokens.
+          smollm (SmolLM2-135M-Instruct, 576 wide, 30 layers), pretrained on two trillion tokens, comes by pip.
+schemes   weights of 4, 3 and 2 bits in groups of 128, 128 and 64 (of smollm, whose width 128 does not divide, in groups
+          of 64); 4 bits with a scale for each output channel; 4 bits in groups with inputs of 8 bits, quantized for
+          every token. Symmetric; the head is left out.
+seeds     of the calibration sample, 128 windows of 128 tokens (smollm: 256); all tools read the same file of tokens.
 columns   rtn: rounding to nearest, scales from the range. plain: the algorithm gptq with its defaults. corrected: and
           `correct: residual`. refit: and `refit: null`, chosen, as in the recipe `w2a16_best`.
           qronos, gptaq: plain with `correct: qronos`, `gptaq`. peer, peer_mse: LLM Compressor's GPTQ with its default
@@ -36,13 +38,22 @@ from typing import final
 from gptq_vs_llmcompressor import HERE, PEER, SCRIPTS, THREADS, Bench, ensure_peer
 
 AUTOROUND = ("torch==2.13.0", "auto-round==0.15.1")
-MODELS = ("llama", "neox", "gemma")
+TRAINED, PRETRAINED = ("llama", "neox", "gemma"), ("smollm",)
+MODELS = (*TRAINED, *PRETRAINED)
+GGUF = ("gguf==0.19.0",)
 SCHEMES: dict[str, dict[str, int]] = {
     "W4g128": {"num_bits": 4, "group_size": 128},
     "W3g128": {"num_bits": 3, "group_size": 128},
     "W2g64": {"num_bits": 2, "group_size": 64},
     "W4channel": {"num_bits": 4, "group_size": 0},
     "W4A8g128": {"num_bits": 4, "group_size": 128, "activation_bits": 8},
+    "W4g64": {"num_bits": 4, "group_size": 64},
+    "W3g64": {"num_bits": 3, "group_size": 64},
+    "W4A8g64": {"num_bits": 4, "group_size": 64, "activation_bits": 8},
+}
+SCHEMES_OF = {
+    **dict.fromkeys(TRAINED, ("W4g128", "W3g128", "W2g64", "W4channel", "W4A8g128")),
+    **dict.fromkeys(PRETRAINED, ("W4g64", "W3g64", "W2g64", "W4channel", "W4A8g64")),
 }
 SEEDS = (0, 1, 2)
 NUM_SAMPLES = 128
@@ -105,19 +116,25 @@ def cells(models: Iterable[str], schemes: Iterable[str], seeds: Iterable[int], c
     """In the order of the work: by turns, then seeds, so that all models and schemes soon have a number."""
     found: dict[Cell, int] = {}
     for seed, model, scheme, column in product(seeds, models, schemes, columns):
+        if scheme not in SCHEMES_OF[model]:
+            continue
         seeded = COLUMNS[column].seeded
         found[Cell(model, scheme, seed if seeded else SEEDS[0], column)] = COLUMNS[column].turn
     return sorted(found, key=found.__getitem__)
 
 
-def ensure_inputs(inputs: Path, models: Iterable[str], train_steps: int) -> None:
+def ensure_inputs(inputs: Path, models: Iterable[str], train_steps: int, peer_venv: Path) -> None:
     """The tokens and models, written where they are not there (a model takes minutes)."""
     script = [sys.executable, str(HERE / "_accuracy_inputs.py"), str(inputs), "--train-steps", str(train_steps)]
     if not list(inputs.glob("tokens_*.pt")):
         subprocess.run([*script, "--tokens"], check=True)
     for model in models:
-        if not (inputs / model / "tokenizer.json").exists():
+        if model in TRAINED and not (inputs / model / "tokenizer.json").exists():
             subprocess.run([*script, "--model", model], check=True)
+        if model in PRETRAINED and not list((inputs / model).glob("tokens_*.pt")):
+            reader = ensure_peer(peer_venv, (*PEER, *GGUF))
+            subprocess.run([reader, HERE / "_pretrained_inputs.py", inputs / model], check=True)
+            subprocess.run([*script, "--tokens-of", model], check=True)
 
 
 def compute(cell: Cell, bench: Bench, folder: Path) -> None:
@@ -239,11 +256,12 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if not arguments.table:
         wanted = cells(arguments.models, arguments.schemes, arguments.seeds, arguments.only)
-        ensure_inputs(inputs, arguments.models, arguments.train_steps)
+        peer_venv = arguments.peer_venv or arguments.work_dir / "peer"
+        ensure_inputs(inputs, arguments.models, arguments.train_steps, peer_venv)
         sides = {COLUMNS[cell.column].side for cell in wanted}
         pythons = {"ours": Path(sys.executable)}
         if "peer" in sides:
-            pythons["peer"] = ensure_peer(arguments.peer_venv or arguments.work_dir / "peer")
+            pythons["peer"] = ensure_peer(peer_venv)
         if "autoround" in sides:
             venv = arguments.autoround_venv or arguments.work_dir / "autoround"
             pythons["autoround"] = ensure_peer(venv, AUTOROUND)

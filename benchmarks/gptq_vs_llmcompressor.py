@@ -76,8 +76,10 @@ class Bench:
         self.scripts = scripts
 
     def run(self, side: str, model: str, num_samples: int, seed: int = 0, **options: object) -> Result:
+        own = self.inputs / model / f"tokens_{seed}.pt"  # of a model with a tokenizer of its own
+        tokens = own if own.exists() else self.inputs / own.name
         command = [self.pythons[side], HERE / self.scripts[side], "--model", self.inputs / model]
-        command += ["--tokens", self.inputs / f"tokens_{seed}.pt", "--num-samples", num_samples, "--threads", THREADS]
+        command += ["--tokens", tokens, "--num-samples", num_samples, "--threads", THREADS]
         for name, value in options.items():
             flag = f"--{name.replace('_', '-')}"
             command += [flag] if value is True else [flag, value]

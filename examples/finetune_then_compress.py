@@ -34,6 +34,7 @@ from lightning_compress.data import (
     load_documents,
     perplexity,
 )
+from lightning_compress.graph.products import in_float32, slow_dtypes
 
 VOCABULARY = 4096
 END_OF_TEXT = "<|endoftext|>"
@@ -111,11 +112,13 @@ class DocsDataModule(L.LightningDataModule):
 class Together(torch.optim.Optimizer):
     """Several optimizers as one, so that Lightning's automatic optimization and one schedule serve them all.
 
-    It shares their parameter groups (a schedule set here reaches them) and keeps no state of its own.
+    It shares their parameter groups (a schedule set here reaches them) and keeps no state of its own. Muon multiplies
+    in bfloat16, which CPUs without instructions for it do one number at a time: there it is done in float32.
     """
 
     def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
         self.optimizers = optimizers
+        self.slow_dtypes = slow_dtypes(optimizers[0].param_groups[0]["params"][0].device)
         super().__init__([group for optimizer in optimizers for group in optimizer.param_groups], {})
 
     @torch.no_grad()
@@ -124,8 +127,9 @@ class Together(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for optimizer in self.optimizers:
-            optimizer.step()
+        with in_float32(self.slow_dtypes):
+            for optimizer in self.optimizers:
+                optimizer.step()
         return loss
 
 

@@ -5,7 +5,7 @@ the same on any number of ranks. Alternative not taken: the metric's own sum ove
 """
 
 import math
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from itertools import chain
 
@@ -24,6 +24,8 @@ from lightning_compress.graph.restore import contents_restored
 from lightning_compress.memory.placement import Placement
 
 _IGNORED = -100
+_NUMBERS = 2**24
+"""Of the logits that the metric gets at a time."""
 
 Batch = Mapping[str, Tensor]
 
@@ -64,7 +66,8 @@ def perplexity(
         with closing(found):
             for batch, logits in zip(mine, found, strict=True):
                 metric.reset()
-                metric.update(logits[:, :-1].float(), _targets(batch).to(device))
+                for some, targets in _parts(logits, _targets(batch).to(device)):
+                    metric.update(some.float(), targets)
                 sums.append((float(metric.total_log_probs), int(metric.count)))
     of_all = list(chain(*collective.gather(sums, "the sums for the perplexity")))
     count = sum(number for _, number in of_all)
@@ -103,6 +106,14 @@ def _logits_by_layer(
         logits = output[path]
         assert isinstance(logits, Tensor)
         yield logits
+
+
+def _parts(logits: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Some positions of one row at a time [1, l, V] and their targets [1, l]: the metric makes copies of what it is
+    given, and a batch's logits are among the largest tensors there are."""
+    at_once = max(_NUMBERS // max(logits.shape[-1], 1), 1)
+    for row, wanted in zip(logits[:, :-1], targets, strict=True):
+        yield from zip(row[None].split(at_once, dim=1), wanted[None].split(at_once, dim=1), strict=True)
 
 
 def _targets(batch: Batch) -> Tensor:

@@ -8,6 +8,8 @@ from torch import nn
 
 from lightning_compress.errors import UnsupportedModelError
 
+_OF_KERNELS = (32, 64, 128)
+"""What vLLM's GPU kernels for weights alone take, beside one scale for each row (`MARLIN_SUPPORTED_GROUP_SIZES`)."""
 _SMALL = 16
 """Groups of fewer weights take more for their scales than a bit per weight."""
 
@@ -41,19 +43,22 @@ def _not_divided(
     name, common = failing[0], gcd(*(shape[1] for shape in shapes.values()))
     below = next((size for size in range(min(group, common), 0, -1) if common % size == 0), 1)
     above = next((size for size in range(group, common + 1) if common % size == 0), below)
+    served = max((size for size in _OF_KERNELS if common % size == 0), default=None)
     nearest = (
         f"The nearest sizes that do are {below} and {above}"
         if below != above
         else f"The nearest size that does is {below}"
     )
+    if served is not None and served != below:
+        nearest += f"; vLLM's kernels on GPUs know {', '.join(map(str, _OF_KERNELS))}, of which {served} does"
     others = ", ".join(f"{other} {list(shapes[other])}" for other in failing[1:4])
     more = (
         f" The same holds for {len(failing) - 1} more modules ({others}{', ...' * (len(failing) > 4)})."
         if others
         else ""
     )
-    is_small = below < _SMALL
-    instead = "strategy: channel" if is_small else f"group_size: {below}"
+    is_small = served is None and below < _SMALL
+    instead = "strategy: channel" if is_small else f"group_size: {served or below}"
     change = "Take one scale for each row" if is_small else "Change group_size"
     line = f"num_bits: {weights.num_bits}, symmetric: {str(weights.symmetric).lower()}, {instead}"
     return (

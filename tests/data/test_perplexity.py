@@ -1,8 +1,11 @@
 """Perplexity against a direct computation in float64."""
 
+import sys
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torchmetrics.text import Perplexity
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from lightning_compress.data import perplexity
@@ -45,6 +48,24 @@ def test_padding_is_not_predicted(model: LlamaForCausalLM) -> None:
     mask = (torch.arange(12) < torch.tensor([[12], [7], [3]])).long()
     measured = perplexity(model, [{"input_ids": padded, "attention_mask": mask}])
     assert measured == pytest.approx(reference(model, rows), rel=1e-4)
+
+
+@pytest.mark.parametrize("num_positions", [1, 4, 100])
+def test_the_metric_gets_some_positions_at_a_time(
+    model: LlamaForCausalLM, num_positions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[torch.Size] = []
+    update = Perplexity.update
+
+    def watched(self: Perplexity, preds: Tensor, target: Tensor) -> None:
+        given.append(preds.shape)
+        update(self, preds, target)
+
+    monkeypatch.setattr(Perplexity, "update", watched)
+    monkeypatch.setattr(sys.modules[perplexity.__module__], "_NUMBERS", num_positions * 50 + 49)
+    rows = torch.randint(50, (3, 12), generator=torch.Generator().manual_seed(1))
+    assert perplexity(model, [{"input_ids": rows}]) == pytest.approx(reference(model, list(rows)), rel=1e-4)
+    assert max(batch * length for batch, length, _ in given) == min(num_positions, 11)
 
 
 def test_modes_are_restored(model: LlamaForCausalLM) -> None:

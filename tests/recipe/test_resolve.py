@@ -219,6 +219,15 @@ def test_group_size_that_does_not_divide(group_size: int, nearest: str) -> None:
     assert "add 'model.layers.0.self_attn.q_proj' to `ignore`" in message
 
 
+def test_group_sizes_that_kernels_take_are_named() -> None:
+    """Where 128 does not divide a width of 576, 96 does, which no kernel takes."""
+    with pytest.raises(UnsupportedModelError) as caught:
+        resolved(recipe(4, group_size=128), tiny_llama(1, hidden_size=576, intermediate_size=1536))
+    message = str(caught.value)
+    assert "nearest sizes that do are 96 and 192; vLLM's kernels on GPUs know 32, 64, 128, of which 64 does" in message
+    assert "group_size: 64}}" in message
+
+
 def test_scales_are_signed_unless_inputs_are_quantized_too() -> None:
     """Kernels with int8 inputs take scales to be unsigned."""
     weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 16}
