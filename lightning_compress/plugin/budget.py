@@ -7,9 +7,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor, fx, nn
 
+from lightning_compress.calibration.amounts import statistics_bytes
 from lightning_compress.calibration.batches import CalibrationSet
 from lightning_compress.calibration.footprint import footprint
 from lightning_compress.calibration.loop import Calibration
+from lightning_compress.calibration.observe import Statistics, begin_statistics
 from lightning_compress.calibration.prepare import cached_inputs
 from lightning_compress.errors import BudgetError
 from lightning_compress.export.layout import rest_sizes
@@ -17,6 +19,7 @@ from lightning_compress.graph.sizes import binding, traced_bytes
 from lightning_compress.graph.trace import Traced, flatten_batch
 from lightning_compress.memory.budget import Budgets, Fit, MemoryUse, fit, gib
 from lightning_compress.memory.heap import trim_heap
+from lightning_compress.memory.host import available_bytes, memory_of
 from lightning_compress.memory.needs import Moment, Needs
 from lightning_compress.memory.placement import LEAST, MemoryConfig
 from lightning_compress.memory.tracker import held_bytes, high_water_bytes
@@ -44,6 +47,7 @@ def within_budgets(
         BudgetError: it cannot fit.
     """
     if config.host_budget is None and config.device_budget is None:
+        _check_widths(run)
         return run, None
     placement, root = run.flow.placement, run.flow.root
     batches = [] if data is None else [data.batches[number] for number in run.share]
@@ -76,6 +80,34 @@ def within_budgets(
         diverging = frozenset() if flow.reference is None else flow.reference.diverging
         flow = replace(flow, cache=cached_inputs(flow.traced, batches, placement, diverging))
     return replace(run, flow=flow), _use(budgets, found)
+
+
+def _check_widths(run: Calibration) -> None:
+    """Without budgets nothing is foreseen. But statistics grow with the square of a module's input channels, of which a
+    convolution has those of all its taps, so one group alone may be more than there is."""
+    device = run.flow.device
+    there = available_bytes() if device.type == "cpu" else memory_of(device)
+    assignments, known = run.resolved.assignments, dict[tuple[object, ...], int]()
+    for group in (group for part in run.flow.subgraphs for step in part.steps for group in step.solve):
+        name, sources = group.members[0], [source for source in group.sources if run.needs.get(source)]
+        if not sources:
+            continue
+        weights = [run.flow.root.get_submodule(member).get_parameter("weight") for member in group.members]
+        shape = (sum(len(weight) for weight in weights), weights[0].shape[1])
+        kinds = frozenset(kind for source in sources for kind in run.needs[source])
+        case = (shape, kinds, assignments[name].algorithm, str(assignments[name].weights))
+        if case not in known:
+            statistics: Statistics = {}
+            begin_statistics(sources[:1], run.needs, run.sizes, torch.device("meta"), statistics)
+            workspace = assignments[name].algorithm.workspace_bytes(*shape, assignments[name].weights, kinds)
+            known[case] = statistics_bytes(statistics.values()) + workspace
+        if known[case] > there:
+            raise BudgetError(
+                f"{name} has a weight of shape {list(weights[0].shape)}: statistics of its {shape[1]} input channels "
+                f"and what solving it needs take {gib(known[case])}, and there are {gib(there)} of "
+                f"{'host' if device.type == 'cpu' else 'device'} memory. Add it to `ignore`, or to the `targets` of a "
+                "modifier with `algorithm: rtn`, which needs no statistics."
+            )
 
 
 def _use(budgets: Budgets, found: Fit) -> MemoryUse:

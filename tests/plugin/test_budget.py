@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from compressed_tensors.quantization import QuantizationArgs
 from helpers import compress_in_memory, prepare, recipe, run, saved, tiny_llama, token_batches
 
+from lightning_compress.algorithms.gptq import Gptq
 from lightning_compress.calibration import flow
 from lightning_compress.calibration.loop import calibrate
 from lightning_compress.calibration.prepare import calibrating
@@ -18,6 +20,7 @@ from lightning_compress.memory.tracker import LiveMemory, high_water_bytes, resi
 from lightning_compress.plugin import budget
 from lightning_compress.plugin.budget import BudgetWarning, finished_use
 from lightning_compress.report.html import render_html
+from lightning_compress.statistics import InputGram
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "initializer_range": 0.02}
 HOW = recipe(4, group_size=32)
@@ -45,6 +48,20 @@ def test_refused_before_any_work(tmp_path: Path) -> None:
         prepare(saved(model, tmp_path / "m"), token_batches(), HOW, tmp_path / "out", weights=tmp_path / "m",
                 memory=MemoryConfig(host_budget="1MiB"))  # fmt: skip
     assert "stay on disk" not in str(caught.value), "they do"
+
+
+def test_what_one_group_alone_takes_is_compared_with_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A convolution from 1024 channels with 64 taps has a Gram of 65536 channels. The test's largest is down_proj's."""
+    args = QuantizationArgs(num_bits=4, strategy="group", group_size=32)
+    needed = budget.statistics_bytes([{InputGram: InputGram(64, "cpu")}])
+    needed += Gptq().workspace_bytes(32, 64, args, {InputGram})
+    monkeypatch.setattr(budget, "available_bytes", lambda: needed)
+    prepare(tiny_llama(1), token_batches(), HOW)
+    monkeypatch.setattr(budget, "available_bytes", lambda: needed - 1)
+    with pytest.raises(BudgetError, match=r"down_proj has a weight of shape \[32, 64\]: .* 64 input channels"):
+        prepare(tiny_llama(1), token_batches(), HOW)
+    monkeypatch.setattr(budget, "available_bytes", lambda: 0)
+    prepare(tiny_llama(1), token_batches(), recipe(4, algorithm="rtn", group_size=32))
 
 
 def test_a_budget_is_kept_by_leaving_activations_to_the_file() -> None:
