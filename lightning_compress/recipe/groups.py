@@ -57,13 +57,16 @@ def _not_divided(
         if others
         else ""
     )
-    is_small = served is None and below < _SMALL
-    instead = "strategy: channel" if is_small else f"group_size: {served or below}"
-    change = "Take one scale for each row" if is_small else "Change group_size"
-    line = f"num_bits: {weights.num_bits}, symmetric: {str(weights.symmetric).lower()}, {instead}"
+    bits = f"num_bits: {weights.num_bits}, symmetric: {str(weights.symmetric).lower()}"
+    if served is None and below < _SMALL:
+        change = f"Take one scale for each row (`scheme: {{weights: {{{bits}, strategy: channel}}}}`)"
+    else:
+        size = served or below
+        change = (
+            f"Give the modifier `group_size: {size}` (of the first in a command: recipe.modifiers.0.group_size={size})"
+        )
     return (
         f"{name} has a weight of shape {list(shapes[name])}, and group_size {group} does not divide its "
         f"{shapes[name][1]} input channels.{more} {nearest}, for all {len(shapes)} modules with that group_size. "
-        f"{change} (a preset's by giving fields in place of its name: `scheme: {{weights: {{{line}}}}}`), "
-        f"or add {name!r} to `ignore`."
+        f"{change}, or add {name!r} to `ignore`."
     )

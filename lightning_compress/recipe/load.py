@@ -11,7 +11,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
 
-from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, preset_name_to_scheme
+from compressed_tensors.quantization import (
+    QuantizationArgs,
+    QuantizationScheme,
+    QuantizationStrategy,
+    preset_name_to_scheme,
+)
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -25,7 +30,7 @@ from lightning_compress.recipe.config import DEFAULT_IGNORE, DEFAULT_TARGETS, Mo
 
 RecipeLike = Recipe | str | Path | Mapping[str, object]
 
-_MODIFIER_KEYS = ("algorithm", "scheme", "targets", "ignore")
+_MODIFIER_KEYS = ("algorithm", "scheme", "group_size", "targets", "ignore")
 _REPOSITORY_CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 _PACKAGED_CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
@@ -98,7 +103,7 @@ def _modifier(entry: object, position: int) -> Modifier:
     options = {key: value for key, value in entry.items() if key not in _MODIFIER_KEYS}
     return Modifier(
         algorithm=_algorithm(name, options, where),
-        scheme=_scheme(entry.get("scheme"), where),
+        scheme=_in_groups(_scheme(entry.get("scheme"), where), entry.get("group_size"), where),
         targets=_patterns(entry.get("targets", DEFAULT_TARGETS), where, "targets"),
         ignore=_patterns(entry.get("ignore", DEFAULT_IGNORE), where, "ignore"),
     )
@@ -145,6 +150,19 @@ def _scheme(scheme: object, where: str) -> QuantizationScheme:
         raise RecipeError(f"the scheme of {where} is not valid: {wrong}") from error
     except NotImplementedError as error:
         raise RecipeError(f"the scheme of {where} is not valid: {error}") from error
+
+
+def _in_groups(scheme: QuantizationScheme, size: object, where: str) -> QuantizationScheme:
+    """The scheme with weights in groups of another size; None: its own."""
+    if size is None:
+        return scheme
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise RecipeError(f"{where} has group_size {size!r}; it is a number of weights from 1 on, such as 64.")
+    strategy = None if scheme.weights is None else scheme.weights.strategy
+    if scheme.weights is None or strategy != QuantizationStrategy.GROUP:
+        what = "no weights" if strategy is None else f"weights of strategy {QuantizationStrategy(strategy).value}"
+        raise RecipeError(f"{where} has group_size {size}, but a scheme with {what}: leave one of them out.")
+    return scheme.model_copy(update={"weights": scheme.weights.model_copy(update={"group_size": size})})
 
 
 def _told(wrong: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ from lightning_compress.algorithms.gptq import Gptq
 from lightning_compress.algorithms.rtn import Rtn
 from lightning_compress.errors import RecipeError, RunWarning
 from lightning_compress.recipe.config import Modifier, Recipe
-from lightning_compress.recipe.load import load_recipe, shipped_recipes
+from lightning_compress.recipe.load import config_dir, load_recipe, shipped_recipes
 
 PLAIN = {
     "modifiers": [
@@ -101,6 +101,21 @@ def test_presets_in_either_case(preset: str) -> None:
     assert entry.scheme.weights is not None
 
 
+def test_a_preset_in_groups_of_another_size() -> None:
+    """Also what resolves it says so: the scheme holds the size, and nothing else has changed."""
+    shipped = OmegaConf.to_container(OmegaConf.load(config_dir() / "recipe" / "w4a16_gptq.yaml"))
+    assert isinstance(shipped, dict)
+    assert shipped["modifiers"][0].pop("group_size") is None, "a command can override it"
+    (given,) = load_recipe({"modifiers": [{**shipped["modifiers"][0], "group_size": 64}]}).modifiers
+    (preset,) = load_recipe("w4a16_gptq").modifiers
+    assert given.scheme.weights is not None
+    assert preset.scheme.weights is not None
+    assert (preset.scheme.weights.group_size, given.scheme.weights.group_size) == (128, 64)
+    changed = {"weights": given.scheme.weights.model_copy(update={"group_size": 128})}
+    assert given.scheme.model_copy(update=changed) == preset.scheme
+    assert load_recipe(Recipe((given,)).to_dict()) == Recipe((given,))
+
+
 def test_loading_does_not_change_its_argument() -> None:
     given = recipe(4, targets=["Linear"])
     before = json.dumps(given)
@@ -145,6 +160,18 @@ def test_loading_does_not_change_its_argument() -> None:
         ),
         (recipe(scheme=["W4A16"]), "modifier 0 needs a `scheme`"),
         ({"modifiers": [{"algorithm": "gptq"}]}, "modifier 0 needs a `scheme`"),
+        (
+            {"modifiers": [{"algorithm": "gptq", "scheme": "W4A16", "group_size": "64"}]},
+            "modifier 0 has group_size '64'; it is a number",
+        ),
+        (
+            {"modifiers": [{"algorithm": "gptq", "scheme": "W4A16", "group_size": 0}]},
+            "modifier 0 has group_size 0; it is a number",
+        ),
+        (
+            {"modifiers": [{"algorithm": "gptq", "scheme": "W8A8", "group_size": 64}]},
+            "has group_size 64, but a scheme with weights of strategy channel",
+        ),
         (recipe(targets="Linear"), "`targets` of modifier 0 has to be a list .* not 'Linear'"),
         (recipe(targets=["re:*q_proj"]), r"'re:\*q_proj' is no regular expression \(nothing to repeat"),
         (recipe(ignore=[3]), "`ignore` of modifier 0 has to be a list"),

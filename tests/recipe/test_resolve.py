@@ -225,7 +225,7 @@ def test_group_sizes_that_kernels_take_are_named() -> None:
         resolved(recipe(4, group_size=128), tiny_llama(1, hidden_size=576, intermediate_size=1536))
     message = str(caught.value)
     assert "nearest sizes that do are 96 and 192; vLLM's kernels on GPUs know 32, 64, 128, of which 64 does" in message
-    assert "group_size: 64}}" in message
+    assert "Give the modifier `group_size: 64` (of the first in a command: recipe.modifiers.0.group_size=64)" in message
 
 
 def test_scales_are_signed_unless_inputs_are_quantized_too() -> None:
