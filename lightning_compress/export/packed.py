@@ -3,10 +3,11 @@
 import json
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
@@ -19,6 +20,7 @@ from lightning_compress.export.checkpoint import check_finished
 from lightning_compress.export.layout import identity
 from lightning_compress.export.packing import PACKED_NAMES, checkpoint_names, unpack
 from lightning_compress.graph.unfold import unfolded
+from lightning_compress.memory.dequantized import METHODS, dequantized
 from lightning_compress.memory.files import StoredTensor, stored_tensors
 from lightning_compress.memory.source import Readable, WeightSource, is_on_meta, tensor_loads, weight_source
 
@@ -51,22 +53,30 @@ class PackedWeight:
 
 
 def quantization_config(folder: Path) -> QuantizationConfig | None:
-    """What `config.json` in `folder` says about quantization by compressed-tensors; None if nothing.
+    """What `config.json` in `folder` says about quantization by compressed-tensors; None if nothing, or another method
+    whose weights are read as plain ones.
 
     Raises:
-        CompressionError: it is quantized by another method.
+        CompressionError: it is quantized by a method that cannot be read.
     """
-    file = folder / "config.json"
-    content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    found = content.get("quantization_config")
-    if found is None:
+    found = _said(folder)
+    method = found.get("quant_method")
+    if not found or method in METHODS:
         return None
-    if found.get("quant_method") != "compressed-tensors":
+    if method != "compressed-tensors":
         raise CompressionError(
-            f"{folder} is quantized by {found.get('quant_method')!r}; only compressed-tensors checkpoints can be read."
+            f"{folder} is quantized by {method!r}; only {', '.join(METHODS)} and compressed-tensors checkpoints can be "
+            "read."
         )
     known = {key: value for key, value in found.items() if key in QuantizationConfig.model_fields}
     return QuantizationConfig.model_validate(known)
+
+
+def _said(folder: Path) -> dict[str, Any]:
+    """The `quantization_config` in a folder's config.json."""
+    file = folder / "config.json"
+    content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return content.get("quantization_config") or {}
 
 
 def quantized_modules(config: QuantizationConfig, names: Collection[str]) -> dict[str, QuantizationScheme]:
@@ -97,6 +107,22 @@ def _packed_in(root: nn.Module, schemes: Collection[str]) -> Callable[[str, nn.M
     return lambda name, module: names.get(name, name) in schemes
 
 
+def original_source(root: nn.Module, folder: Path, place: str = "") -> WeightSource:
+    """Where the values of a model's meta parameters are: a checkpoint that is not compressed. Weights that were
+    released in FP8 or MXFP4 are read as the floats they stand for, in the dtype that the model is built in.
+
+    Raises:
+        CompressionError: see `memory.source.weight_source` and `memory.dequantized`.
+    """
+    check_finished(folder)
+    said = _said(folder)
+    if said.get("quant_method") not in METHODS:
+        return weight_source(root, folder, place)
+    dtype = next((parameter.dtype for parameter in root.parameters() if parameter.is_meta), torch.bfloat16)
+    source = weight_source(root, folder, place, decode=partial(dequantized, config=said, dtype=dtype))
+    return replace(source, method=str(said["quant_method"]))
+
+
 def checkpoint_source(root: nn.Module, folder: Path) -> WeightSource:
     """Where the values of a model's meta parameters are: a checkpoint of any kind, compressed or not.
 
@@ -105,10 +131,10 @@ def checkpoint_source(root: nn.Module, folder: Path) -> WeightSource:
     Raises:
         CompressionError: see `memory.source.weight_source`.
     """
-    check_finished(folder)
     config = quantization_config(folder)
     if config is None:
-        return weight_source(root, folder)
+        return original_source(root, folder)
+    check_finished(folder)
     stored = stored_tensors(folder)
     schemes = quantized_modules(config, stored.keys())
     source = weight_source(root, folder, decode=partial(_decoded, schemes=schemes))

@@ -24,6 +24,7 @@ from lightning_compress.errors import CompressionError
 from lightning_compress.graph.awaited import nobody_brings
 from lightning_compress.graph.experts import Experts
 from lightning_compress.graph.unfold import Unfolding
+from lightning_compress.memory.dequantized import Dequantized
 from lightning_compress.memory.files import StoredTensor, files_fingerprint, is_sharded, stored_tensors
 from lightning_compress.memory.pickled import stored_state_dict
 from lightning_compress.memory.sharded import ShardedTensor, blocks_of, sharded_state_dict
@@ -58,10 +59,12 @@ class WeightSource:
     Attributes:
         loaders: for every key of the state dict, what reads it (and perhaps others that are stored together with it).
         fingerprint: changes when the values do (see `files.files_fingerprint`).
+        method: the `quant_method` of what is stored, where it is dequantized when it is read.
     """
 
     loaders: Mapping[str, Load]
     fingerprint: str
+    method: str = ""
 
 
 def is_on_meta(root: nn.Module) -> bool:
@@ -173,7 +176,7 @@ class _Found:
 
     def part(self, of: range) -> Tensor:
         """Of its first dimension a range, without the memory of the rest."""
-        if isinstance(self.stored, StoredTensor | ShardedTensor):
+        if isinstance(self.stored, StoredTensor | ShardedTensor | Dequantized):
             return self.stored.part(of.start, of.stop).read()
         (value,) = self.load().values()
         return value[of.start : of.stop].clone()

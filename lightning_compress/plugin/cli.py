@@ -47,6 +47,7 @@ from lightning_compress.plugin.models import (
     memory_options,
     reads_from_disk,
     weights_place,
+    with_dequantized,
     with_model_config,
 )
 from lightning_compress.plugin.module import onload_device
@@ -134,7 +135,7 @@ def _as_overrides(arguments: list[str]) -> list[str]:
 
 def _completed(config: DictConfig, needs_weights: bool) -> DictConfig:
     """A command's configuration as the rest has it; it is changed."""
-    config = complete(with_model_config(with_flags(config), needs_weights))
+    config = complete(with_dequantized(with_model_config(with_flags(config), needs_weights)))
     if config.get("output_dir") is not None:  # OUT/, as a shell completes it, is OUT: logs go to ${output_dir}_logs
         config.output_dir = str(Path(str(config.output_dir)))
     return config

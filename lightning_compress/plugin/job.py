@@ -72,6 +72,12 @@ _REPLACED = (
 )
 
 
+_DEQUANTIZED = (
+    "The weights in {} are {}: the model that is compressed, and that errors are told of, is the one they are "
+    "dequantized to."
+)
+
+
 def plan_recipe(module: nn.Module, settings: Settings) -> tuple[Target, ResolvedRecipe]:
     """Everything that can be checked without data: the recipe against the model, where the weights are, and the
     output folder."""
@@ -195,6 +201,8 @@ def _run(
     writer = None if output_dir is None else _writer(job, output_dir)
     beyond = [] if job.data is None else beyond_made_for(job.target.root, job.data.batches)
     replaced = [_REPLACED.format(writer.folder)] if writer is not None and writer.replaces_finished else []
+    source = job.source
+    read = [_DEQUANTIZED.format(job.settings.weights, source.method)] if source is not None and source.method else []
     if job.run.collective.rank == 0:
         for note in beyond:
             warnings.warn(note, RunWarning, stacklevel=2)
@@ -223,7 +231,9 @@ def _run(
             shutil.rmtree(writer.folder / FOLDER, ignore_errors=True)
             verification = _verified(job, writer.folder)
     total_s = job.prepare_s + time.perf_counter() - start
-    report = _report(job, records, bytes_before, total_s, writer, num_resumed, verification, (*beyond, *replaced))
+    report = _report(
+        job, records, bytes_before, total_s, writer, num_resumed, verification, (*read, *beyond, *replaced)
+    )
     if (factor := more_samples(report.coverage)) is not None:
         warnings.warn(advice(factor), ExpertCoverageWarning, stacklevel=2)
     _warn_of_unreached(report.modules)

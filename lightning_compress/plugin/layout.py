@@ -13,12 +13,13 @@ from lightning_compress.calibration.resume import begun_in_parts
 from lightning_compress.calibration.target import Target
 from lightning_compress.distributed.collective import Collective
 from lightning_compress.errors import BudgetError, CompressionError, OutputDirectoryError
-from lightning_compress.export.checkpoint import check_finished, is_unfinished
+from lightning_compress.export.checkpoint import is_unfinished
+from lightning_compress.export.packed import original_source
 from lightning_compress.graph.stages import Schedule
 from lightning_compress.graph.unfold import Unfolded, most_experts, unfold
 from lightning_compress.memory.budget import MemoryUse
 from lightning_compress.memory.placement import placement
-from lightning_compress.memory.source import WeightSource, weight_source
+from lightning_compress.memory.source import WeightSource
 from lightning_compress.plugin.budget import within_budgets
 from lightning_compress.plugin.settings import Settings
 from lightning_compress.recipe.resolve import ResolvedRecipe, named_by
@@ -131,11 +132,9 @@ def _laid_out(
     schedule: Schedule,
     expert_parts: int,
 ) -> LaidOut:
-    if settings.weights is not None:
-        check_finished(settings.weights)
     modules = unfold(target.root, named_by(settings.recipe), expert_parts)
     with calibrating(target.root), modules.in_place():
-        source = None if settings.weights is None else weight_source(target.root, settings.weights, place)
+        source = None if settings.weights is None else original_source(target.root, settings.weights, place)
         run = prepare(
             target,
             resolved,

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from lightning_compress.errors import CompressionError
 from lightning_compress.export.checkpoint import check_finished
+from lightning_compress.memory.dequantized import METHODS
 from lightning_compress.memory.files import stored_dtype
 from lightning_compress.memory.host import available_bytes
 from lightning_compress.memory.placement import MemoryConfig, memory_config
@@ -63,6 +64,40 @@ def with_model_config(config: DictConfig, needs_weights: bool) -> DictConfig:
     return config
 
 
+def with_dequantized(config: DictConfig) -> DictConfig:
+    """A command's configuration in which a model that is to be dequantized is read from disk, which is where that is
+    done; it is changed.
+
+    Raises:
+        CompressionError: it is to be read in another way, or is not quantized by a method that can be read.
+    """
+    if not OmegaConf.select(config, "model.dequantize", default=False):
+        return config
+    if config.model.load not in ("auto", "disk"):
+        raise CompressionError(
+            f"model.dequantize=true reads weights a layer at a time; leave model.load={config.model.load} out."
+        )
+    try:
+        method = _method(config.model.path)
+    except OSError:  # which is told where it is loaded
+        return config
+    if method not in METHODS:
+        found = "not quantized" if method is None else f"quantized by {method}"
+        raise CompressionError(
+            f"model.dequantize=true is for models that were released in {' or '.join(METHODS)}, and "
+            f"model.path={config.model.path} is {found}{'; leave it out' if method is None else ''}."
+        )
+    config.model.load = "disk"
+    return config
+
+
+def _method(path: str) -> str | None:
+    """How a checkpoint is quantized, by its configuration; None: not at all."""
+    said, _ = transformers.PretrainedConfig.get_config_dict(path)
+    method: str | None = (said.get("quantization_config") or {}).get("quant_method")
+    return method
+
+
 def weights_place(config: DictConfig) -> Path:
     """Where weights that stay on disk are."""
     return Path(config.get("weights") or config.path)
@@ -92,18 +127,23 @@ def load_model(config: DictConfig, from_disk: bool) -> tuple[nn.Module, Any]:
         CompressionError: no such folder or class, or transformers cannot read it, or not all of it.
     """
     auto_class, extra = _class_and_options(config)
+    if config.dequantize and not from_disk:
+        raise CompressionError("model.dequantize=true reads a layer at a time, and this command reads them all.")
     if config.get("weights") is not None and not from_disk:
         raise CompressionError(
             f"model.weights={config.weights} is read a layer at a time, with model.load=auto or disk, and only so."
         )
     try:
         processor = None if config.tokenizer is None else _processor(config)
-        build = partial(_on_meta, auto_class) if from_disk else partial(_in_memory, auto_class)
+        build = partial(_on_meta, auto_class, config.dequantize) if from_disk else partial(_in_memory, auto_class)
         model = build(config.path, dtype=config.dtype, trust_remote_code=config.trust_remote_code, **extra)
     except CompressionError:
         raise
     except (OSError, ValueError, ImportError) as error:
-        raise CompressionError(f"model.path={config.path} cannot be loaded: {_told(error, config)}") from error
+        remedy = ""
+        if isinstance(error, ImportError) and _method(config.path) in METHODS:
+            remedy = " Without it, compress takes model.dequantize=true, and evaluate model.load=disk."
+        raise CompressionError(f"model.path={config.path} cannot be loaded: {_told(error, config)}{remedy}") from error
     return model.eval(), processor
 
 
@@ -169,7 +209,7 @@ def load_config_only(config: DictConfig) -> PreTrainedModel:
     """
     auto_class, extra = _class_and_options(config)
     try:
-        model = _on_meta(auto_class, config.path, config.dtype, config.trust_remote_code, **extra)
+        model = _on_meta(auto_class, config.dequantize, config.path, config.dtype, config.trust_remote_code, **extra)
     except (OSError, ValueError, AttributeError, ImportError) as error:
         raise CompressionError(f"model.path={config.path} cannot be built: {_told(error, config)}") from error
     model.eval()
@@ -215,9 +255,14 @@ def _class_and_options(config: DictConfig) -> tuple[Any, dict[str, str]]:
     return auto_class, extra
 
 
-def _on_meta(auto_class: Any, path: str, dtype: str, trust_remote_code: bool, **extra: Any) -> PreTrainedModel:
+def _on_meta(
+    auto_class: Any, dequantize: bool, path: str, dtype: str, trust_remote_code: bool, **extra: Any
+) -> PreTrainedModel:
     """`from_pretrained` but for the parameters' values."""
     config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    if dequantize:
+        del config.quantization_config  # what is not there any more when its weights have been read
+        config.dtype = config.dtype or torch.bfloat16  # that of what is stored is another
     wanted = config.dtype or stored_dtype(Path(path)) or torch.float32 if dtype == "auto" else getattr(torch, dtype)
     with parameters_on_meta():
         model: PreTrainedModel = auto_class.from_config(

@@ -232,7 +232,8 @@ def _check_not_quantized(root: nn.Module) -> None:
     if getattr(config, "quantization_config", None) is not None or getattr(root, "hf_quantizer", None) is not None:
         raise UnsupportedModelError(
             "The model is quantized already (its config has a quantization_config). Compress the original checkpoint "
-            "instead."
+            "instead; of one that was released in FP8 or MXFP4 only, the floats that it stands for: model.dequantize="
+            "true, or in Python as docs/memory.md has it."
         )
     for name, module in root.named_modules():
         weight = getattr(module, "weight", None)
