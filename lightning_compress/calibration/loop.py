@@ -45,7 +45,7 @@ from lightning_compress.memory.garbage import no_full_collections
 from lightning_compress.memory.heap import heap_kept
 from lightning_compress.memory.tracker import peak_bytes, reset_peak
 from lightning_compress.recipe.resolve import ResolvedRecipe
-from lightning_compress.statistics import Statistic
+from lightning_compress.statistics import Drift, InputGram, Statistic
 
 
 class Output(Protocol):
@@ -271,7 +271,8 @@ def _merged(run: Calibration, group: Group, statistics: Statistics) -> dict[type
     if not gathered and group.sources:
         first = group.sources[0]
         unreached: Statistics = {}
-        begin_statistics([first], run.needs, run.sizes, run.flow.device, unreached)
+        needs = {first: tuple(InputGram if issubclass(kind, Drift) else kind for kind in run.needs[first])}
+        begin_statistics([first], needs, run.sizes, run.flow.device, unreached)
         for kind, statistic in unreached[first].items():
             kind.complete([statistic], same_channels=False)
         return unreached[first]

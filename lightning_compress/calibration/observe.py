@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 
 from lightning_compress.distributed.collective import Collective
 from lightning_compress.graph.experts import sizes_of
-from lightning_compress.graph.leaf import leaf_input, takes_a_value
+from lightning_compress.graph.leaf import first_tensor, leaf_input, takes_a_value
 from lightning_compress.graph.masks import TokenMask
 from lightning_compress.graph.reads import like
 from lightning_compress.graph.shadow import Key
@@ -245,7 +245,7 @@ def tokens(x: Tensor, mask: Tensor | None) -> Tensor:
 @contextmanager
 def _catching(module: nn.Module, catch: Callable[[object], None]) -> Iterator[None]:
     def hook(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        catch(args[0] if args else kwargs["input"])
+        catch(first_tensor(args, kwargs)[1])
 
     handle = module.register_forward_pre_hook(hook, with_kwargs=True)
     try:

@@ -9,6 +9,7 @@ then is lost: at most one subgraph.
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -17,11 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from transformers import PreTrainedConfig
 
 from lightning_compress.calibration.records import ModuleRecord, SubgraphRecord
 from lightning_compress.errors import OutputDirectoryError
+from lightning_compress.graph.configs import configs_of
 from lightning_compress.graph.synthesize import parts_of
+from lightning_compress.graph.trace import Traced
 
 MANIFEST = "manifest.jsonl"
 _SCHEMA = 4
@@ -68,27 +72,51 @@ class Finished:
 
 
 def fingerprints(
-    recipe: Mapping[str, object], layout: object, root: nn.Module, weights: str, batches: Iterable[Any]
+    recipe: Mapping[str, object],
+    layout: object,
+    root: nn.Module,
+    weights: str,
+    batches: Iterable[Any],
+    traced: Traced | None = None,
 ) -> dict[str, str]:
     """Digests of everything that decides the result; runs that agree in all of them can continue one another.
 
     Args:
         recipe: as plain containers.
         layout: schedule and subgraphs, as plain containers.
-        root: the model; of every tensor in memory the sum of its bits, and up to 256 evenly spaced values.
+        root: the model; its configurations, and of every tensor in memory the sum of its bits, and up to 256 evenly
+            spaced values.
         weights: the fingerprint of the others' source.
         batches: the calibration set, all of it.
+        traced: what the model computes of them; None: nothing is run.
     """
-    state = root.state_dict()
+    state = {**dict(root.named_buffers()), **root.state_dict()}  # also buffers that no checkpoint stores
+    configs = [_settings(config) for config in configs_of(root)]
+    graph = [] if traced is None else [_digest(each.encode()) for each in _operations(traced.graph)]
+    constants = {} if traced is None else traced.constants
     return {
         "recipe": _digest(_json(recipe)),
         "layout": _digest(_json(layout)),
         "model": _digest(
-            weights.encode(), *(part for name, tensor in state.items() for part in _described(name, tensor, _SAMPLES))
+            weights.encode(),
+            _json([configs, graph]),
+            *(part for name, value in {**state, **constants}.items() for part in _described(name, value, _SAMPLES)),
         ),
         "data": data_fingerprint(batches),
         "software": _digest(_json({name: version(name) for name in _SOFTWARE})),
     }
+
+
+def _settings(config: PreTrainedConfig) -> dict[str, object]:
+    """What a configuration says of what is computed: not where it is from, or who has written it."""
+    return {key: value for key, value in config.to_dict().items() if key[0] != "_" and key != "transformers_version"}
+
+
+def _operations(graph: fx.Graph) -> Iterator[str]:
+    """A line for every node; addresses of objects, which change from run to run, are left out."""
+    for node in graph.nodes:
+        target = getattr(node.target, "__qualname__", None) or str(node.target)
+        yield re.sub(r"0x[0-9a-f]+", "", f"{node.name} {node.op} {target} {node.args} {node.kwargs}")
 
 
 def data_fingerprint(batches: Iterable[Any]) -> str:

@@ -25,6 +25,7 @@ from lightning_compress.distributed.collective import Collective
 from lightning_compress.distributed.share import fill, keeps_whole, shared, shares_factor
 from lightning_compress.errors import NonFiniteError, SolveError
 from lightning_compress.graph.compat import FakeTensor
+from lightning_compress.graph.leaf import first_tensor
 from lightning_compress.graph.stages import Group
 from lightning_compress.memory.store import WeightStore
 from lightning_compress.recipe.resolve import Assignment, ResolvedRecipe
@@ -88,9 +89,10 @@ class InputQuantizer(InputHook):
     def __call__(
         self, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]
     ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-        if args:
-            return (self._quantized(module, args[0]), *args[1:]), kwargs
-        return args, {**kwargs, "input": self._quantized(module, kwargs["input"])}
+        place, x = first_tensor(args, kwargs)
+        if isinstance(place, str):
+            return args, {**kwargs, place: self._quantized(module, x)}
+        return (*args[:place], self._quantized(module, x), *args[place + 1 :]), kwargs
 
     def _quantized(self, module: nn.Module, x: Tensor) -> Tensor:
         if isinstance(x, FakeTensor) or x.numel() == 0:  # compressed-tensors would cache fake constants for good

@@ -65,7 +65,7 @@ def _parts(root: nn.Module, subgraphs: Sequence[Subgraph]) -> list[list[str]]:
     by_tensor: dict[object, list[str]] = {}
     state = root.state_dict(keep_vars=True)
     for key, tensor in state.items():
-        if isinstance(tensor, Tensor) and key not in ignored:
+        if is_kept(root, key, tensor) and key not in ignored:
             by_tensor.setdefault(identity(tensor), []).append(key)
     names = (
         min(keys, key=lambda key: (key.rpartition(".")[0] not in solved_by, key in tied)) for keys in by_tensor.values()
@@ -84,6 +84,12 @@ def _parts(root: nn.Module, subgraphs: Sequence[Subgraph]) -> list[list[str]]:
         else:
             parts[number].append(key)
     return [*parts, *_rest(rest)]
+
+
+def is_kept(root: nn.Module, key: str, value: object) -> bool:
+    """Whether an entry of the state dict is a tensor of the model, and not what `get_extra_state` or a hook adds."""
+    owner, _, name = key.rpartition(".")
+    return isinstance(value, Tensor) and hasattr(root.get_submodule(owner), name)
 
 
 def rest_sizes(root: nn.Module, subgraphs: Sequence[Subgraph]) -> tuple[int, int, int]:

@@ -1,10 +1,10 @@
 """A call of a module or of a method of one, as something an fx graph can hold."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,7 @@ class Leaf:
         grouped: what it calls, if it is a call of experts.
         within: what it needs, if it is a call of a method.
         lender: the module whose weight it multiplies with, if it owns none (see `recipe.forms.Rows`).
+        hooked: somebody's forward pre-hooks may change what it is called with.
 
     >>> Leaf("model.layers.0.mlp").__name__
     'model_layers_0_mlp'
@@ -61,6 +62,7 @@ class Leaf:
     grouped: Grouped | None = None
     within: Within | None = None
     lender: str | None = None
+    hooked: bool = False
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -98,6 +100,19 @@ def leaf_input(node: fx.Node) -> fx.Node:
     if not found:
         raise ValueError(f"{node.name} is called without a tensor")
     return found[0]
+
+
+def first_tensor(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int | str, Tensor]:
+    """What a module that maps one tensor is called with, whatever its parameter is called, and where that is.
+
+    Raises:
+        ValueError: there is no tensor among the arguments.
+    """
+    given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    for place, value in given:
+        if isinstance(value, Tensor):
+            return place, value
+    raise ValueError("a module that is quantized was called without a tensor")
 
 
 def takes_a_value(node: fx.Node) -> bool:

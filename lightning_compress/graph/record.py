@@ -133,7 +133,8 @@ class Attempt:
             output = self._leaf_output(name, module, args, kwargs)
         grouped = module.grouped(name) if isinstance(module, GroupedLinear) else None
         lender = name.rpartition(".")[0] if isinstance(module, Rows) else None
-        node = compat.add_call(self.recorder, Leaf(name, grouped, lender=lender), args, kwargs, output)
+        leaf = Leaf(name, grouped, lender=lender, hooked=bool(module._forward_pre_hooks))
+        node = compat.add_call(self.recorder, leaf, args, kwargs, output)
         if self.cut.bodies.get(name) is Body.OBSERVED:
             expect(node, output)
         return output

@@ -209,8 +209,10 @@ def quantizable_calls(node: fx.Node, quantizable: Set[str]) -> Calls:
     if node.target.grouped is not None:
         return tuple(_expert_calls(node, node.target.grouped, quantizable))
     if name in quantizable:
-        x = leaf_input(node)  # a buffer is no value of the run, so the module is watched instead
-        return ((name, Source(node, name) if x.op == "get_attr" else Source(x, writes=node.meta.get(_WRITES, 0))),)
+        x = leaf_input(node)
+        if x.op == "get_attr" or node.target.hooked:  # no value of the run is what it multiplies: it is watched instead
+            return ((name, Source(node, name)),)
+        return ((name, Source(x, writes=node.meta.get(_WRITES, 0))),)
     owners = tuple(f"{owner}." for owner in node.target.modules)
     return tuple((inner, Source(node, inner)) for inner in sorted(quantizable) if f"{inner}.".startswith(owners))
 

@@ -12,6 +12,7 @@ a value that is a small part of its storage a copy is kept instead, unless somet
 from collections import Counter
 from collections.abc import Hashable, Mapping, Set
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -155,7 +156,8 @@ class ActivationCache:
         found = self._found(batch, keys)
         self._begin(found)
         following = self._values[batch + 1] if batch + 1 < len(self._values) else {}
-        self._begin({key: value for key, value in following.items() if key in keys})
+        with suppress(torch.OutOfMemoryError):  # the next batch's turn will come, when this one's values are gone
+            self._begin({key: value for key, value in following.items() if key in keys})
         here: dict[_Held, Tensor] = {}
 
         def tensor(leaf: object) -> object:

@@ -118,7 +118,8 @@ class WeightStore:
         """Replace the values of a parameter, on the device (where onloaded) and at home in host memory. Same shape and
         dtype."""
         assert tensor.shape == value.shape
-        self.has_written |= all(tensor is not brought for brought in self._present.values())
+        brought = (self._places[id(meta)][0] for meta in self._present.values())
+        self.has_written |= all(tensor is not module._parameters[key] for _, module, key in brought)
         make_writable(tensor.data)
         tensor.data.copy_(value)
         self._coming.pop(id(tensor), None)

@@ -24,6 +24,7 @@ from lightning_compress.distributed.bars import no_bars
 from lightning_compress.distributed.collective import Collective, SingleProcess
 from lightning_compress.errors import RunWarning, UnreachedModulesWarning, UnsupportedModelError
 from lightning_compress.export.checkpoint import check_output_dir
+from lightning_compress.export.layout import is_kept
 from lightning_compress.export.verify import ReadBackWarning, Verification, of_all, verify, verify_files, why_unreadable
 from lightning_compress.export.writer import CheckpointWriter, Unwritten
 from lightning_compress.graph.stages import Schedule
@@ -90,11 +91,11 @@ def plan_recipe(module: nn.Module, settings: Settings) -> tuple[Target, Resolved
         check_layout(target, resolved, settings.schedule, settings.sequential_targets)
         reason = why_unreadable(target.root, resolved) if settings.output_dir is not None else None
         state = target.root.state_dict(keep_vars=True)
-    lost = [key for key, value in state.items() if not isinstance(value, torch.Tensor)]
+    lost = [key for key, value in state.items() if not is_kept(target.root, key, value)]
     if lost and settings.output_dir is not None:
         warnings.warn(
-            f"{', '.join(lost[:3])} of the model's state (`get_extra_state`) is no tensor, so the checkpoint will not "
-            "hold it: set it anew where the checkpoint is loaded.",
+            f"{', '.join(lost[:3])} of the model's state (`get_extra_state`) is no parameter or buffer, so the "
+            "checkpoint will not hold it: set it anew where the checkpoint is loaded.",
             ReadBackWarning,
             stacklevel=1,  # one place for both callers: said once
         )
@@ -338,7 +339,7 @@ def _fingerprints(
     }
     batches = data.batches if data is not None else ()
     weights = "" if source is None else source.fingerprint
-    return fingerprints(resolved.recipe.to_dict(), layout, target.root, weights, batches)
+    return fingerprints(resolved.recipe.to_dict(), layout, target.root, weights, batches, run.flow.traced)
 
 
 def _what_changed(job: Job, records: Sequence[SubgraphRecord], writer: CheckpointWriter | None) -> str:

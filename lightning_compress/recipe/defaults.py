@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from torch import nn
 from transformers import PreTrainedModel
 
+from lightning_compress.recipe.forms import NO_PRODUCT, is_product
 from lightning_compress.recipe.parts import transformers_models
 
 _OTHER_MODALITIES = re.compile("vision|image|video|audio|speech|codec|protein")
@@ -20,7 +21,8 @@ def left_alone(root: nn.Module) -> dict[nn.Module, str]:
     attention = [module for module in root.modules() if isinstance(module, nn.MultiheadAttention)]
     projections: list[nn.Module] = [module.out_proj for module in attention]
     read = dict.fromkeys(projections, "nn.MultiheadAttention reads it, without calling it")
-    return {**towers, **routers, **read}
+    others = (module for module in root.modules() if isinstance(module, nn.Linear) and not is_product(module))
+    return {**dict.fromkeys(others, NO_PRODUCT), **towers, **routers, **read}
 
 
 def output_embeddings(root: nn.Module) -> list[nn.Module]:

@@ -10,6 +10,7 @@ from typing import Any, cast, final
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional
 from transformers import pytorch_utils
 
@@ -144,6 +145,8 @@ def why_not(module: nn.Module) -> str | None:
         )
     if isinstance(module, nn.Conv2d | pytorch_utils.Conv1D) and not _is_as_it_says(module):
         return "its class has a forward of its own"
+    if isinstance(module, nn.Linear) and not is_product(module):
+        return NO_PRODUCT
     if isinstance(module, Storable):
         return None
     return "only Linear, transformers' Conv1D, Embedding and Conv2d can be quantized"
@@ -155,6 +158,56 @@ def _is_as_it_says(module: nn.Conv2d | pytorch_utils.Conv1D) -> bool:
     names = [name for name in ("forward", "_conv_forward") if hasattr(known, name)]
     has_own = "forward" in module.__dict__
     return not has_own and all(getattr(type(module), name) is getattr(known, name) for name in names)
+
+
+NO_PRODUCT = "its class has a forward of its own, in which its input is not what is multiplied by its weight"
+
+
+def is_product(module: nn.Linear) -> bool:
+    """Whether the weight is multiplied by the input itself, as adapters leave it, and not by a normed or masked one:
+    with another weight, outputs differ by the input times the difference.
+
+    Tried on random values; of few outputs, where the code takes those.
+    """
+    if type(module).forward is nn.Linear.forward:
+        return True
+    return any(_multiplies_input(module, outputs) for outputs in (min(8, module.out_features), module.out_features))
+
+
+def _multiplies_input(module: nn.Linear, num_outputs: int) -> bool:
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(module.weight.dtype)
+
+    values = {f"module.{name}": random(*each.shape) for name, each in module.named_parameters() if name != "weight"}
+    if module.bias is not None:
+        values["module.bias"] = random(num_outputs)
+    x, *rows = random(3, module.in_features), random(1, module.in_features), random(1, module.in_features)
+    try:
+        with torch.no_grad():
+            of_rows = [
+                functional_call(_Forward(module), {**values, "module.weight": row.expand(num_outputs, -1)}, (x,))
+                for row in rows
+            ]
+        found = (of_rows[0] - of_rows[1])[..., :num_outputs].float()
+        expected = (x.float() @ (rows[0] - rows[1]).float().t()).expand(-1, num_outputs)
+        return found.shape == expected.shape and bool((found - expected).norm() < 0.05 * expected.norm())
+    except Exception:  # whatever code makes of values that are not quite its own
+        return False
+
+
+@final
+class _Forward(nn.Module):
+    """A module's function as its class has it, without hooks."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = type(self.module).forward(self.module, x)
+        return output
 
 
 def origin(parameter: Tensor) -> Tensor:

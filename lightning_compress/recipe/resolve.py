@@ -284,8 +284,8 @@ def _check_matched(
             )
     if not assignments:
         raise UnsupportedModelError(
-            "Every module that the targets match is ignored, so nothing would be compressed; shorten `ignore`, or name "
-            f"other classes; those with weights in this model: {', '.join(present)}."
+            "Every module that the targets match is ignored or left alone, so nothing would be compressed; shorten "
+            f"`ignore`, or name other classes; those with weights in this model: {', '.join(present)}."
         )
 
 

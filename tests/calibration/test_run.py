@@ -276,6 +276,50 @@ class Holder(nn.Module):
         return self.layers[1](self.layers[0](self.first(x)))
 
 
+class Selecting(nn.Module):
+    """One of its linears is called with no rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.empty, self.last = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.last(x + self.empty(x[x.sum(-1) > 1e9]).sum())
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("correct", [None, "residual"])
+def test_a_module_that_no_token_reaches(correct: str | None) -> None:
+    """Seen to fail: with error correction its subgraph ended the run."""
+    batches = list(torch.randn(4, 3, 5, 16))
+    given = recipe(4, **({"correct": correct, "refit": None} if correct else {}))
+    report = compress_in_memory(Selecting(), batches, given)
+    assert {each.module: each.num_tokens for each in report.modules} == {"first": 60, "empty": 0, "last": 60}
+
+
+class Keyword(nn.Linear):
+    def forward(self, hidden: Tensor) -> Tensor:  # type: ignore[override]
+        return hidden @ self.weight.t()
+
+
+class ByKeyword(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Keyword(16, 16), Keyword(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(hidden=self.first(hidden=x))
+
+
+def test_linears_that_are_called_with_another_keyword() -> None:
+    """Seen to fail: a KeyError where inputs are quantized."""
+    int8 = {"num_bits": 8, "strategy": "token", "dynamic": True}
+    scheme = {"weights": {"num_bits": 8, "strategy": "channel"}, "input_activations": int8}
+    report = compress_in_memory(ByKeyword(), [torch.randn(4, 5, 16)], recipe(scheme=scheme))
+    assert len(report.modules) == 2
+
+
 @pytest.mark.filterwarnings("ignore:.*recorded as a single call", "ignore::UserWarning")
 def test_modules_that_are_never_called() -> None:
     """Those that the graph does not call are left alone; what is inside a layer that runs as a whole is rounded, for

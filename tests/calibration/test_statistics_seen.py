@@ -423,3 +423,18 @@ def test_padding_of_sounds_that_is_not_known_in_frames_is_told(num_padding: int,
         )
     said = [each for each in caught if "attention_mask marks it in the samples of a sound" in str(each.message)]
     assert len(said) == (num_padding > 0 and algorithm == "gptq")
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_what_forward_pre_hooks_make_of_an_input(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen to fail: what the module was called with was counted, and not what it multiplied."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)).eval()
+    model[1].register_forward_pre_hook(lambda module, args: (args[0] * torch.arange(16.0),))
+    make_representable(model)
+    batches = list(torch.randn(3, 4, 5, 16))
+    expected = input_grams(model, batches, call=model)
+    seen = seen_statistics(monkeypatch)
+    compress_in_memory(model, batches, recipe(**UNCHANGING), schedule=schedule)
+    for name, gram in expected.items():
+        torch.testing.assert_close(gram_sum(seen[name]), gram, rtol=1e-4, atol=1e-3)

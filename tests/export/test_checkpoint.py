@@ -68,9 +68,9 @@ class Plain(pl.LightningModule):
 
 
 class Stateful(nn.Module):
-    """Has a complex buffer, as of rotary embeddings, and a state that is no tensor."""
+    """Has a complex buffer, as of rotary embeddings, and a state that is no parameter or buffer."""
 
-    def __init__(self, epoch: int) -> None:
+    def __init__(self, epoch: Any) -> None:
         super().__init__()
         self.linear = nn.Linear(16, 16)
         self.register_buffer("turns", torch.polar(torch.ones(8), torch.arange(8.0)))
@@ -87,14 +87,23 @@ class Stateful(nn.Module):
         return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (8, 2))) * self.turns).flatten(-2)
 
 
-def test_buffers_of_complex_numbers_and_states_that_are_no_tensors(tmp_path: Path) -> None:
-    """Seen to fail: what was written could not be read."""
-    model = Stateful(3).eval()
-    with pytest.warns(ReadBackWarning, match="_extra_state of the model's state .*is no tensor"):
+class StatefulInTensor(Stateful):
+    def get_extra_state(self) -> Any:
+        return torch.tensor(self.epoch)
+
+    def set_extra_state(self, state: Any) -> None:
+        self.epoch = int(state)
+
+
+@pytest.mark.parametrize("kind", [Stateful, StatefulInTensor])
+def test_buffers_of_complex_numbers_and_other_states(kind: type[Stateful], tmp_path: Path) -> None:
+    """Seen to fail: what was written could not be read, and a run whose every layer was done ended in an error."""
+    model = kind(3).eval()
+    with pytest.warns(ReadBackWarning, match="_extra_state of the model's state .*is no parameter or buffer"):
         report = compress(model, list(torch.randn(2, 3, 5, 16)), recipe(4, strategy="channel"), tmp_path)
     assert report.verification is not None
     assert report.verification.passed, report.summary()
-    fresh = load_compressed(Stateful(1), tmp_path)
+    fresh = load_compressed(kind(1), tmp_path)
     assert torch.equal(fresh.turns, model.turns)
     assert fresh.epoch == 1
 

@@ -28,7 +28,7 @@ from helpers import (
     token_batches,
 )
 from processes import Script
-from torch import nn
+from torch import Tensor, nn
 from transformers import AlbertConfig, AlbertModel, AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 
 from lightning_compress.calibration.resume import MANIFEST
@@ -162,6 +162,42 @@ def test_a_run_of_something_else_is_not_continued(tmp_path: Path) -> None:
     report = compress(tiny_llama(2), token_batches(), recipe(3), out, resume=False)
     assert report.num_resumed == 0
     assert AutoModelForCausalLM.from_pretrained(out) is not None
+
+
+class Chain(nn.Module):
+    """Computes something else with the same weights."""
+
+    def __init__(self, factor: float = 1.0, is_residual: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.register_buffer("factor", torch.tensor(factor), persistent=False)
+        self.is_residual = is_residual
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) * self.factor + (x if self.is_residual else 0)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("begun", "other", "batches"),
+    [
+        (lambda: tiny_llama(2), lambda: tiny_llama(2, rms_norm_eps=0.1), token_batches()),
+        (Chain, lambda: Chain(factor=2.0), [torch.ones(2, 16)]),
+        (Chain, lambda: Chain(is_residual=True), [torch.ones(2, 16)]),
+    ],
+    ids=["configuration", "buffer", "code"],
+)
+def test_a_model_that_computes_something_else_is_not_continued(
+    begun: Callable[[], nn.Module], other: Callable[[], nn.Module], batches: list[Any], tmp_path: Path
+) -> None:
+    """Its weights are the same. Seen to fail: half of the checkpoint was made for one model, half for the other."""
+    given = {"sequential_targets": ["Linear"]} if begun is Chain else {}
+    stopped(prepare(begun(), batches, recipe(4), tmp_path / "out", **given), 2)
+    with pytest.raises(OutputDirectoryError, match="differs in model"):
+        compress(other(), batches, recipe(4), tmp_path / "out", **given)
+    assert compress(begun(), batches, recipe(4), tmp_path / "out", **given).num_resumed == 2
 
 
 def test_a_line_that_was_cut_off_does_not_count(tmp_path: Path) -> None:
