@@ -139,7 +139,8 @@ def run_step(
             with in_float32(flow.in_float32):
                 execute(shared, values, flow.root, traced.constants, flow.device, drop_after)
                 if reference is not None:
-                    run_original(own, values, flow.root, traced, flow.device, reference, drop_after)
+                    with nullcontext() if flow.buffers is None else flow.buffers.undone():
+                        run_original(own, values, flow.root, traced, flow.device, reference, drop_after)
                 with watch(batch, sources, values):
                     execute(own, values, flow.root, traced.constants, flow.device, drop_after)
         if flow.buffers is not None:

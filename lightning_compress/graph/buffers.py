@@ -3,7 +3,8 @@
 A batch must not see what the others wrote, or the result would depend on their order, and on how many ranks share them.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, final
 
 from torch import Tensor, nn
@@ -34,6 +35,17 @@ class KeptBuffers:
         for buffers, key, buffer, before in self._kept:
             if buffers[key] is buffer:
                 buffer.copy_(before)
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Whatever the body writes to them is undone after it."""
+        before = [buffers[key] for buffers, key, _, _ in self._kept]
+        contents = [None if buffer is None else buffer.clone() for buffer in before]
+        yield
+        for (buffers, key, _, _), buffer, content in zip(self._kept, before, contents, strict=True):
+            buffers[key] = buffer
+            if buffer is not None and content is not None:
+                buffer.copy_(content)
 
     def apart(self, values: Mapping[Any, object]) -> dict[Any, object]:
         """The values, with copies of those that are what such a buffer holds now."""

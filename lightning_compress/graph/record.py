@@ -196,11 +196,13 @@ class Attempt:
         if key is not None and key in self.outputs:
             return self.outputs[key].detach()
         shapes = compat.shapes_of(self.recorder.fake_mode)
+        before = [buffer._version for buffer in module.buffers()]
         with compat.deciding_nothing(shapes):
             output = module._call_impl(*args, **kwargs)
         _forget_inner_sizes(shapes, output)
         is_input = any(output is item for item in (*args, *kwargs.values()))
-        if key is not None and isinstance(output, Tensor) and not is_input:
+        writes = before != [buffer._version for buffer in module.buffers()]  # which has to be seen of each such module
+        if key is not None and isinstance(output, Tensor) and not (is_input or writes):
             self.outputs[key] = output
         return output
 
