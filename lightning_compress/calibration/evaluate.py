@@ -71,7 +71,8 @@ def prepare_evaluation(
     last = last_uses(parts, tuple(results.values()))
     buffers = KeptBuffers(target.root, traced.written) if traced.written else None
     slow = slow_dtypes(placement.device)
-    flow = Flow(target.root, parts, traced, cache, store, placement, last, {}, buffers=buffers, in_float32=slow)
+    numbers = (range(len(batches)) if share is None else share) if traced.draws else None
+    flow = Flow(target.root, parts, traced, cache, store, placement, last, {}, None, buffers, numbers, slow)
     return Evaluation(flow, results)
 
 

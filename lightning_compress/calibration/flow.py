@@ -45,6 +45,8 @@ class Flow:
         masks: for a source, the input that marks its padding tokens.
         reference: the original model beside the one that runs; None: nothing asks for it.
         buffers: those that the model writes to, as every batch finds them; None: there are none.
+        numbers: of the batches here in all of them, by which a model draws random numbers (noise or dropout in eval
+            mode too); None: it draws none.
         in_float32: types whose products are computed in float32 (see `graph.products`).
     """
 
@@ -58,6 +60,7 @@ class Flow:
     masks: Mapping[Source, TokenMask]
     reference: Reference | None = None
     buffers: KeptBuffers | None = None
+    numbers: Sequence[int] | None = None
     in_float32: frozenset[torch.dtype] = frozenset()
 
     @property
@@ -135,14 +138,15 @@ def run_step(
     for batch in range(len(flow.cache)):
         values = flow.cache.load(batch, loaded, copy=not step.keep)
         before = {key: versions(value) for key, value in values.items()}
+        seed = None if flow.numbers is None else flow.numbers[batch]
         for (shared, own), sources in pieces:
-            with in_float32(flow.in_float32):
-                execute(shared, values, flow.root, traced.constants, flow.device, drop_after)
+            with in_float32(flow.in_float32), _random_state_kept(flow):
+                execute(shared, values, flow.root, traced.constants, flow.device, drop_after, seed)
                 if reference is not None:
                     with nullcontext() if flow.buffers is None else flow.buffers.undone():
-                        run_original(own, values, flow.root, traced, flow.device, reference, drop_after)
+                        run_original(own, values, flow.root, traced, flow.device, reference, drop_after, seed)
                 with watch(batch, sources, values):
-                    execute(own, values, flow.root, traced.constants, flow.device, drop_after)
+                    execute(own, values, flow.root, traced.constants, flow.device, drop_after, seed)
         if flow.buffers is not None:
             values = flow.buffers.apart(values)
             flow.buffers.restore()
@@ -155,6 +159,12 @@ def run_step(
         give_back(flow.placement)
         yield values
         del values
+
+
+def _random_state_kept(flow: Flow) -> AbstractContextManager[None]:
+    """Within: a model that draws random numbers may, without changing what others draw."""
+    devices = [flow.device] if flow.device.type == "cuda" else []
+    return torch.random.fork_rng(devices, enabled=flow.numbers is not None)
 
 
 def give_back(placement: Placement, *, always: bool = False) -> None:

@@ -135,7 +135,8 @@ def prepare(
     last = last_uses(parts, tuple(mask.node for mask in masks.values()), reference)
     _warn_of_unseen(traced, parts, resolved, schedule)
     buffers = KeptBuffers(target.root, traced.written) if traced.written else None
-    flow = Flow(target.root, parts, traced, cache, store, placement, last, masks, reference, buffers, slow)
+    numbers = shares[collective.rank] if traced.draws else None
+    flow = Flow(target.root, parts, traced, cache, store, placement, last, masks, reference, buffers, numbers, slow)
     return Calibration(flow, resolved, needs, sizes, shares, collective)
 
 

@@ -151,12 +151,13 @@ def run_original(
     device: torch.device,
     reference: Reference,
     drop_after: Mapping[fx.Node, Sequence[fx.Node]],
+    seed: int | None = None,
 ) -> None:
     """Execute `nodes`, whose values exist twice, with the original weights; see `graph.execute.execute`."""
     drops = {node: [dead for dead in drop_after.get(node, ()) if dead in reference.diverging] for node in nodes}
     called = {module for node in nodes if isinstance(node.target, Leaf) for module in node.target.modules}
     with _original_weights(root, reference.originals, called):
-        execute(nodes, SecondRun(values), root, traced.constants, device, drops)
+        execute(nodes, SecondRun(values), root, traced.constants, device, drops, seed)
 
 
 @contextmanager

@@ -47,6 +47,7 @@ from transformers import masking_utils
 from transformers.integrations import moe
 
 from lightning_compress.graph.configs import configs_of
+from lightning_compress.graph.draws import draws
 from lightning_compress.graph.restore import assigned, autocast_restored
 from lightning_compress.graph.values import SYMBOLIC_TYPES, map_nested
 
@@ -168,13 +169,16 @@ class Shapes(ShapeEnv):
 
 
 class _FakeMode(FakeTensorMode):
+    draws = False  # random numbers
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.draws = self.draws or draws(func, args, kwargs or {})
         if func is torch.ops.aten._fused_sgd_.default:  # of this, torch would make real tensors of all the parameters
             return None
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def new_fake_mode(symbolic: bool = True, cached: bool = True) -> FakeTensorMode:
+def new_fake_mode(symbolic: bool = True, cached: bool = True) -> _FakeMode:
     """A fake-tensor mode, with symbolic or with plain sizes, that takes the model's real constants.
 
     `cached`: operations that are done again on like inputs are looked up.

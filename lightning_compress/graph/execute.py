@@ -6,6 +6,7 @@ when values die is decided by the caller, batch by batch. Constants of the graph
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, cast
+from zlib import crc32
 
 import torch
 from torch import Tensor, fx, nn
@@ -22,6 +23,7 @@ def execute(
     constants: Mapping[str, Tensor],
     device: torch.device,
     drop_after: Mapping[fx.Node, Sequence[fx.Node]],
+    seed: int | None = None,
 ) -> None:
     """Run `nodes` in order; results go to `values`.
 
@@ -32,6 +34,7 @@ def execute(
         constants: `Traced.constants`.
         device: what device arguments recorded in the graph are replaced by.
         drop_after: after this node, these values are deleted.
+        seed: every node draws what it and this say, whatever else ran before; None: nothing is drawn.
 
     Raises:
         CalibrationDataError: the batch has token ids or positions that an embedding has no row for.
@@ -47,6 +50,8 @@ def execute(
             if node.op == "call_function":
                 args = fx.node.map_aggregate(node.args, resolve)
                 kwargs = fx.node.map_aggregate(node.kwargs, resolve)
+                if seed is not None:
+                    torch.manual_seed(crc32(f"{seed} {node.name}".encode()))
                 function = node.target.function(root) if isinstance(node.target, Leaf) else node.target
                 try:
                     if isinstance(function, nn.Embedding):

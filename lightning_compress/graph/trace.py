@@ -89,6 +89,7 @@ class Traced:
         decisions: likewise of the values.
         only_read: leaves whose weight is read by other code and which are never called.
         written: buffers that the step writes to.
+        draws: the step draws random numbers, in eval mode too.
     """
 
     graph: fx.Graph
@@ -101,6 +102,7 @@ class Traced:
     decisions: tuple[Decision, ...] = ()
     only_read: tuple[str, ...] = ()
     written: tuple[str, ...] = ()
+    draws: bool = False
 
 
 def trace(
@@ -287,6 +289,7 @@ def _attempt(
         guards,
         tuple(decisions.values()),
         written=written,
+        draws=fake_mode.draws,
     )
 
 
