@@ -101,6 +101,8 @@ def _reader(values: Mapping[Key, object], masks: Mapping[Source, TokenMask]) -> 
 def _in_order(mask: object, of: TokenMask) -> Tensor | None:
     if not isinstance(mask, Tensor):
         return None
+    if of.is_heads_first:
+        return mask.unsqueeze(1)
     return mask.t() if of.is_length_first else mask
 
 
@@ -223,19 +225,29 @@ def stretches(step: Step) -> list[tuple[tuple[fx.Node, ...], list[Source]]]:
 
 
 def tokens(x: Tensor, mask: Tensor | None) -> Tensor:
-    """The tokens [T, I] of `x`; `mask` [B, L] tells which are not padding, where x is [B * L, I], [B, ..., I] with L
-    rows of each, or, as modules have it that work on one position of all samples at a time, [L, B, I]. Anything else
-    has rows that are no tokens, or that are in an order of its own.
+    """The tokens [T, I] of `x`; `mask` tells which are not padding.
 
-    >>> x = torch.arange(6.0)[:, None]
-    >>> tokens(x.view(3, 2, 1), torch.tensor([[1, 1, 1], [1, 0, 0]])).flatten()
-    tensor([0., 1., 2., 4.])
+    Args:
+        x: [B * L, I]; [B, L, ..., I] with several rows (heads) for each token; [B, ..., I] with L rows of each; or,
+            as modules have it that work on one position of all samples at a time, [L, B, I]. Anything else has rows
+            that are no tokens, or that are in an order of its own.
+        mask: [B, L]; [B, 1, L] for x [B, H, L, I].
+
+    >>> x, mask = torch.arange(6.0)[:, None], torch.tensor([[1, 1, 1], [1, 0, 0]])
+    >>> tokens(x.view(3, 2, 1), mask).flatten(), tokens(x.view(2, 3, 1, 1).expand(2, 3, 2, 1), mask).flatten()
+    (tensor([0., 1., 2., 4.]), tensor([0., 0., 1., 1., 2., 2., 3., 3.]))
     """
-    flat = x.reshape(-1, x.shape[-1])
-    if mask is None or mask.numel() != flat.shape[0]:
+    flat, shape = x.reshape(-1, x.shape[-1]), x.shape[:-1]
+    if mask is None:
         return flat
-    if x.ndim > 2 and len(x) != len(mask):
-        if x.shape[:-1] != mask.t().shape:
+    if mask.ndim == 3 and x.ndim == 4 and (shape[0], 1, shape[2]) == mask.shape:
+        mask = mask.expand(shape)
+    elif mask.ndim == 2 and x.ndim > 3 and shape[:2] == mask.shape:
+        mask = mask.reshape(*mask.shape, *[1] * (x.ndim - 3)).expand(shape)
+    elif mask.numel() != len(flat):
+        return flat
+    elif x.ndim > 2 and len(x) != len(mask):
+        if shape != mask.t().shape:
             return flat
         mask = mask.t()
     keep = mask.reshape(-1).bool()

@@ -20,10 +20,12 @@ class TokenMask:
     Attributes:
         node: the padding mask [B, L].
         is_length_first: the value is [L, B, ...].
+        is_heads_first: the value is [B, H, L, C].
     """
 
     node: fx.Node
     is_length_first: bool = False
+    is_heads_first: bool = False
 
 
 def is_token_mask(path: str) -> bool:
@@ -33,10 +35,10 @@ def is_token_mask(path: str) -> bool:
 
 
 def token_mask_for(traced: Traced, node: fx.Node) -> TokenMask | None:
-    """The padding mask of a value that has a row for each token, or None.
+    """The padding mask of a value that has rows for each token, or None.
 
-    It has when it is [B, L, ...], [L, B, ...] or [B * L, C] in the same symbols as a placeholder whose key path ends
-    with `attention_mask`. Encoder and decoder lengths are different symbols, so each value finds its own.
+    It has when it is [B, L, ...], [L, B, ...], [B, H, L, C] or [B * L, C] in the symbols of a placeholder whose key
+    path ends with `attention_mask`. Encoder and decoder lengths are different symbols, so each value finds its own.
     """
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or value.ndim < 2:
@@ -45,6 +47,8 @@ def token_mask_for(traced: Traced, node: fx.Node) -> TokenMask | None:
     for mask, sizes in _masks(traced):
         if value.ndim > 2 and leading in (sizes, sizes[::-1]):
             return TokenMask(mask, is_length_first=leading != sizes)
+        if value.ndim == 4 and [leading[0], expression(value.shape[2])] == sizes:
+            return TokenMask(mask, is_heads_first=True)
         if value.ndim == 2 and leading[0] == sizes[0] * sizes[1]:
             return TokenMask(mask)
     return None

@@ -320,6 +320,35 @@ def test_values_of_other_rows_keep_them_all() -> None:
         assert tokens(x.view(other), mask).flatten().tolist() == x.tolist()
 
 
+class Heads(nn.Module):
+    """Linears on values [B, L, H, C] and [B, H, L, C]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 32)
+        self.behind, self.before, self.out = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(32, 32)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        x = self.behind(self.embed(batch["input_ids"]).unflatten(-1, (2, 16)))
+        x = self.before(x.transpose(1, 2)).transpose(1, 2).flatten(-2)
+        y: Tensor = self.out(x)
+        return y
+
+
+def test_padding_of_values_with_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As without padding. Seen to fail: all rows counted, for there are more of them than tokens."""
+    torch.manual_seed(0)
+    model = make_representable(Heads().eval())
+    found = []
+    for batches in (token_batches(), padded(token_batches())):
+        seen = seen_statistics(monkeypatch)
+        report = compress_in_memory(copy.deepcopy(model), batches, recipe(**UNCHANGING))
+        found.append({name: gram_sum(statistics) for name, statistics in seen.items()})
+        assert [each.num_tokens for each in report.modules] == [256, 256, 128]
+    for name, gram in found[0].items():
+        torch.testing.assert_close(found[1][name], gram)
+
+
 def test_tokens_that_all_attend_to_are_no_padding() -> None:
     """Seen to fail: one token of each sample, by a field `global_attention_mask`, was all that counted."""
     model = Positions(nn.Linear(16, 16), turns=False)
