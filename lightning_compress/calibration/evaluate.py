@@ -14,7 +14,8 @@ from torch import fx
 
 from lightning_compress.calibration.batches import CalibrationSet
 from lightning_compress.calibration.flow import Flow, Values, last_uses, onloaded, prefetch, run_step
-from lightning_compress.calibration.prepare import cached_inputs, trace_on
+from lightning_compress.calibration.prepare import cached_inputs
+from lightning_compress.calibration.recording import trace_on
 from lightning_compress.calibration.target import Target
 from lightning_compress.graph.buffers import KeptBuffers
 from lightning_compress.graph.products import slow_dtypes

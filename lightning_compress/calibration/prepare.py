@@ -5,15 +5,16 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from lightning_compress.calibration.batches import CalibrationSet, counted, num_elements
+from lightning_compress.calibration.batches import CalibrationSet, num_elements
 from lightning_compress.calibration.flow import Flow, last_uses
 from lightning_compress.calibration.loop import Calibration
+from lightning_compress.calibration.recording import trace_on
 from lightning_compress.calibration.reference import Kinds, Reference, correctable, reference_for
 from lightning_compress.calibration.solve import group_key, needed_statistics
 from lightning_compress.calibration.target import Target
@@ -29,7 +30,6 @@ from lightning_compress.graph.aliases import memory_of
 from lightning_compress.graph.buffers import KeptBuffers
 from lightning_compress.graph.masks import TokenMask, masks_of_sounds, row_mask_for, token_mask_for
 from lightning_compress.graph.products import slow_dtypes
-from lightning_compress.graph.restore import attributes_restored, contents_restored
 from lightning_compress.graph.shadow import Key, Shadow
 from lightning_compress.graph.stages import Schedule, Source, Subgraph, datafree_subgraphs, quantizable_calls, subgraphs
 from lightning_compress.graph.targets import sequential_modules
@@ -37,13 +37,9 @@ from lightning_compress.graph.trace import (
     Traced,
     flatten_batch,
     leaf_input,
-    trace,
-    violated_guards,
 )
 from lightning_compress.memory.activations import ActivationCache
-from lightning_compress.memory.calls import onloaded_when_called
 from lightning_compress.memory.placement import Placement
-from lightning_compress.memory.source import WeightSource
 from lightning_compress.memory.store import WeightStore
 from lightning_compress.memory.transfer import Lane
 from lightning_compress.recipe.config import Recipe
@@ -169,10 +165,6 @@ def _reference(
     return reference, reference.in_their_forms(needs)
 
 
-_TRIED = 3
-"""Batches to record the model on, one after the other, until one serves all."""
-
-
 @contextmanager
 def calibrating(root: nn.Module) -> Iterator[None]:
     """As `evaluating`; gradients are dropped for good."""
@@ -200,56 +192,6 @@ def evaluating(root: nn.Module) -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fused)
         for module, training in modes.items():
             module.training = training
-
-
-def trace_on(
-    target: Target,
-    leaves: Sequence[str],
-    boundaries: Sequence[str],
-    data: CalibrationSet,
-    source: WeightSource | None = None,
-) -> Traced:
-    """Record the model on the largest batch, or on one of the next where that has sizes that are equal by chance.
-
-    Args:
-        target: the model.
-        leaves: modules that are single calls.
-        boundaries: the sequential targets.
-        data: the batches that the graph has to serve.
-        source: where the values of parameters on the meta device are, should the model have to be run once.
-
-    Raises:
-        UntraceableModelError: the forward cannot be recorded.
-        CalibrationDataError: another batch would take another path.
-    """
-    onloading = None
-    if source is not None:
-        store = WeightStore(target.root, Lane(torch.device("cpu")), source)
-        onloading = partial(onloaded_when_called, target.root, boundaries, store)
-    problems: dict[int, list[str]] = {}
-    for batch in sorted(data.batches, key=num_elements, reverse=True)[:_TRIED]:
-        with attributes_restored(target.module), contents_restored(target.module):
-            traced = trace(
-                target.root,
-                target.step,
-                batch,
-                leaf_names=leaves,
-                boundary_names=boundaries,
-                others=data.batches,
-                onloading=onloading,
-            )
-        found = {number: violated_guards(traced, other) for number, other in enumerate(data.batches)}
-        others = [number for number, violated in found.items() if violated]
-        if not others:
-            return traced
-        if not problems or len(others) < len(problems):
-            problems = {number: found[number] for number in others}
-    first, violated = next(iter(problems.items()))
-    raise CalibrationDataError(
-        f"{len(problems)} of {len(data.batches)} calibration batches ({counted(list(problems))}) would take another "
-        f"path through the model than the one recorded (batch {first}: {'; '.join(violated[:3])}). Bring the batches "
-        "to one form: one length, as many rows (drop_last) and images in each, of one size; or leave these out."
-    )
 
 
 def cached_inputs(

@@ -64,8 +64,9 @@ def _parts(root: nn.Module, subgraphs: Sequence[Subgraph]) -> list[list[str]]:
     solved_by = {module: number for number, subgraph in enumerate(subgraphs) for module in subgraph.solved}
     by_tensor: dict[object, list[str]] = {}
     state = root.state_dict(keep_vars=True)
+    ignored |= {*added_to_state(root, state)}
     for key, tensor in state.items():
-        if is_kept(root, key, tensor) and key not in ignored:
+        if key not in ignored:
             by_tensor.setdefault(identity(tensor), []).append(key)
     names = (
         min(keys, key=lambda key: (key.rpartition(".")[0] not in solved_by, key in tied)) for keys in by_tensor.values()
@@ -86,10 +87,15 @@ def _parts(root: nn.Module, subgraphs: Sequence[Subgraph]) -> list[list[str]]:
     return [*parts, *_rest(rest)]
 
 
-def is_kept(root: nn.Module, key: str, value: object) -> bool:
-    """Whether an entry of the state dict is a tensor of the model, and not what `get_extra_state` or a hook adds."""
-    owner, _, name = key.rpartition(".")
-    return isinstance(value, Tensor) and hasattr(root.get_submodule(owner), name)
+def added_to_state(root: nn.Module, state: Mapping[str, object]) -> list[str]:
+    """Keys of a model's state dict that are no tensors of its modules: what `get_extra_state` or a hook adds."""
+    modules = dict(root.named_modules(remove_duplicate=False))
+    parts = {key: key.rpartition(".") for key in state}
+    return [
+        key
+        for key, value in state.items()
+        if not (isinstance(value, Tensor) and hasattr(modules[parts[key][0]], parts[key][2]))
+    ]
 
 
 def rest_sizes(root: nn.Module, subgraphs: Sequence[Subgraph]) -> tuple[int, int, int]:

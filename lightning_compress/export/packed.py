@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lightning_compress.calibration.solve import InputQuantizer, quantize_inputs, read_whole
 from lightning_compress.errors import CompressionError
 from lightning_compress.export.checkpoint import check_finished
-from lightning_compress.export.layout import identity, is_kept
+from lightning_compress.export.layout import added_to_state, identity
 from lightning_compress.export.packing import PACKED_NAMES, checkpoint_names, unpack
 from lightning_compress.graph.unfold import unfolded
 from lightning_compress.memory.dequantized import METHODS, dequantized
@@ -176,7 +176,8 @@ def _load(
     loads, unexpected = tensor_loads(module, _decoded(stored, schemes), directory)
     state = {name: value for load in dict.fromkeys(loads.values()) for name, value in load().items()}
     entries = module.state_dict(keep_vars=True)
-    tensors = {key: value for key, value in entries.items() if is_kept(module, key, value)}
+    added = {*added_to_state(module, entries)}
+    tensors = {key: value for key, value in entries.items() if key not in added}
     remedy = "Give the model that was compressed, built with the same configuration."
     for key, value in state.items():
         if key in tensors and tensors[key].shape != value.shape:

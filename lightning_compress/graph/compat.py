@@ -147,12 +147,16 @@ class Shapes(ShapeEnv):
         self.decisions: list[sympy.Basic] = []
         self.inside_operation: Callable[[], bool] = lambda: False
         self.equalities_allowed = True
+        self.unlike_one: set[sympy.Symbol] = set()  # of which was taken for granted what does not hold of 1
         self.decide: Callable[[sympy.Basic], bool | None] = lambda condition: None
 
     def evaluate_expr(self, orig_expr: sympy.Basic, *args: Any, **kwargs: Any) -> sympy.Basic:
         """As in torch; what depends on values is asked of `decide`, which may leave it undecided."""
         try:
-            return super().evaluate_expr(orig_expr, *args, **kwargs)
+            found = super().evaluate_expr(orig_expr, *args, **kwargs)
+            if isinstance(orig_expr, sympy.Basic) and self.equalities_allowed and not self.inside_operation():
+                self.unlike_one |= {s for s in orig_expr.free_symbols if orig_expr.xreplace({s: 1}) == sympy.Not(found)}
+            return found
         except GuardOnDataDependentSymNode:
             if orig_expr.is_Symbol or not isinstance(orig_expr, Boolean) or (outcome := self.decide(orig_expr)) is None:
                 raise

@@ -90,6 +90,7 @@ class Traced:
         only_read: leaves whose weight is read by other code and which are never called.
         written: buffers that the step writes to.
         draws: the step draws random numbers, in eval mode too.
+        unlike_one: sizes of which the step took for granted what does not hold of 1.
     """
 
     graph: fx.Graph
@@ -103,6 +104,7 @@ class Traced:
     only_read: tuple[str, ...] = ()
     written: tuple[str, ...] = ()
     draws: bool = False
+    unlike_one: frozenset[sympy.Basic] = frozenset()
 
 
 def trace(
@@ -114,6 +116,7 @@ def trace(
     boundary_names: Collection[str],
     others: Sequence[Any] = (),
     onloading: Callable[[], AbstractContextManager[None]] | None = None,
+    fixed: Fixed = frozenset(),
 ) -> Traced:
     """Record `step(batch)`.
 
@@ -125,8 +128,8 @@ def trace(
         leaf_names: modules to be recorded as single calls (what is quantized).
         boundary_names: modules whose calls are marked as spans (decoder layers). Nested: the outermost counts.
         others: further batches that the graph has to serve: what sizes of batches with images decide shows in them.
-
         onloading: within what it gives, modules whose parameters are on the meta device can be run; None: they cannot.
+        fixed: (tensor, dimension) whose sizes are constants from the start.
 
     Raises:
         UntraceableModelError: not even fallbacks help; names the module and the remedy.
@@ -136,7 +139,6 @@ def trace(
     made = partial(synthesize, structure.paths, tensors, separate_decoder=is_encoder_decoder(root), others=others_flat)
     first = cut = _first_cut(root, leaf_names, boundary_names)
     lengths, rows = made()[0].lengths, made()[0].rows
-    fixed: Fixed = frozenset()
     fallbacks: dict[str, Fallback] = {}
     with attributes_restored(root), without_cache(root), watching(root, leaf_names) as reads:
         while True:
@@ -290,6 +292,7 @@ def _attempt(
         tuple(decisions.values()),
         written=written,
         draws=fake_mode.draws,
+        unlike_one=frozenset(shapes.unlike_one),
     )
 
 

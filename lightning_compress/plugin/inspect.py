@@ -8,7 +8,8 @@ from sympy import Symbol
 from torch import Tensor, fx, nn
 
 from lightning_compress.calibration.batches import CalibrationSet, collect
-from lightning_compress.calibration.prepare import calibrating, check_layout, trace_on
+from lightning_compress.calibration.prepare import calibrating, check_layout
+from lightning_compress.calibration.recording import trace_on
 from lightning_compress.calibration.solve import group_key
 from lightning_compress.calibration.target import Target, find_target
 from lightning_compress.data.batches import calibration_batches

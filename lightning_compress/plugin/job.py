@@ -24,7 +24,7 @@ from lightning_compress.distributed.bars import no_bars
 from lightning_compress.distributed.collective import Collective, SingleProcess
 from lightning_compress.errors import RunWarning, UnreachedModulesWarning, UnsupportedModelError
 from lightning_compress.export.checkpoint import check_output_dir
-from lightning_compress.export.layout import is_kept
+from lightning_compress.export.layout import added_to_state
 from lightning_compress.export.verify import ReadBackWarning, Verification, of_all, verify, verify_files, why_unreadable
 from lightning_compress.export.writer import CheckpointWriter, Unwritten
 from lightning_compress.graph.stages import Schedule
@@ -90,8 +90,7 @@ def plan_recipe(module: nn.Module, settings: Settings) -> tuple[Target, Resolved
         resolved = resolve(settings.recipe, target.root)
         check_layout(target, resolved, settings.schedule, settings.sequential_targets)
         reason = why_unreadable(target.root, resolved) if settings.output_dir is not None else None
-        state = target.root.state_dict(keep_vars=True)
-    lost = [key for key, value in state.items() if not is_kept(target.root, key, value)]
+        lost = added_to_state(target.root, target.root.state_dict(keep_vars=True))
     if lost and settings.output_dir is not None:
         warnings.warn(
             f"{', '.join(lost[:3])} of the model's state (`get_extra_state`) is no parameter or buffer, so the "

@@ -49,6 +49,7 @@ from transformers import (
 
 from lightning_compress.algorithms.base import input_gram
 from lightning_compress.calibration.observe import tokens
+from lightning_compress.errors import CalibrationWarning
 from lightning_compress.memory import activations
 from lightning_compress.memory.placement import MemoryConfig
 
@@ -508,3 +509,40 @@ def test_what_forward_pre_hooks_make_of_an_input(schedule: str, monkeypatch: pyt
     compress_in_memory(model, batches, recipe(**UNCHANGING), schedule=schedule)
     for name, gram in expected.items():
         torch.testing.assert_close(gram_sum(seen[name]), gram, rtol=1e-4, atol=1e-3)
+
+
+class AskingForOne(nn.Module):
+    """Computes something else for a single row, and asks about it where it makes no difference, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x = x.relu() if x.shape[0] == 1 else x.sigmoid()
+        y: Tensor = self.last(x)
+        return y
+
+
+def test_batches_of_one_row_take_their_own_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen to fail: a graph of at least two rows served them, silently."""
+    torch.manual_seed(0)
+    model = make_representable(AskingForOne().eval())
+    batches = list(torch.randn(3, 1, 5, 16))
+    expected = input_grams(model, batches, model)
+    seen = seen_statistics(monkeypatch)
+    compress_in_memory(copy.deepcopy(model), batches, recipe(**UNCHANGING))
+    for name, gram in expected.items():
+        torch.testing.assert_close(gram_sum(seen[name]), gram, rtol=1e-4, atol=1e-4)
+    with pytest.warns(
+        CalibrationWarning, match=r"something else for a batch of one row .*\(batch 1 of 2\) .*drop_last"
+    ):
+        compress_in_memory(copy.deepcopy(model), [torch.randn(4, 5, 16), torch.randn(1, 5, 16)], recipe(**UNCHANGING))
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_models_that_only_ask_serve_batches_of_one(rows: int) -> None:
+    """Nothing is said, for nothing differs: transformers asks about lengths and rows of one in many places."""
+    batches = [*token_batches(1, rows=2), *token_batches(1, rows=rows, length=1), *token_batches(1, rows=1)]
+    assert len(compress_in_memory(tiny_llama(1), batches, recipe()).modules) == 7

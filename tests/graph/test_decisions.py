@@ -11,7 +11,7 @@ from helpers import tiny_llama, token_batches
 from torch import Tensor, fx, nn
 
 from lightning_compress.calibration.batches import CalibrationSet
-from lightning_compress.calibration.prepare import trace_on
+from lightning_compress.calibration.recording import trace_on
 from lightning_compress.calibration.target import find_target
 from lightning_compress.errors import UntraceableModelError
 from lightning_compress.graph.execute import execute

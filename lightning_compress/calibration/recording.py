@@ -1,0 +1,101 @@
+"""The graph that serves all batches of a calibration set."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from lightning_compress.calibration.batches import CalibrationSet, counted, num_elements
+from lightning_compress.calibration.target import Target
+from lightning_compress.errors import CalibrationDataError, CalibrationWarning, UntraceableModelError
+from lightning_compress.graph.fallback import Fixed
+from lightning_compress.graph.ones import first_of_one, same_operations, sizes_of_one
+from lightning_compress.graph.restore import attributes_restored, contents_restored
+from lightning_compress.graph.trace import Traced, trace, violated_guards
+from lightning_compress.memory.calls import onloaded_when_called
+from lightning_compress.memory.source import WeightSource
+from lightning_compress.memory.store import WeightStore
+from lightning_compress.memory.transfer import Lane
+
+_TRIED = 3
+"""Batches to record the model on, one after the other, until one serves all."""
+
+
+def trace_on(
+    target: Target,
+    leaves: Sequence[str],
+    boundaries: Sequence[str],
+    data: CalibrationSet,
+    source: WeightSource | None = None,
+) -> Traced:
+    """Record the model on the largest batch, or on one of the next where that has sizes that are equal by chance.
+
+    Args:
+        target: the model.
+        leaves: modules that are single calls.
+        boundaries: the sequential targets.
+        data: the batches that the graph has to serve.
+        source: where the values of parameters on the meta device are, should the model have to be run once.
+
+    Raises:
+        UntraceableModelError: the forward cannot be recorded.
+        CalibrationDataError: another batch would take another path.
+    """
+    onloading = None
+    if source is not None:
+        store = WeightStore(target.root, Lane(torch.device("cpu")), source)
+        onloading = partial(onloaded_when_called, target.root, boundaries, store)
+
+    def record(batch: Any, fixed: Fixed = frozenset()) -> Traced:
+        with attributes_restored(target.module), contents_restored(target.module):
+            return trace(
+                target.root,
+                target.step,
+                batch,
+                leaf_names=leaves,
+                boundary_names=boundaries,
+                others=data.batches,
+                onloading=onloading,
+                fixed=fixed,
+            )
+
+    problems: dict[int, list[str]] = {}
+    for batch in sorted(data.batches, key=num_elements, reverse=True)[:_TRIED]:
+        traced = _with_ones(record(batch), record, data.batches)
+        found = {number: violated_guards(traced, other) for number, other in enumerate(data.batches)}
+        others = [number for number, violated in found.items() if violated]
+        if not others:
+            return traced
+        if not problems or len(others) < len(problems):
+            problems = {number: found[number] for number in others}
+    first, violated = next(iter(problems.items()))
+    raise CalibrationDataError(
+        f"{len(problems)} of {len(data.batches)} calibration batches ({counted(list(problems))}) would take another "
+        f"path through the model than the one recorded (batch {first}: {'; '.join(violated[:3])}). Bring the batches "
+        "to one form: one length, as many rows (drop_last) and images in each, of one size; or leave these out."
+    )
+
+
+def _with_ones(traced: Traced, record: Callable[[Any, Fixed], Traced], batches: Sequence[Any]) -> Traced:
+    """What batches of one row (or token) take, where the model has another path for them: all do, or it is told."""
+    found = first_of_one(traced, batches)
+    if found is None:
+        return traced
+    number, ones = found
+    try:
+        other = record(batches[number], ones)
+    except UntraceableModelError:
+        return traced
+    if same_operations(traced, other):
+        return traced
+    if all(sizes_of_one(traced, batch) >= ones for batch in batches):
+        return other
+    warnings.warn(
+        f"The model computes something else for a batch of one row or token (batch {number} of {len(batches)}) than "
+        "for others, and it is run as they are: leave it out (drop_last=True), or bring the batches to one size.",
+        CalibrationWarning,
+        stacklevel=3,
+    )
+    return traced
