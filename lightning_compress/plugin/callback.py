@@ -200,7 +200,7 @@ class CompressionCallback(Callback):
             )
         if self.when == "after_train":
             warn_of_later(trainer, pl_module, self.settings.output_dir)
-        replace_run(trainer, self.compress, self.when == "after_train", self._is_trained)
+        replace_run(trainer, self, self.compress, self.when == "after_train", self._is_trained)
         self._is_pending = True
 
     def _prepare(self, trainer: pl.Trainer, module: nn.Module) -> None:

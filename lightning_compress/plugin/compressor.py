@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any, final
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim import Optimizer
@@ -14,6 +15,9 @@ from lightning_compress.plugin.callback import CompressionCallback
 from lightning_compress.plugin.module import Adapter
 from lightning_compress.recipe.load import RecipeLike
 from lightning_compress.report.report import Report
+
+_OF_TRAINING = (CompressionCallback, LearningRateFinder, BatchSizeFinder)
+"""Callbacks that sit out: there is no training that could be searched for its settings or followed by a compression."""
 
 
 @final
@@ -59,7 +63,7 @@ class Compressor:
         for given in (self._trainer, model, datamodule):
             compat.check_class_tree(given)
         callback = CompressionCallback(recipe, output_dir, when="only", calibration=dataloaders, **options)
-        others = [other for other in compat.callbacks(self._trainer) if not isinstance(other, CompressionCallback)]
+        others = [other for other in compat.callbacks(self._trainer) if not isinstance(other, _OF_TRAINING)]
         with _fittable(model) as carried, compat.replaced(self._trainer, callbacks=[callback, *others]):
             self._trainer.fit(carried, datamodule=datamodule, ckpt_path=ckpt_path)
         if callback.report is None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -25,11 +26,15 @@ UNFINISHED_KEY = "lightning_compress.unfinished"
 quantized: callbacks that save at an exception do that."""
 
 
-def replace_run(trainer: pl.Trainer, compress: Callable[[pl.Trainer], None], trains: bool, is_trained: bool) -> None:
+def replace_run(
+    trainer: pl.Trainer, own: Callback, compress: Callable[[pl.Trainer], None], trains: bool, is_trained: bool
+) -> None:
     """Let the fit loop's run compress: after its training (behind all `on_train_end`, before any teardown), or instead.
 
     Args:
         trainer: which is about to fit.
+        own: the callback that this is for. Without it among the trainer's, the run is no `fit`'s, but a few steps of
+            one that searches for a learning rate or a batch size, maybe in mid-training.
         compress: runs the stage.
         trains: whether it follows a training.
         is_trained: whether a checkpoint of that training's end was loaded.
@@ -37,6 +42,9 @@ def replace_run(trainer: pl.Trainer, compress: Callable[[pl.Trainer], None], tra
     train = trainer.fit_loop.run
 
     def run() -> None:
+        if own not in compat.callbacks(trainer):
+            train()
+            return
         if trains and not is_trained:
             train()
             if trainer.received_sigterm:

@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, LearningRateFinder
+from lightning.pytorch.callbacks import BatchSizeFinder, Callback, EMAWeightAveraging, LearningRateFinder
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_compress import CompressionCallback, CompressionError, Compressor
@@ -258,6 +258,37 @@ def test_learning_rate_finder_does_not_compress(make_trainer: Any) -> None:
     finder = LearningRateFinder(num_training_steps=3, attr_name="learning_rate")
     make_trainer(callback, finder).fit(module, loader())
     assert reports == [None, None]  # once in the finder, once in training
+    assert callback.report is not None
+
+
+class EveryEpoch(LearningRateFinder):
+    """As Lightning's documentation has it: searches anew in epochs of the training."""
+
+    def on_fit_start(self, *args: Any) -> None:
+        return
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.lr_find(trainer, pl_module)
+
+
+class BatchSizes(BatchSizeFinder):
+    def on_fit_start(self, *args: Any) -> None:
+        return
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.scale_batch_size(trainer, pl_module)
+
+
+@pytest.mark.parametrize("finder", [EveryEpoch, BatchSizes])
+def test_a_search_in_mid_training_does_not_compress(make_trainer: Any, finder: type[Any]) -> None:
+    """It takes this callback from the trainer's. Compressing there, the second epoch trains quantized weights."""
+    finds = finder(**({"num_training_steps": 3} if finder is EveryEpoch else {"steps_per_trial": 1, "max_trials": 1}))
+    module, callback, reports = TinyModule(), compression(), list[Any]()
+    module.batch_size = 4  # type: ignore[assignment]
+    module.train_dataloader = lambda: loader(batch_size=module.batch_size)  # type: ignore[method-assign]
+    module.on_train_batch_end = lambda *_: reports.append(callback.report)  # type: ignore[method-assign]
+    make_trainer(callback, finds, max_epochs=2).fit(module)
+    assert set(reports) == {None}
     assert callback.report is not None
 
 

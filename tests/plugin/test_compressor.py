@@ -6,6 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from torch import Tensor, nn
 
 from lightning_compress import CompressionCallback, CompressionError, Compressor, load_compressed
@@ -310,3 +311,11 @@ def test_callback_of_an_earlier_run_is_gone(make_trainer: Any) -> None:
     trainer = make_trainer()
     Compressor(trainer).compress(tiny_model(), recipe=RTN, output_dir=None)
     assert not any(isinstance(callback, CompressionCallback) for callback in trainer.callbacks)
+
+
+@pytest.mark.parametrize("finder", [LearningRateFinder, BatchSizeFinder])
+def test_callbacks_that_search_for_settings_of_a_training_sit_out(make_trainer: Any, finder: type[Any]) -> None:
+    trainer = make_trainer(finder())
+    state = trainer_state(trainer)
+    assert Compressor(trainer).compress(tiny_model(), recipe=GPTQ, output_dir=None, dataloaders=loader()).num_batches
+    assert trainer_state(trainer) == state
