@@ -36,6 +36,20 @@ def undo_earlier(module: nn.Module) -> None:
         )
 
 
+def warn_of_loaded(trainer: pl.Trainer, module: nn.Module) -> None:
+    """Called when a checkpoint was loaded to test a module that was compressed: what quantizes the inputs of compressed
+    weights goes with them."""
+    if already_quantized(module):
+        return  # the checkpoint holds none of them
+    read_whole(module)
+    function = "" if trainer.state.fn is None else trainer.state.fn.value
+    rank_zero_warn(
+        f"`trainer.{function}` has loaded {trainer.ckpt_path} over the compressed weights, and measures what that "
+        f"holds. To measure what was exported, give the module, as trainer.{function}(module, datamodule), right "
+        "behind the compression; by now the exported checkpoint has to be loaded into it first."
+    )
+
+
 def check_ranks(trainer: pl.Trainer) -> None:
     """Every rank has to hold the whole model, or to read from the whole checkpoint.
 

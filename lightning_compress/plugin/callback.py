@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_compress.calibration.batches import CalibrationSet
 from lightning_compress.calibration.prepare import calibrating, may_need_data, needs_data
+from lightning_compress.calibration.solve import already_quantized
 from lightning_compress.distributed.bars import bars_of_first
 from lightning_compress.distributed.buffers import share_buffers
 from lightning_compress.distributed.collective import closing_all
@@ -23,7 +24,14 @@ from lightning_compress.memory.placement import MemoryConfig, memory_config
 from lightning_compress.memory.source import is_on_meta
 from lightning_compress.plugin import compat
 from lightning_compress.plugin.agreement import check_data, check_settings
-from lightning_compress.plugin.beforehand import check_ranks, meta_under, try_step, undo_earlier, warn_of_later
+from lightning_compress.plugin.beforehand import (
+    check_ranks,
+    meta_under,
+    try_step,
+    undo_earlier,
+    warn_of_later,
+    warn_of_loaded,
+)
 from lightning_compress.plugin.data import calibration_set, check_data_given
 from lightning_compress.plugin.job import Job, plan_recipe, prepare_job
 from lightning_compress.plugin.loop import CompressionLoop, bystanders
@@ -42,9 +50,10 @@ class CompressionCallback(Callback):
     What runs on a calibration batch: the module's `calibration_step(batch)` if it has one, else the transformers model
     it wraps, called with the batch's fields, else `forward(batch)`.
 
-    After the run the module holds the quantized weights (dequantized, in its own dtype), so `trainer.test` measures
-    what was exported, and `report` tells what happened. The optimizers are freed. A training that is interrupted or
-    fails is not followed by a compression.
+    After the run the module holds the quantized weights (dequantized, in its own dtype), so
+    `trainer.test(module, datamodule)` measures what was exported, and `report` tells what happened. Without the module
+    `trainer.test` loads the best checkpoint of the training instead, which is said. The optimizers are freed. A
+    training that is interrupted or fails is not followed by a compression.
 
     Args:
         recipe: a shipped name (`w4a16_gptq`), a path, a mapping, or a `Recipe`.
@@ -128,6 +137,7 @@ class CompressionCallback(Callback):
         self._data: CalibrationSet | None = None
         self._num_sanity_val_steps: int | float | None = None
         self._is_pending = self._has_run_step = self._is_trained = self._is_unfinished = False
+        self._was_compressed = False
         self._continues: Progress | None = None
 
     @property
@@ -157,7 +167,9 @@ class CompressionCallback(Callback):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Called for `ckpt_path`, before `on_fit_start`: at the end of a training, that is not repeated."""
+        """Called when `ckpt_path` is loaded; in `fit` before `on_fit_start`: the end of a training is not repeated."""
+        if self._was_compressed and not compat.is_fitting(pl_module):
+            warn_of_loaded(trainer, compressed_module(pl_module))
         if UNFINISHED_KEY in checkpoint:
             raise UnsupportedModelError(
                 f"The checkpoint {trainer.ckpt_path} was saved when a compression had not finished: some of its "
@@ -170,6 +182,7 @@ class CompressionCallback(Callback):
         """Called before the model is configured; refuses what cannot work whatever the model."""
         compat.check_lightning()
         compat.check_class_tree(trainer)
+        self._was_compressed = bool(already_quantized(compressed_module(pl_module)))
         if sum(isinstance(callback, CompressionCallback) for callback in compat.callbacks(trainer)) > 1:
             raise UnsupportedModelError(
                 "This Trainer has several CompressionCallbacks, and the second would quantize quantized weights. Keep "

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
@@ -80,6 +81,21 @@ def test_a_training_behind_a_compression_trains_all(make_trainer: Any) -> None:
     make_trainer(max_epochs=1).fit(module, loader())
     same = [name for name, tensor in weights_of(module).items() if torch.equal(tensor, before[name])]
     assert not same
+
+
+def test_a_checkpoint_of_the_training_is_tested_as_it_is_and_that_is_said(make_trainer: Any, tmp_path: Path) -> None:
+    """Lightning loads it where no module is given. Seen to fail: with inputs that are quantized still."""
+    module = TinyModule()
+    trainer = make_trainer(compression(W8A8), ModelCheckpoint(tmp_path), enable_checkpointing=True)
+    trainer.fit(module, loader())
+    trainer.test(module, loader(), verbose=False)
+    with pytest.warns(UserWarning, match=r"trainer\.test.*epoch=0.*over the compressed weights.*test\(module, data"):
+        trainer.test(dataloaders=loader(), ckpt_path="best", verbose=False)
+    trained = TinyModule()
+    trained.load_state_dict(torch.load(tmp_path / "epoch=0-step=4.ckpt", weights_only=True)["state_dict"])
+    make_trainer().test(trained, loader(), verbose=False)
+    compressed, loaded = module.test_losses[:4], module.test_losses[4:]
+    assert loaded == trained.test_losses != compressed
 
 
 def test_gradients_of_rounded_inputs_are_those_of_whole_ones() -> None:
