@@ -22,17 +22,19 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryValue
 from rich.console import Console
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_compress.data.batches import calibration_batches, evaluation_dataloader, tokenizer_of
 from lightning_compress.data.config import load_data_config
 from lightning_compress.distributed.collective import Collective, is_first_to_say
 from lightning_compress.distributed.folder import shared_folder
 from lightning_compress.errors import CommunicationError, CompressionError, RecipeError
+from lightning_compress.export.checkpoint import check_output_dir
 from lightning_compress.foresight.estimate import Estimate
 from lightning_compress.foresight.jobs import FineTuningJob
 from lightning_compress.foresight.planned import save_planned
 from lightning_compress.memory.host import available_bytes
+from lightning_compress.plugin.callback import CompressionCallback
 from lightning_compress.plugin.compressor import Compressor
 from lightning_compress.plugin.estimate import estimate as foresee
 from lightning_compress.plugin.evaluation import measured_perplexity, run_evaluate
@@ -40,6 +42,7 @@ from lightning_compress.plugin.finetuning import run_finetuning_plan
 from lightning_compress.plugin.flags import with_flags
 from lightning_compress.plugin.generation import generation_lines
 from lightning_compress.plugin.inspect import run_inspect
+from lightning_compress.plugin.job import plan_recipe
 from lightning_compress.plugin.mistyped import complete, mistyped
 from lightning_compress.plugin.models import (
     load_config_only,
@@ -50,12 +53,14 @@ from lightning_compress.plugin.models import (
     with_dequantized,
     with_model_config,
 )
-from lightning_compress.plugin.module import onload_device
+from lightning_compress.plugin.module import onload_device, onloads
 from lightning_compress.plugin.planned_run import keep_plan, plan_for_run, with_plan
 from lightning_compress.plugin.planning import run_generation_plan, run_plan, run_probe
 from lightning_compress.plugin.ranks import ranks_of
 from lightning_compress.plugin.recipe_files import named_recipes
-from lightning_compress.recipe.load import config_dir
+from lightning_compress.plugin.settings import Settings
+from lightning_compress.plugin.strategy import check_precision
+from lightning_compress.recipe.load import config_dir, load_recipe
 from lightning_compress.report.estimate import estimate_lines, estimate_table, save_estimate
 from lightning_compress.report.finetuning import finetuning_lines, finetuning_table
 from lightning_compress.report.graph import graph_lines, save_picture
@@ -244,7 +249,8 @@ def run_compress(config: DictConfig, output_dir: Path) -> Report:
 
 
 def _compress_among(ranks: Collective, trainer: pl.Trainer, config: DictConfig, output_dir: Path) -> Report:
-    memory_options(config.memory)  # misspelt ones are told before anything is loaded
+    memory_options(config.memory)  # what is misspelt is told before anything is loaded
+    check_output_dir(output_dir)
     planned = None
     if config.plan is not None:
         planned = plan_for_run(config, trainer, onload_device(trainer), output_dir, ranks)
@@ -253,26 +259,25 @@ def _compress_among(ranks: Collective, trainer: pl.Trainer, config: DictConfig, 
         if _is_first_rank():
             print(f"plan: {described(planned.best)}; foreseen: {minutes(planned.best.total_s)}")
     from_disk = reads_from_disk(config.model)
-    model, processor = load_model(config.model, from_disk)
-    dataloader = calibration_batches(load_data_config(config.data), processor)
-    options = cast(dict[str, Any], OmegaConf.to_container(config.calibration, resolve=True))
     weights, device = weights_place(config.model) if from_disk else None, onload_device(trainer)
+    options: dict[str, Any] = {
+        "recipe": load_recipe(config.recipe),
+        "output_dir": output_dir,
+        "max_samples": config.data.num_samples,
+        "weights": weights,
+        "memory": memory_options(config.memory),
+        **cast(dict[str, Any], OmegaConf.to_container(config.calibration, resolve=True)),
+    }
+    settings = CompressionCallback(when="only", **options).settings
+    model, processor = load_model(config.model, from_disk)
+    _check(trainer, model, settings)
+    dataloader = calibration_batches(load_data_config(config.data), processor)
     held_out: list[Mapping[str, Tensor]] = []
     before = None
     if config.get("held_out") is not None:
         held_out = list(evaluation_dataloader(load_data_config(config.held_out), tokenizer_of(processor)))
         before = measured_perplexity(model, held_out, weights, config.memory, device, ranks)
-    report = Compressor(trainer).compress(
-        model,
-        recipe=config.recipe,
-        output_dir=output_dir,
-        dataloaders=dataloader,
-        tokenizer=processor,
-        max_samples=config.data.num_samples,
-        weights=weights,
-        memory=memory_options(config.memory),
-        **options,
-    )
+    report = Compressor(trainer).compress(model, dataloaders=dataloader, tokenizer=processor, **options)
     if planned is not None and not report.is_partial:
         report = replace(report, plan=planned.best)
     if before is not None and not report.is_partial:
@@ -282,6 +287,13 @@ def _compress_among(ranks: Collective, trainer: pl.Trainer, config: DictConfig, 
     if report.plan is not None or report.extra:
         _save_again(report, output_dir, ranks)
     return report
+
+
+def _check(trainer: pl.Trainer, model: nn.Module, settings: Settings) -> None:
+    """What the run would refuse, before texts are read and evaluated."""
+    plan_recipe(model, settings)
+    if onloads(trainer):
+        check_precision(str(trainer.precision), model)
 
 
 def _save_again(report: Report, output_dir: Path, ranks: Collective) -> None:

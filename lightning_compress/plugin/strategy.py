@@ -91,7 +91,7 @@ class SequentialOnloadStrategy(DDPStrategy):
                 "CompressionCallback(when='only') or Compressor, and train with another strategy."
             )
         self.accelerator.setup(trainer)
-        _check_precision(self.precision_plugin.precision, self.model)
+        check_precision(self.precision_plugin.precision, self.model)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         else:
@@ -231,7 +231,11 @@ def _replaces_training(callback: Callback) -> TypeGuard[CompressionCallback]:
     return isinstance(callback, CompressionCallback) and callback.when == "only"
 
 
-def _check_precision(precision: str, model: nn.Module) -> None:
+def check_precision(precision: str, model: nn.Module) -> None:
+    """
+    Raises:
+        UnsupportedModelError: it is another than the weights have.
+    """
     wanted = _DTYPES.get(precision)
     present = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     if wanted is not None and present - {wanted}:

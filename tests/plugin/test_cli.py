@@ -105,6 +105,30 @@ def test_perplexity_before_and_after(load: str, checkpoint: Path, tmp_path: Path
     assert all(f"<dd>{value:.4g}</dd>" in page for value in found)
 
 
+@pytest.mark.parametrize(
+    ("option", "message", "needs_model"),
+    [
+        ("calibration.schedule=stagd", "schedule='stagd' is not known", False),
+        ("recipe.modifiers.0.algorithm=gtpq", "unknown algorithm 'gtpq'", False),
+        ("output_dir={checkpoint}", "was not written by lightning_compress", False),
+        ("calibration.sequential_targets=[Bert]", "Bert", True),
+        ("+recipe.modifiers.0.group_size=48", "48", True),
+        ("+trainer.precision=bf16-true", "contradicts the weights", True),
+    ],
+)
+def test_what_would_be_refused_is_so_before_texts_are_evaluated(
+    option: str, message: str, needs_model: bool, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Or before the model is loaded, where it is not needed to tell."""
+    for late in ("measured_perplexity", "calibration_batches", *([] if needs_model else ["load_model"])):
+        monkeypatch.delattr(cli, late)
+    given = [f"model.path={checkpoint}", f"output_dir={tmp_path / 'out'}", "data@held_out=docs_test", *SMALL]
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        config = compose("compress", overrides=[*given, option.format(checkpoint=checkpoint)])
+    with pytest.raises(CompressionError, match=message):
+        run_compress(config, Path(config.output_dir))
+
+
 @pytest.mark.filterwarnings("ignore::lightning_compress.report.experts.ExpertCoverageWarning")
 @pytest.mark.filterwarnings("ignore::lightning_compress.export.verify.ReadBackWarning")
 def test_experts_that_transformers_would_draw_at_random(checkpoint: Path, tmp_path: Path) -> None:
