@@ -150,12 +150,18 @@ def compress(config: DictConfig) -> None:
     """Run one compression from a composed configuration; prints the table and where the files are, behind the
     summary that the callback has printed."""
     report = _reporting_errors(lambda: run_compress(config, _output_dir(config)))
-    if not _is_first_rank():
-        return
-    console = _console()
-    console.print(report.table())
-    for line in (*report.added_lines(), f"report: {report.output_dir}/report.html, {report.output_dir}/report.json"):
-        console.print(line, soft_wrap=True)
+    if _is_first_rank():
+        console = _console()
+        console.print(report.table())
+        files = "" if report.is_partial else f"report: {report.output_dir}/report.html, {report.output_dir}/report.json"
+        for line in filter(None, (*report.added_lines(), files)):
+            console.print(line, soft_wrap=True)
+    if report.is_partial and report.output_dir is not None:  # None: it was a trial
+        _end(
+            f"lightning-compress: the Trainer was told to stop before the end. {report.output_dir} holds the subgraphs "
+            "that are finished and is no checkpoint yet; the same command goes on from them, unless "
+            "calibration.resume=never."
+        )
 
 
 def _console() -> Console:

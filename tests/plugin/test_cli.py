@@ -367,6 +367,22 @@ def test_an_ended_run_is_no_success(run: Callable[[], None], code: int) -> None:
     assert ended.value.code == code
 
 
+def test_a_run_that_is_told_to_stop_is_no_success_and_the_same_command_continues(
+    command: Command, checkpoint: Path, tmp_path: Path
+) -> None:
+    """Seen to fail: with an exit status of 0, and reports named that nothing has written."""
+    given = ["compress", f"model.path={checkpoint}", f"output_dir={tmp_path / 'out'}", *SMALL]
+    assert "/out holds the subgraphs that are finished" in refused(command, *given, "+trainer.max_time='00:00:00:00'")
+    assert "report.html" in command(*given)
+    assert (tmp_path / "out" / "report.html").is_file()
+
+
+def test_a_trial_names_no_files(command: Command, checkpoint: Path, tmp_path: Path) -> None:
+    given = [f"model.path={checkpoint}", f"output_dir={tmp_path / 'out'}", *SMALL, "+trainer.fast_dev_run=true"]
+    assert "report: " not in command("compress", *given)
+    assert not (tmp_path / "out").exists()
+
+
 def test_evaluate_tells_of_samples_beyond_the_positions(checkpoint: Path) -> None:
     positions = AutoConfig.from_pretrained(checkpoint).max_position_embeddings
     of_data = ["data=docs", "data.num_samples=2", f"data.max_length={positions + 8}", "data.batch_size=2"]
