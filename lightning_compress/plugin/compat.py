@@ -20,14 +20,21 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.fabric.utilities.data import _update_dataloader
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, RichProgressBar, TQDMProgressBar, WeightAveraging
+from lightning.pytorch.callbacks import (
+    Callback,
+    ModelCheckpoint,
+    RichProgressBar,
+    Timer,
+    TQDMProgressBar,
+    WeightAveraging,
+)
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
 from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
 from torch.distributed.constants import default_pg_timeout
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -311,6 +318,13 @@ def own_steps(callbacks: list[Callback]) -> Iterator[None]:
     finally:
         for callback, step in zip(savers, before, strict=True):
             callback._last_global_step_saved = step
+
+
+def restart_timers(callbacks: list[Callback]) -> None:
+    """Called when a stage begins: Timers forget when an earlier training ended, and how long it took."""
+    for callback in callbacks:
+        if isinstance(callback, Timer):
+            callback._end_time[RunningStage.TRAINING], callback._offset = None, 0
 
 
 def module_device(module: pl.LightningModule) -> torch.device:

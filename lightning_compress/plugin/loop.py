@@ -87,6 +87,7 @@ class CompressionLoop(compat.FitLoop):
     def run(self) -> None:
         trainer = self.trainer
         names = [subgraph.name for subgraph in self._job.run.flow.subgraphs[: self._max_subgraphs]]
+        compat.restart_timers(compat.callbacks(trainer))
         compat.call_callbacks(trainer, "on_train_start")
         compat.call_callbacks(trainer, "on_train_epoch_start")
         stop = False

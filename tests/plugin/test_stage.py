@@ -1,6 +1,7 @@
 """The compression stage as Lightning's other parts see it: bars, loggers, profilers, other callbacks."""
 
 import csv
+import time
 from pathlib import Path
 from typing import Any
 
@@ -170,3 +171,13 @@ def test_a_timer_that_ended_training_does_not_end_compression(make_trainer: Any)
     assert len(module.losses) == 1
     assert callback.report is not None
     assert not callback.report.is_partial
+
+
+def test_a_timer_ends_a_compression_behind_a_training(make_trainer: Any) -> None:
+    """Seen to fail: with the end of the training as the time that it is by its clock."""
+    callback, slow = compression(), Bystander(lambda: time.sleep(2.1), duration={"seconds": 2})
+    make_trainer(callback, slow).fit(TinyModule(), loader())
+    assert callback.report is not None
+    assert callback.report.is_partial
+    assert len(callback.report.subgraphs) == 2
+    assert slow.time_elapsed("train") > 2
