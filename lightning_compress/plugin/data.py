@@ -5,9 +5,10 @@ data, unless it is an iterator that training is still to read. Several loaders a
 default for them repeats samples), each up to its share; a batch is what one of them gives.
 """
 
+import inspect
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from itertools import islice
@@ -26,6 +27,7 @@ from lightning_compress.errors import CalibrationDataError
 from lightning_compress.graph.compat import pytree
 from lightning_compress.graph.synthesize import flatten_batch
 from lightning_compress.plugin import compat
+from lightning_compress.recipe.parts import transformers_models
 
 DEFAULT_SAMPLES = 512
 
@@ -59,7 +61,19 @@ def calibration_set(
             stack.enter_context(_kept_generators(loader))
         share = -(-(max_samples or DEFAULT_SAMPLES) // len(flattened))
         batches = [batch for loader in flattened for batch in _read(trainer, loader, share)]
-        return collect(batches, keeps_masks=not find_target(module).takes_fields)
+        takes_fields = find_target(module).takes_fields
+        if takes_fields:
+            (model,) = transformers_models(module).values()
+            named = inspect.signature(model.forward).parameters
+            batches = [_taken(batch, named) for batch in batches]
+        return collect(batches, keeps_masks=not takes_fields)
+
+
+def _taken(batch: Any, named: Container[str]) -> Any:
+    """The fields that the model is called with: others may be texts, or differ from batch to batch. All of a batch of
+    which it takes none, and fails."""
+    taken = {key: value for key, value in batch.items() if key in named} if isinstance(batch, Mapping) else {}
+    return taken if 0 < len(taken) < len(batch) else batch
 
 
 def check_data_given(calibration: object) -> None:

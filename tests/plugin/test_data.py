@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from lightning_compress.calibration.batches import CalibrationSet
+from lightning_compress.calibration.batches import CalibrationSet, collect
 from lightning_compress.errors import CalibrationDataError
 from lightning_compress.plugin.data import calibration_set
 
@@ -286,4 +286,11 @@ def test_batches_with_different_keys_are_refused(read: Any) -> None:
     image = {**one, "pixel_values": torch.randn(2, 3, 8, 8)}
     for batches in ([image, other], [image, {**other, "pixel_values": None}]):
         with pytest.raises(CalibrationDataError, match=r"1 have pixel_values \(batch 0\) and 1 have not \(batch 1\)"):
-            read(calibration=batches)
+            collect(batches, keeps_masks=False)  # Llama reads none
+
+
+def test_fields_that_forward_does_not_name_may_be_anything(read: Any) -> None:
+    """Texts and scores, as data sets carry them beside the tokens. Seen to fail: refused as unequal, and as NaN."""
+    beside = [{"text": [str(number)] * 2, "score": torch.tensor([torch.nan, 1.0])} for number in range(2)]
+    data = [{"input_ids": torch.full((2, 8), number), **other} for number, other in enumerate(beside)]
+    assert [list(batch) for batch in read(calibration=data).batches] == [["input_ids"]] * 2
