@@ -12,6 +12,7 @@ A module that several modifiers match belongs to the last of them, so a recipe r
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from compressed_tensors.quantization import QuantizationScheme
@@ -42,6 +43,22 @@ class Modifier:
     targets: tuple[str, ...] = DEFAULT_TARGETS
     ignore: tuple[str, ...] = DEFAULT_IGNORE
 
+    def __post_init__(self) -> None:
+        """
+        Raises:
+            RecipeError: a part is of another kind, or a pattern no regular expression.
+        """
+        if type(self.algorithm) not in ALGORITHMS.values():
+            known = " or ".join(f"{algorithm.__name__}()" for algorithm in ALGORITHMS.values())
+            raise RecipeError(f"A Modifier's algorithm is an object such as {known}, not {self.algorithm!r}.{_NAMED}")
+        if not isinstance(self.scheme, QuantizationScheme):
+            raise RecipeError(f"A Modifier's scheme is a QuantizationScheme, not {self.scheme!r}.{_NAMED}")
+        for key in ("targets", "ignore"):
+            object.__setattr__(self, key, patterns(getattr(self, key), "a Modifier", key))
+
+
+_NAMED = " By their names the two are given in mappings: {'modifiers': [{'algorithm': 'gptq', 'scheme': 'W4A16'}]}."
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -52,14 +69,18 @@ class Recipe:
     def __post_init__(self) -> None:
         """
         Raises:
-            RecipeError: a modifier is something else, as Hydra makes of a `_target_` inside of a list.
+            RecipeError: they are no list, or a modifier is something else, as Hydra makes of a `_target_` inside of a
+                list.
         """
+        if not isinstance(self.modifiers, Sequence):
+            raise RecipeError(f"A Recipe has a list of modifiers, not a {type(self.modifiers).__name__} alone.")
         others = [type(modifier).__name__ for modifier in self.modifiers if not isinstance(modifier, Modifier)]
         if others:
             raise RecipeError(
                 f"A Recipe has a {others[0]} among its modifiers, where Modifiers belong. In configuration files write "
                 "the recipe as plain mappings, without `_target_`."
             )
+        object.__setattr__(self, "modifiers", tuple(self.modifiers))
 
     def to_dict(self) -> dict[str, object]:
         """Plain containers and scalars only: what goes into the report, the manifest and a checkpoint."""
@@ -86,3 +107,19 @@ def not_regular(pattern: str) -> str:
     except re.error as error:
         return str(error)
     return ""
+
+
+def patterns(value: object, where: str, key: str) -> tuple[str, ...]:
+    """The patterns in a list, checked.
+
+    Raises:
+        RecipeError: it is no list of them.
+    """
+    if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(item, str) for item in value):
+        raise RecipeError(
+            f"`{key}` of {where} has to be a list of class names, module names or 're:' patterns, not {value!r}."
+        )
+    for pattern in value:
+        if reason := not_regular(pattern):
+            raise RecipeError(f"`{key}` of {where}: {pattern!r} is no regular expression ({reason}).")
+    return tuple(value)

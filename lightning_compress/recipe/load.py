@@ -26,7 +26,7 @@ from yaml import YAMLError
 from lightning_compress.algorithms.base import Algorithm
 from lightning_compress.algorithms.catalog import ALGORITHMS
 from lightning_compress.errors import RecipeError, RunWarning
-from lightning_compress.recipe.config import DEFAULT_IGNORE, DEFAULT_TARGETS, Modifier, Recipe, not_regular
+from lightning_compress.recipe.config import DEFAULT_IGNORE, DEFAULT_TARGETS, Modifier, Recipe, patterns
 
 RecipeLike = Recipe | str | Path | Mapping[str, object]
 
@@ -104,8 +104,8 @@ def _modifier(entry: object, position: int) -> Modifier:
     return Modifier(
         algorithm=_algorithm(name, options, where),
         scheme=_in_groups(_scheme(entry.get("scheme"), where), entry.get("group_size"), where),
-        targets=_patterns(entry.get("targets", DEFAULT_TARGETS), where, "targets"),
-        ignore=_patterns(entry.get("ignore", DEFAULT_IGNORE), where, "ignore"),
+        targets=patterns(entry.get("targets", DEFAULT_TARGETS), where, "targets"),
+        ignore=patterns(entry.get("ignore", DEFAULT_IGNORE), where, "ignore"),
     )
 
 
@@ -170,17 +170,6 @@ def _told(wrong: Mapping[str, Any]) -> str:
     if wrong["type"] == "extra_forbidden":
         return f"{place} is not known.{_nearest(str(wrong['loc'][-1]), QuantizationArgs.model_fields)}"
     return f"{place}: {wrong['msg']}"
-
-
-def _patterns(value: object, where: str, key: str) -> tuple[str, ...]:
-    if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(item, str) for item in value):
-        raise RecipeError(
-            f"`{key}` of {where} has to be a list of class names, module names or 're:' patterns, not {value!r}."
-        )
-    for pattern in value:
-        if reason := not_regular(pattern):
-            raise RecipeError(f"`{key}` of {where}: {pattern!r} is no regular expression ({reason}).")
-    return tuple(value)
 
 
 def _check_keys(mapping: Mapping[str, object], known: Sequence[str], where: str) -> None:

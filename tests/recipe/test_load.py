@@ -2,6 +2,7 @@
 thing."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,22 @@ def test_objects_are_taken_as_they_are() -> None:
     assert load_recipe(built) is built
     assert load_recipe({"modifiers": [built.modifiers[0]]}) == built
     assert load_recipe(recipe(5, "rtn", scheme=scheme, targets=["re:.*mlp"])) == built
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda scheme: Modifier("rtn", scheme), r"such as Gptq\(\) or Rtn\(\), not 'rtn'\. By their names"),  # type: ignore[arg-type]
+        (lambda scheme: Modifier(Rtn, scheme), "not <class"),  # type: ignore[arg-type]
+        (lambda _: Modifier(Rtn(), "W4A16"), r"QuantizationScheme, not 'W4A16'\. By their names"),  # type: ignore[arg-type]
+        (lambda scheme: Modifier(Rtn(), scheme, ignore="lm_head"), "`ignore` of a Modifier has to be a list"),  # type: ignore[arg-type]
+        (lambda scheme: Modifier(Rtn(), scheme, targets=("re:*q_proj",)), "is no regular expression"),
+        (lambda scheme: Recipe(Modifier(Rtn(), scheme)), "a list of modifiers, not a Modifier alone"),  # type: ignore[arg-type]
+    ],
+)
+def test_objects_are_checked_as_mappings_are(make: Callable[[QuantizationScheme], object], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        make(QuantizationScheme.model_validate({"targets": [], "weights": weights(5)}))
 
 
 @pytest.mark.parametrize("preset", ["W4A16", "w8a8"])
