@@ -35,7 +35,7 @@ from lightning_compress.export.packed import load_compressed
 from lightning_compress.export.packing import forgets_zero_points, packs_zero_points
 from lightning_compress.graph.compat import pytree
 from lightning_compress.graph.experts import Experts
-from lightning_compress.graph.restore import MODULE_DICTS, attributes_restored, contents_restored
+from lightning_compress.graph.restore import attributes_restored, contents_restored
 from lightning_compress.graph.unfold import unfolded
 from lightning_compress.memory.files import INDEX
 from lightning_compress.recipe.forms import Conv1D, Conv2d
@@ -277,17 +277,19 @@ def why_unreadable(root: nn.Module, resolved: ResolvedRecipe) -> str | None:
 
 
 def _copy_of(root: nn.Module) -> nn.Module:
-    """A model like it. What cannot be copied (locks, kept activations) or is left out (a Trainer) is shared."""
+    """A model like it. What cannot be copied (locks, kept activations, a profiler that hooks belong to) or is left out
+    (a Trainer) is shared."""
     modules, memo = list(root.modules()), dict[int, Any]()
+    whole = {id(module): module for module in modules}  # hooks may belong to one, which is not copied for each
     states = [state if isinstance(state := module.__getstate__(), dict) else {} for module in modules]  # what is copied
-    attributes = [state[key] for state in states for key in state.keys() - set(MODULE_DICTS)]
+    attributes = [state[key] for state in states for key in state.keys() - {"_parameters", "_buffers", "_modules"}]
     leaves = {id(leaf): leaf for value in attributes for leaf in pytree.tree_leaves(value)}
     for leaf in leaves.values():
         if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
             memo[id(leaf)] = leaf.detach()
         elif not isinstance(leaf, Tensor | nn.Module):
             try:
-                copy.deepcopy(leaf, dict(memo))
+                copy.deepcopy(leaf, memo | whole)
             except Exception:
                 memo[id(leaf)] = leaf
     made = copy.deepcopy(root, memo)
