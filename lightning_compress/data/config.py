@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, final
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_compress.errors import CalibrationDataError, nearest
@@ -227,7 +227,12 @@ def load_data_config(values: Mapping[str, Any] | DictConfig) -> DataConfig:
     try:
         typed = OmegaConf.to_container(OmegaConf.merge(schema, plain))
     except OmegaConfBaseException as error:
-        raise CalibrationDataError(f"data ({source}): {_first_line(error)} (field '{error.full_key}')") from error
+        value = plain.get(str(error.full_key))
+        of_list = isinstance(value, str) and isinstance(getattr(schema, str(error.full_key), None), ListConfig)
+        listed = f"; give a list, as data.{error.full_key}=[{value}]" if of_list else ""
+        raise CalibrationDataError(
+            f"data ({source}): {_first_line(error)} (field '{error.full_key}'){listed}"
+        ) from error
     assert isinstance(typed, dict)
     arguments: dict[str, Any] = {str(key): tuple(v) if isinstance(v, list) else v for key, v in typed.items()}
     return config(**arguments)

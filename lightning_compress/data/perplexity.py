@@ -89,7 +89,10 @@ def _logits(model: nn.Module, batches: Iterable[Batch], device: torch.device) ->
                 f"A batch asks an embedding for a row that it does not have ({sizes}). For positions, give shorter "
                 "samples (data.max_length); for tokens, the model's own tokenizer."
             ) from error
-        yield output if isinstance(output, Tensor) else output.logits
+        logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+        if not isinstance(logits, Tensor):
+            raise _without_logits(model, output.keys() if isinstance(output, Mapping) else [type(output).__name__])
+        yield logits
 
 
 def _logits_by_layer(
@@ -98,14 +101,18 @@ def _logits_by_layer(
     evaluation = prepare_evaluation(find_target(model), collect(batches), placement, share=share)
     found = {"logits", ""} & evaluation.results.keys()
     if not found:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} returns no logits but {', '.join(evaluation.results)}, so it has no perplexity."
-        )
+        raise _without_logits(model, evaluation.results)
     (path,) = found
     for output in outputs(evaluation):
         logits = output[path]
         assert isinstance(logits, Tensor)
         yield logits
+
+
+def _without_logits(model: nn.Module, results: Iterable[str]) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{type(model).__name__} returns no logits but {', '.join(results)}, so it has no perplexity."
+    )
 
 
 def _parts(logits: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

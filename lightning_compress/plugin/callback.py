@@ -114,7 +114,7 @@ class CompressionCallback(Callback):
         if schedule not in tuple(Schedule):
             raise CompressionError(f"schedule={schedule!r} is not known; use {', '.join(Schedule)}.")
         check_number("max_samples", max_samples, 1)
-        check_number("seed", seed, 0)
+        check_number("seed", seed, 0, 2**32 - 1)  # what NumPy takes
         check_data_given(calibration)
         self.settings = Settings(
             recipe=load_recipe(recipe),

@@ -28,7 +28,7 @@ from lightning_compress.data.batches import calibration_batches, evaluation_data
 from lightning_compress.data.config import load_data_config
 from lightning_compress.distributed.collective import Collective, is_first_to_say
 from lightning_compress.distributed.folder import shared_folder
-from lightning_compress.errors import CommunicationError, CompressionError, RecipeError
+from lightning_compress.errors import CommunicationError, CompressionError
 from lightning_compress.export.checkpoint import check_output_dir
 from lightning_compress.foresight.estimate import Estimate
 from lightning_compress.foresight.jobs import FineTuningJob
@@ -43,7 +43,7 @@ from lightning_compress.plugin.flags import with_flags
 from lightning_compress.plugin.generation import generation_lines
 from lightning_compress.plugin.inspect import run_inspect
 from lightning_compress.plugin.job import plan_recipe
-from lightning_compress.plugin.mistyped import complete, mistyped
+from lightning_compress.plugin.mistyped import check_groups, complete, mistyped
 from lightning_compress.plugin.models import (
     load_config_only,
     load_model,
@@ -112,9 +112,10 @@ def main() -> None:
         with named_recipes(
             [*several, *_as_overrides([each for each in given[2:] if each not in several])]
         ) as overrides:
+            check_groups(overrides)
             sys.argv = [f"{given[0]} {command}", *overrides]
             hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=command)(task)()
-    except RecipeError as error:
+    except CompressionError as error:
         _end(_told(error))
     except (HydraException, InterpolationToMissingValueError) as error:  # the latter of a multirun without output_dir
         _end(_told(CompressionError(mistyped(error))))

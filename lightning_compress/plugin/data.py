@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_compress.calibration.batches import CalibrationSet, collect
@@ -85,6 +86,11 @@ def check_data_given(calibration: object) -> None:
         raise CalibrationDataError(
             f"The calibration data is a {type(calibration).__name__}: give a DataLoader, several, or an iterable of "
             "batches."
+        )
+    if isinstance(calibration, Mapping) and any(isinstance(value, Tensor) for value in calibration.values()):
+        raise CalibrationDataError(
+            f"The calibration data is a {type(calibration).__name__} of tensors: one batch, it seems. Give a list of "
+            "batches, or a DataLoader."
         )
     if isinstance(calibration, Dataset) and not isinstance(calibration, IterableDataset):
         raise CalibrationDataError(
@@ -172,10 +178,11 @@ def _check_bounded(loader: Any, limit: int | float | None, max_samples: int | No
 
 def _read(trainer: pl.Trainer, loader: Any, num_samples: int) -> Iterator[Any]:
     limit, length = trainer.limit_train_batches, _length(loader)
-    if limit == 0:
-        raise CalibrationDataError("limit_train_batches=0 leaves no calibration data: it holds for calibration, too.")
     if isinstance(limit, float) and length is not None:
         limit = int(limit * length)
+    if limit == 0 and length != 0:
+        given = f"limit_train_batches={trainer.limit_train_batches}" + (f" of {length} batches" if length else "")
+        raise CalibrationDataError(f"{given} leaves no calibration data: it holds for calibration, too.")
     seen = 0
     if isinstance(loader, DataLoader):
         loader = copy(loader)  # so that persistent workers do not carry their random state into training

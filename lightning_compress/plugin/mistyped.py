@@ -6,6 +6,7 @@ the node and the options that there are.
 
 import re
 from collections.abc import Iterable, Iterator
+from typing import cast
 
 from hydra.errors import HydraException, InstantiationException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
@@ -34,12 +35,29 @@ def mistyped(error: HydraException | InterpolationToMissingValueError) -> str:
     return f"{given}{' '.join(lines)} (--help behind the command lists groups and keys.)"
 
 
+def check_groups(overrides: Iterable[str]) -> None:
+    """
+    Raises:
+        CompressionError: a group is given as null, of which Hydra says that it got a NoneType.
+    """
+    groups = {folder.name for folder in config_dir().iterdir() if folder.is_dir()}
+    for override in overrides:
+        key, _, value = override.partition("=")
+        group = key.partition("@")[0]
+        if value == "null" and group in groups:
+            options = sorted(file.stem for file in (config_dir() / group).glob("*.yaml"))
+            raise CompressionError(f"{override}: give one of {', '.join(options)}, or leave {key} out.")
+
+
 def complete(config: DictConfig) -> DictConfig:
     """A command's configuration as it is, if all is given; of the data, a command says itself what it needs.
 
     Raises:
-        CompressionError: names all that is missing.
+        CompressionError: names all that is missing, or null where there is no such choice.
     """
+    null = [f"{key}=null" for key in ("output_dir", "calibration", "memory") if key in config and config[key] is None]
+    if null:
+        raise CompressionError(f"{' '.join(null)}: there has to be one.")
     missing = [f"{key}=..." for key in _missing(config, "") if not key.startswith("data.")]
     if missing:
         raise CompressionError(f"{' '.join(missing)} has to be given.")
@@ -52,6 +70,19 @@ def _missing(node: DictConfig, path: str) -> Iterator[str]:
             yield f"{path}{key}"
         elif not OmegaConf.is_interpolation(node, key) and isinstance(node[key], DictConfig):
             yield from _missing(node[key], f"{path}{key}.")
+
+
+def _placed() -> dict[str, str]:
+    """What groups are named that commands have at another place, by that place: {"held_out": "data@held_out"}."""
+    files = [cast(DictConfig, OmegaConf.load(file)) for file in config_dir().glob("*.yaml")]
+    defaults = [
+        str(key)
+        for file in files
+        for entry in file.get("defaults", [])
+        if isinstance(entry, DictConfig)
+        for key in entry
+    ]
+    return {key.partition("@")[2]: key for key in defaults if "@" in key}
 
 
 def _unknown_option(file: str, options: Iterable[str]) -> str:
@@ -71,6 +102,9 @@ def _unknown_key(key: str, full_key: str, node: DictConfig) -> str:
         options = [file.stem for file in files if key in list(OmegaConf.load(file))]
         if options:
             return f"{full_key} is not known here, but with {group}={' or '.join(options)}."
+    placed = _placed().get(key)
+    if placed is not None and not isinstance(node.get(key), DictConfig) and group == key:
+        return f"{full_key} is not known without the group, which is given as {placed}=..."
     groups = set() if rest else {folder.name for folder in config_dir().iterdir() if folder.is_dir()}
     here = {*map(str, node)} - {"hydra", "_target_"}
     if key in groups - here:

@@ -67,10 +67,12 @@ def as_folder(name: str, given: object) -> Path | None:
     return None if given is None else Path(given)
 
 
-def check_number(name: str, given: object, least: int) -> None:
+def check_number(name: str, given: object, least: int, most: int | None = None) -> None:
     """
     Raises:
-        CompressionError: it is given, and no whole number of at least `least`.
+        CompressionError: it is given, and no whole number of at least `least`, and at most `most`.
     """
     if given is not None and (isinstance(given, bool) or not isinstance(given, Integral) or given < least):
         raise CompressionError(f"{name}={given!r} is no whole number of at least {least}.")
+    if most is not None and isinstance(given, Integral) and int(given) > most:
+        raise CompressionError(f"{name}={given!r} is more than {most}.")

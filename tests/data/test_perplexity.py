@@ -9,7 +9,7 @@ from torchmetrics.text import Perplexity
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from lightning_compress.data import perplexity
-from lightning_compress.errors import CalibrationDataError
+from lightning_compress.errors import CalibrationDataError, UnsupportedModelError
 from lightning_compress.memory.placement import Placement
 
 
@@ -89,3 +89,8 @@ def test_more_tokens_than_positions_is_an_error_that_names_the_table(placement: 
     batches = [{"input_ids": torch.randint(50, (2, 12))}]
     with pytest.raises(CalibrationDataError, match=r"transformer\.wpe.* has 8.*shorter samples"):
         perplexity(GPT2LMHeadModel(config), batches, placement)
+
+
+def test_a_model_without_logits_is_refused(model: LlamaForCausalLM) -> None:
+    with pytest.raises(UnsupportedModelError, match="LlamaModel returns no logits but last_hidden_state"):
+        perplexity(model.model, [{"input_ids": torch.arange(8)[None]}])

@@ -344,6 +344,7 @@ def test_two_callbacks_are_refused(make_trainer: Any) -> None:
         ({"max_samples": "16"}, "max_samples='16' is no whole number of at least 1"),
         ({"max_samples": 10.5}, "max_samples=10.5 is no whole number"),
         ({"seed": "x"}, "seed='x' is no whole number"),
+        ({"seed": 2**40}, "seed=1099511627776 is more than 4294967295"),
         ({"schedule": "fast"}, "fast"),
         ({"output_dir": 5}, "output_dir=5 is no path"),
         ({"weights": 5, "when": "only"}, "weights=5 is no path"),

@@ -325,6 +325,12 @@ def test_an_unfinished_compression_is_not_read(command: Command, checkpoint: Pat
         (["output_dir={folder}/empty.txt/out"], "/empty.txt is a file."),
         (["model.path={folder}"], " has no config.json, so it is no model's folder."),
         (["data=text"], "data.files=... has to be given."),
+        (["data=text", "data.files=a.txt"], "(field 'files'); give a list, as data.files=[a.txt]"),
+        (["data=null"], "data=null: give one of audio, custom, docs, "),
+        (["calibration=null"], "calibration=null: there has to be one."),
+        (["output_dir=null"], "output_dir=null: there has to be one."),
+        (["held_out=docs_test"], "held_out is not known without the group, which is given as data@held_out=..."),
+        (["held_out.num_samples=4"], "held_out is not known without the group, which is given as data@held_out=..."),
         (["data=docs,docs_test"], "Ambiguous value for argument 'data=docs,docs_test' 1. To use it as a list"),
     ],
 )

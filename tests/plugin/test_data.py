@@ -294,3 +294,15 @@ def test_fields_that_forward_does_not_name_may_be_anything(read: Any) -> None:
     beside = [{"text": [str(number)] * 2, "score": torch.tensor([torch.nan, 1.0])} for number in range(2)]
     data = [{"input_ids": torch.full((2, 8), number), **other} for number, other in enumerate(beside)]
     assert [list(batch) for batch in read(calibration=data).batches] == [["input_ids"]] * 2
+
+
+@pytest.mark.parametrize(("limit", "given"), [(0, "=0 of 4 batches"), (0.1, "=0.1 of 4 batches")])
+def test_a_limit_that_leaves_nothing_is_named(read: Any, limit: int | float, given: str) -> None:
+    with pytest.raises(CalibrationDataError, match=f"limit_train_batches{given} leaves no calibration data"):
+        read(calibration=loader(), limit_train_batches=limit)
+
+
+def test_one_batch_in_place_of_several() -> None:
+    """Seen to fail: its fields were taken for loaders."""
+    with pytest.raises(CalibrationDataError, match=r"a dict of tensors: one batch, it seems\. Give a list of batches"):
+        compression(calibration=next(iter(loader())))
