@@ -4,9 +4,8 @@ Options are checked against the typed dataclass of their algorithm through Omega
 is an error, and an unknown key is an error that names the nearest known one.
 """
 
-import difflib
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
@@ -25,7 +24,7 @@ from yaml import YAMLError
 
 from lightning_compress.algorithms.base import Algorithm
 from lightning_compress.algorithms.catalog import ALGORITHMS
-from lightning_compress.errors import RecipeError, RunWarning
+from lightning_compress.errors import RecipeError, RunWarning, nearest
 from lightning_compress.recipe.config import DEFAULT_IGNORE, DEFAULT_TARGETS, Modifier, Recipe, patterns
 
 RecipeLike = Recipe | str | Path | Mapping[str, object]
@@ -73,7 +72,7 @@ def _read(recipe: str | Path) -> Mapping[str, object]:
     if not path.suffix:
         path = config_dir() / "recipe" / f"{recipe}.yaml"
         if not path.is_file():
-            raise RecipeError(f"There is no recipe named {str(recipe)!r}.{_nearest(str(recipe), shipped_recipes())}")
+            raise RecipeError(f"There is no recipe named {str(recipe)!r}{nearest(str(recipe), shipped_recipes())}")
     if not path.is_file():
         raise RecipeError(
             f"There is no recipe file {path}. Give an existing .yaml/.json, or one of {', '.join(shipped_recipes())}."
@@ -97,7 +96,7 @@ def _modifier(entry: object, position: int) -> Modifier:
         )
     name = str(entry.get("algorithm", ""))
     if name not in ALGORITHMS:
-        raise RecipeError(f"{where} has the unknown algorithm {name!r}.{_nearest(name, ALGORITHMS)}")
+        raise RecipeError(f"{where} has the unknown algorithm {name!r}{nearest(name, ALGORITHMS)}")
     option_names = tuple(field.name for field in fields(ALGORITHMS[name]))
     _check_keys(entry, _MODIFIER_KEYS + option_names, f"{where} ({name})")
     options = {key: value for key, value in entry.items() if key not in _MODIFIER_KEYS}
@@ -124,7 +123,7 @@ def _scheme(scheme: object, where: str) -> QuantizationScheme:
     if isinstance(scheme, str):
         if scheme.upper() not in PRESET_SCHEMES:
             raise RecipeError(
-                f"{where} has the unknown preset scheme {scheme!r}.{_nearest(scheme.upper(), PRESET_SCHEMES)}"
+                f"{where} has the unknown preset scheme {scheme!r}{nearest(scheme.upper(), PRESET_SCHEMES)}"
             )
         return preset_name_to_scheme(scheme, targets=[])
     if not isinstance(scheme, Mapping):
@@ -168,18 +167,11 @@ def _in_groups(scheme: QuantizationScheme, size: object, where: str) -> Quantiza
 def _told(wrong: Mapping[str, Any]) -> str:
     place = ".".join(map(str, wrong["loc"]))
     if wrong["type"] == "extra_forbidden":
-        return f"{place} is not known.{_nearest(str(wrong['loc'][-1]), QuantizationArgs.model_fields)}"
+        return f"{place} is not known{nearest(str(wrong['loc'][-1]), QuantizationArgs.model_fields)}"
     return f"{place}: {wrong['msg']}"
 
 
 def _check_keys(mapping: Mapping[str, object], known: Sequence[str], where: str) -> None:
     for key in mapping:
         if key not in known:
-            raise RecipeError(f"Unknown key {key!r} in {where}.{_nearest(str(key), known)}")
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    known = list(known)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    return f"{hint} Known: {', '.join(known)}."
+            raise RecipeError(f"Unknown key {key!r} in {where}{nearest(str(key), known)}")

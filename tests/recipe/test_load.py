@@ -143,9 +143,9 @@ def test_loading_does_not_change_its_argument() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("w4a16_gtpq", r"no recipe named 'w4a16_gtpq'. Did you mean 'w4a16_gptq'\? Known: .*w8a16_rtn"),
+        ("w4a16_gtpq", r"no recipe named 'w4a16_gtpq'; did you mean 'w4a16_gptq'"),
         ("missing.yaml", "There is no recipe file missing.yaml"),
-        ({"modifier": []}, r"Unknown key 'modifier' in the recipe. Did you mean 'modifiers'\?"),
+        ({"modifier": []}, r"Unknown key 'modifier' in the recipe; did you mean 'modifiers'"),
         ({}, "A recipe needs `modifiers`"),
         ({"modifiers": []}, "A recipe needs `modifiers`"),
         ({"modifiers": "gptq"}, "A recipe needs `modifiers`"),
@@ -153,23 +153,23 @@ def test_loading_does_not_change_its_argument() -> None:
         (3, "this is a int"),
         (
             {"modifiers": [modifier(), modifier(algorithm="gtpq")]},
-            r"modifier 1 has the unknown algorithm 'gtpq'. Did you mean 'gptq'\? Known: gptq, rtn",
+            r"modifier 1 has the unknown algorithm 'gtpq'; did you mean 'gptq'",
         ),
-        ({"modifiers": [{"scheme": "W4A16"}]}, "unknown algorithm ''. Known: gptq, rtn"),
-        (recipe(ignored=["lm_head"]), r"Unknown key 'ignored' in modifier 0 \(gptq\). Did you mean 'ignore'\?"),
-        (recipe(blok_size=64), r"Unknown key 'blok_size' in modifier 0 \(gptq\). Did you mean 'block_size'\?"),
+        ({"modifiers": [{"scheme": "W4A16"}]}, "unknown algorithm ''; known are gptq, rtn"),
+        (recipe(ignored=["lm_head"]), r"Unknown key 'ignored' in modifier 0 \(gptq\); did you mean 'ignore'"),
+        (recipe(blok_size=64), r"Unknown key 'blok_size' in modifier 0 \(gptq\); did you mean 'block_size'"),
         (recipe(algorithm="rtn", damping=0.1), r"Unknown key 'damping' in modifier 0 \(rtn\)"),
         (recipe(damping="much"), r"modifier 0 \(gptq\) has a bad option.*much"),
         (recipe(damping=2.0), "damping must be from 0 to 1"),
         (recipe(block_size=0), "block_size must be at least 1"),
-        (recipe(scheme="W4A17"), r"unknown preset scheme 'W4A17'. Did you mean 'W4A16'\?"),
+        (recipe(scheme="W4A17"), r"unknown preset scheme 'W4A17'; did you mean 'W4A16'"),
         (
             recipe(scheme={"wieghts": weights()}),
-            r"Unknown key 'wieghts' in the scheme of modifier 0. Did you mean 'weights'\?",
+            r"Unknown key 'wieghts' in the scheme of modifier 0; did you mean 'weights'",
         ),
         (
             recipe(scheme={"weights": {**weights(), "groop_size": 3}}),
-            r"the scheme of modifier 0 is not valid: weights.groop_size is not known. Did you mean 'group_size'\?",
+            r"the scheme of modifier 0 is not valid: weights.groop_size is not known; did you mean 'group_size'",
         ),
         (
             recipe(scheme={"weights": {**weights(), "strategy": "rows"}}),
