@@ -99,6 +99,7 @@ class MemoryReportCallback(Callback):
 
     Measured are the first steps of the optimizer: on CUDA by the allocator, whose peak statistics are reset; on a CPU
     by following every storage, which makes those batches several times slower.
+    List it behind a CompressionCallback: what that tries before the first step would be measured as part of it.
 
     Args:
         num_steps: of the optimizer, that are measured; each has as many batches as gradients are accumulated over.
