@@ -72,7 +72,7 @@ def prepare_evaluation(
     last = last_uses(parts, tuple(results.values()))
     buffers = KeptBuffers(target.root, traced.written) if traced.written else None
     slow = slow_dtypes(placement.device)
-    numbers = (range(len(batches)) if share is None else share) if traced.draws else None
+    numbers = range(len(batches)) if share is None else share
     flow = Flow(target.root, parts, traced, cache, store, placement, last, {}, None, buffers, numbers, slow)
     return Evaluation(flow, results)
 

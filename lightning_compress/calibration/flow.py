@@ -45,8 +45,7 @@ class Flow:
         masks: for a source, the input that marks its padding tokens.
         reference: the original model beside the one that runs; None: nothing asks for it.
         buffers: those that the model writes to, as every batch finds them; None: there are none.
-        numbers: of the batches here in all of them, by which a model draws random numbers (noise or dropout in eval
-            mode too); None: it draws none.
+        numbers: of the batches here in all of them.
         in_float32: types whose products are computed in float32 (see `graph.products`).
     """
 
@@ -60,7 +59,7 @@ class Flow:
     masks: Mapping[Source, TokenMask]
     reference: Reference | None = None
     buffers: KeptBuffers | None = None
-    numbers: Sequence[int] | None = None
+    numbers: Sequence[int] = ()
     in_float32: frozenset[torch.dtype] = frozenset()
 
     @property
@@ -138,9 +137,9 @@ def run_step(
     for batch in range(len(flow.cache)):
         values = flow.cache.load(batch, loaded, copy=not step.keep)
         before = {key: versions(value) for key, value in values.items()}
-        seed = None if flow.numbers is None else flow.numbers[batch]
+        seed = flow.numbers[batch] if traced.draws else None
         for (shared, own), sources in pieces:
-            with in_float32(flow.in_float32), _random_state_kept(flow):
+            with in_float32(flow.in_float32), _random_state_kept(flow.device, traced):
                 execute(shared, values, flow.root, traced.constants, flow.device, drop_after, seed)
                 if reference is not None:
                     with nullcontext() if flow.buffers is None else flow.buffers.undone():
@@ -161,10 +160,9 @@ def run_step(
         del values
 
 
-def _random_state_kept(flow: Flow) -> AbstractContextManager[None]:
+def _random_state_kept(device: torch.device, traced: Traced) -> AbstractContextManager[None]:
     """Within: a model that draws random numbers may, without changing what others draw."""
-    devices = [flow.device] if flow.device.type == "cuda" else []
-    return torch.random.fork_rng(devices, enabled=flow.numbers is not None)
+    return torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=traced.draws)
 
 
 def give_back(placement: Placement, *, always: bool = False) -> None:

@@ -124,15 +124,14 @@ def prepare(
     shares = assign([num_elements(batch) for batch in data.batches], collective.size)
     needs, sizes = _needs(parts, resolved), _sizes(parts, target.root)
     reference, needs = _reference(traced, parts, needs, resolved, sizes, len(data.batches))
-    batches = [data.batches[number] for number in shares[collective.rank]]
+    own = shares[collective.rank]
     diverging = frozenset[fx.Node]() if reference is None else reference.diverging
-    cache = cached_inputs(traced, batches, placement, diverging)
+    cache = cached_inputs(traced, [data.batches[number] for number in own], placement, diverging)
     masks = _masks(traced, needs, data)
     last = last_uses(parts, tuple(mask.node for mask in masks.values()), reference)
     _warn_of_unseen(traced, parts, resolved, schedule)
     buffers = KeptBuffers(target.root, traced.written) if traced.written else None
-    numbers = shares[collective.rank] if traced.draws else None
-    flow = Flow(target.root, parts, traced, cache, store, placement, last, masks, reference, buffers, numbers, slow)
+    flow = Flow(target.root, parts, traced, cache, store, placement, last, masks, reference, buffers, own, slow)
     return Calibration(flow, resolved, needs, sizes, shares, collective)
 
 

@@ -278,8 +278,7 @@ def _attempt(
             fixed = _dimensions(inputs, error)
             rows = any(dim == 0 and inputs[i].ndim == 2 and not inputs[i].is_floating_point() for i, dim in fixed)
             return Failure(name, error, fixed, rows)
-    conditions = dict.fromkeys(shapes.decisions)
-    guards = tuple(condition for condition in conditions if condition.free_symbols <= attempt.symbols)
+    guards = tuple(each for each in dict.fromkeys(shapes.decisions) if each.free_symbols <= attempt.symbols)
     spans = _tidy(recorder.graph, attempt.spans)
     return Traced(
         recorder.graph,
