@@ -23,7 +23,7 @@ in-place writes have to be told from copies.
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import sympy
@@ -49,7 +49,7 @@ from lightning_compress.graph.sizes import binding, traced_bytes
 from lightning_compress.graph.stages import Group, Source, Step, Subgraph
 from lightning_compress.memory.activations import LEAST_SPILLED, ActivationCache
 from lightning_compress.memory.heap import LARGEST_IN_HEAP
-from lightning_compress.memory.needs import Moment, Needs, Requests, as_one
+from lightning_compress.memory.needs import Held, Moment, Needs, Requests, as_one
 from lightning_compress.memory.tracker import LiveMemory
 from lightning_compress.memory.work import Work, WorkMeter, times
 from lightning_compress.statistics import InputGram
@@ -86,7 +86,7 @@ def footprint(run: Calibration, batches: Sequence[Sequence[Tensor]]) -> tuple[Ne
                 held = meter.held()
                 solves: list[Moment] = []
                 for groups in stacked_groups(step.solve, run.flow.root, run.resolved):
-                    solve, size = meter.solve(groups, packed + together, held)
+                    solve, size = meter.solve(groups, packed, together, held)
                     solves.append(solve)
                     packed += size
                     for group in groups:
@@ -98,15 +98,6 @@ def footprint(run: Calibration, batches: Sequence[Sequence[Tensor]]) -> tuple[Ne
             meter.forget_originals(index)
             rows.append(Needs(subgraph.name, meter.brought(subgraph), tuple(moments), meter.requests(subgraph)))
     return tuple(rows)
-
-
-@dataclass(frozen=True)
-class Held:
-    """Bytes of the values that wait (those that may go to the file, and small ones), and of statistics."""
-
-    waiting: int
-    fixed: int
-    statistics: int
 
 
 class _Meter:
@@ -192,6 +183,7 @@ class _Meter:
         self._quantize_inputs(step)
         large, small = (worst_mixture(earlier, later) for earlier, later in zip(before, after, strict=True))
         in_flight = max(before[0], default=0) + max(after[0], default=0)
+        workspace, on_host = self._places(self._originals, packed)
         return [
             Moment(
                 "batch",
@@ -200,7 +192,8 @@ class _Meter:
                 in_flight=in_flight,
                 batch=peak - statistics,
                 statistics=statistics,
-                workspace=packed + self._originals,
+                workspace=workspace,
+                on_host=on_host,
                 work=self._work_of_all(),
                 loaded=self._moved(cached & with_shadows(read | observed, self._diverging)),
                 stored=self._moved(self.cached - cached),
@@ -225,6 +218,10 @@ class _Meter:
         """Bytes of original weights that are kept beside the quantized ones."""
         reference = self._flow.reference
         return 0 if reference is None else sum(weight.nbytes for weight in reference.originals.values())
+
+    def _places(self, workspace: int, on_host: int) -> tuple[int, int]:
+        """What a moment has where it computes and what in host memory apart from that, which on a CPU is one place."""
+        return (workspace + on_host, 0) if self._is_on_cpu else (workspace, on_host)
 
     @property
     def _is_on_cpu(self) -> bool:
@@ -264,9 +261,9 @@ class _Meter:
         large, small = (sum(sizes) for sizes in self._waiting())
         return Held(large, small, statistics_bytes(self._statistics.values()))
 
-    def solve(self, groups: Sequence[Group], packed: int, held: Held) -> tuple[Moment, int]:
-        """The moment at which groups of one kind are solved together or packed, with `packed` bytes there already, and
-        how many they add."""
+    def solve(self, groups: Sequence[Group], packed: int, together: int, held: Held) -> tuple[Moment, int]:
+        """The moment at which groups of one kind are solved together or packed, with `packed` bytes there already and
+        `together` of other groups' results, and how many they add."""
         group, number = groups[0], len(groups)
         assignment = self._run.resolved.assignments[group.members[0]]
         weights = [self._root.get_submodule(name).get_parameter("weight") for name in group.members]
@@ -274,14 +271,16 @@ class _Meter:
         gathered = [self._statistics[source] for source in group.sources if source in self._statistics]
         kinds = {kind for found in gathered for kind in found}
         workspace = assignment.algorithm.workspace_bytes(num_rows, num_channels, assignment.weights, kinds, number)
-        if self._run.flow.device.type != "cpu" and InputGram in kinds:
+        if not self._is_on_cpu and InputGram in kinds:
             workspace += 4 * num_channels**2  # the factor is not put in the place of the Gram there
         merged = number * statistics_bytes(gathered[:1]) if len(gathered) > 1 else 0
         stacked = number * num_rows * num_channels * weights[0].itemsize
         results = number * result_bytes(num_rows, num_channels, assignment.weights)
         added = results - number * num_rows * num_channels * (8 - assignment.weights.num_bits) // 8
         packing = PACKING * max(weight.numel() for weight in weights)
-        most = packed + self._originals + merged + max(stacked + workspace, results + added + packing)
+        beside = added if self._is_on_cpu else 0
+        most = together + self._originals + merged + max(stacked + workspace, results + beside + packing)
+        workspace_there, on_host = self._places(most, packed + added - beside)
         piece = 4 * num_channels * max(num_channels, min(number * num_rows, stack_rows(num_channels)))
         self._memory.stands_for([merged, stacked, *in_pieces(workspace, piece)])
         self._memory.stands_for([results + added, *in_pieces(packing, packing // PACKING * 4)])
@@ -293,7 +292,8 @@ class _Meter:
             waiting=held.waiting,
             fixed=held.fixed,
             statistics=held.statistics,
-            workspace=most,
+            workspace=workspace_there,
+            on_host=on_host,
             work={"solve": serial + shared / size, "packing": number * num_rows * num_channels / size},
         )
         return moment, added
@@ -301,16 +301,17 @@ class _Meter:
     def write(self, subgraph: Subgraph, packed: int) -> Moment:
         """The moment at which a subgraph's shard, with `packed` bytes of modules, is read back tensor by tensor."""
         held, tensors = self.held(), tensors_of(self._root, subgraph)
-        kept = [
-            tensor.nbytes for name, tensor in tensors.items() if name.removesuffix(".weight") not in subgraph.solved
-        ]
-        copied = sum(kept) if self._run.flow.device.type != "cpu" else 0
+        solved = {f"{name}.weight" for name in subgraph.solved}
+        kept = [tensor.nbytes for name, tensor in tensors.items() if name not in solved]
+        copied = 0 if self._is_on_cpu else sum(kept)
+        workspace, on_host = self._places(self._originals, packed + copied + max([*kept, packed]))
         return Moment(
             "write",
             waiting=held.waiting,
             fixed=held.fixed,
             statistics=held.statistics,
-            workspace=packed + self._originals + copied + max([*kept, packed]),
+            workspace=workspace,
+            on_host=on_host,
             work={"writing": (packed + sum(kept)) / self._run.collective.size},
         )
 

@@ -91,20 +91,19 @@ def inference_phases(sizes: Decoder, job: InferenceJob) -> list[Phase]:
     ]
 
 
-def calibration_forms(sizes: Decoder, job: CalibrationJob, depth: int, packed: float) -> dict[str, int]:
+def calibration_forms(sizes: Decoder, job: CalibrationJob, depth: int) -> dict[str, int]:
     """What GPTQ takes of a device under `staged`, with all activations waiting elsewhere: while a batch runs, and while
     a group is solved. Both are at their most at the feed-forward layer's last module, behind all others of the layer.
 
     Args:
         depth: how many layers ahead weights are brought.
-        packed: bytes of a weight that is packed.
     """
     size, tokens = sizes.itemsize, job.batch_size * job.max_length
     hidden, inner = sizes.hidden, sizes.intermediate
     numel = sum(rows * columns for rows, columns in _linear_shapes(sizes))
     layer = size * (numel + 2 * hidden)
     head = size * (sizes.vocabulary + 1) * hidden  # what is ahead of the last layer
-    beside = int(packed * (numel - hidden * inner)) + (4 * inner + 1024) * inner  # the Gram: see `statistics.sums`
+    beside = (4 * inner + 1024) * inner  # the Gram: see `statistics.sums`
     # the residual and the norm's result come, the residual and down's input go, but from the last layer
     coming = tokens * 2 * hidden * size
     passing = coming + tokens * (hidden + inner) * size

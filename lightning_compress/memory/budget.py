@@ -282,13 +282,12 @@ def _parts(
     window = {"weights": row.weights, "prefetch": sum(later.weights for later in ahead)}
     running = {"batch": moment.batch, "statistics": moment.statistics, "workspace": moment.workspace}
     if device.type == "cpu":
+        running["workspace"] += moment.on_host
         return {**({"held": budgets.held} if place == "host" else {}), **window, **cached, **running}
     if place == "host":  # weights are in pinned memory, which is kept and reused
-        is_there = moment.what in ("write", "verification")
         window = {"weights": row.pinned, "prefetch": sum(later.pinned for later in ahead)}
         cached = {name: int(ratio * size) for name, size in cached.items()}
-        return {"held": budgets.held, **window, **cached, **(running if is_there else {})}
-    running = {} if moment.what == "verification" else running  # which is in host memory
+        return {"held": budgets.held, **window, **cached, "workspace": moment.on_host}
     of_next_batch = moment.in_flight if on_host or in_file else 0
     return {**window, "waiting": on_device + small_there, "in_flight": of_next_batch, **running}
 

@@ -23,7 +23,9 @@ class Moment:
         in_flight: what is on its way from and to that file, if it is used, or to and from the device.
         batch: values of the batch that runs.
         statistics: sums over tokens.
-        workspace: what a solve, packing or writing makes, and what is packed and not written yet.
+        workspace: what a solve or packing makes where it computes.
+        on_host: what is in host memory wherever it computes: what is packed and not written yet, a shard's tensors that
+            are copied from a device, those that are read back.
         work: what there is to compute, for all batches of the rank.
         loaded, stored: bytes of values that may wait in the file, read from the cache and put into it, for all batches.
         heap_waiting, heap_batch: of `waiting` and `batch`, bytes in blocks of the C heap (see `memory.heap`).
@@ -38,6 +40,7 @@ class Moment:
     batch: int = 0
     statistics: int = 0
     workspace: int = 0
+    on_host: int = 0
     work: Work = field(default_factory=dict)
     loaded: int = 0
     stored: int = 0
@@ -46,14 +49,25 @@ class Moment:
     num_batches: int = 0
 
 
+@final
+@dataclass(frozen=True)
+class Held:
+    """Bytes of the values that wait (those that may go to the file, and small ones), and of statistics."""
+
+    waiting: int
+    fixed: int
+    statistics: int
+
+
 def as_one(solves: Sequence[Moment]) -> list[Moment]:
-    """Solves with the same beside them, as the one that takes the most."""
+    """Solves with the same beside them, as the one that takes the most, of either place."""
     if not solves:
         return []
     most, work = max(solves, key=lambda each: each.workspace), Counter[str]()
     for each in solves:
         work.update(each.work)
-    return [replace(most, of=", ".join(each.of for each in solves), work=dict(work))]
+    on_host = max(each.on_host for each in solves)
+    return [replace(most, of=", ".join(each.of for each in solves), work=dict(work), on_host=on_host)]
 
 
 @final

@@ -130,16 +130,17 @@ def at_the_end(run: Calibration, data: CalibrationSet | None, verifies: bool) ->
     root, parts = run.flow.root, run.flow.subgraphs
     total, rest, largest = rest_sizes(root, parts)
     on_disk = any(parameter.is_meta for parameter in root.parameters())
-    moment = Moment("write", "", workspace=largest, work={"writing": total})
+    copied = 0 if run.flow.device.type == "cpu" else rest
+    moment = Moment("write", "", on_host=copied + largest, work={"writing": total})
     rows = [Needs("what no subgraph holds", rest if on_disk else 0, (moment,))]
     if verifies:
         outputs = 0
         if run.flow.traced is not None and data is not None:
             (end,) = (node for node in run.flow.traced.graph.nodes if node.op == "output")
             outputs = _nbytes(run.flow.traced, end.all_input_nodes, data)
-        workspace = _loaded_bytes(root, run.resolved) + 3 * outputs  # of both models, and their difference
+        on_host = _loaded_bytes(root, run.resolved) + 3 * outputs  # of both models, and their difference
         work = {"packing": sum(root.get_submodule(n).get_parameter("weight").numel() for n in run.resolved.assignments)}
-        rows.append(Needs("the checkpoint", 0, (Moment("verification", "", workspace=workspace, work=work),)))
+        rows.append(Needs("the checkpoint", 0, (Moment("verification", "", on_host=on_host, work=work),)))
     return rows
 
 

@@ -295,18 +295,14 @@ def _calibration_forms(
     """By kind of moment what the closed form has of a device; empty where there is none."""
     sizes = decoder(model.config, sum(parameter.numel() for parameter in model.parameters()), model.dtype.itemsize)
     whole = sizes is not None and len(resolved.assignments) == 7 * sizes.layers
-    ways = {
-        (each.algorithm, each.scheme.input_activations is None, each.weights.num_bits, each.weights.group_size)
-        for each in resolved.assignments.values()
-    }
+    ways = {(each.algorithm, each.scheme.input_activations is None) for each in resolved.assignments.values()}
     plain = (job.schedule, job.sequential_targets, memory.device_activation_budget, memory.device_budget)
     if sizes is None or not whole or len(ways) != 1 or plain != (Schedule.STAGED, None, 0, None):
         return {}
-    ((algorithm, reads_as_is, num_bits, group_size),) = ways
+    ((algorithm, reads_as_is),) = ways
     if not isinstance(algorithm, Gptq) or (algorithm.correct, algorithm.refit) != ("none", 0) or not reads_as_is:
         return {}
-    packed = num_bits / 8 + (sizes.itemsize / group_size if group_size else 0)
-    return calibration_forms(sizes, job, memory.prefetch_depth, packed)
+    return calibration_forms(sizes, job, memory.prefetch_depth)
 
 
 def _worst(found: Sequence[Peak], place: Place, forms: Mapping[str, int]) -> list[Row]:

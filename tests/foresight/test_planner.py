@@ -42,7 +42,7 @@ def layer(name: str, weights: int = 40, waiting: int = 100, flops: float = 300, 
         (
             Moment("batch", waiting=waiting, fixed=1, in_flight=8, batch=20, statistics=10, **work),
             Moment("solve", name, waiting=waiting, fixed=1, statistics=10, workspace=30, work={"solve": solve}),
-            Moment("write", waiting=waiting, fixed=1, workspace=15, work={"writing": 10.0}),
+            Moment("write", waiting=waiting, fixed=1, on_host=15, work={"writing": 10.0}),
         ),
     )
 
@@ -239,7 +239,7 @@ def test_the_smallest_budgets_are_the_smallest() -> None:
 def test_what_no_activations_take_bounds_too(device: str) -> None:
     """Seen to fail: with room on the device standing in for what the host lacks."""
     given = candidate()
-    end = (Needs("the checkpoint", 0, (Moment("write", workspace=500),)),)
+    end = (Needs("the checkpoint", 0, (Moment("write", on_host=500),)),)
     assert best(replace(given, end=end), machine(device), Resources(None, 1500, None)) is not None
     assert best(replace(given, end=end), machine(device), Resources(None, 1499, None)) is None
 

@@ -7,7 +7,7 @@ import torch
 
 from lightning_compress.errors import BudgetError
 from lightning_compress.memory.budget import RESERVE, Budgets, fit
-from lightning_compress.memory.needs import Moment, Needs, Requests
+from lightning_compress.memory.needs import Moment, Needs, Requests, as_one
 from lightning_compress.memory.placement import MemoryConfig, placement
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -126,17 +126,30 @@ def test_remedies_are_those_that_would_help() -> None:
     given = replace(NO_LIMIT, host=1300, activations=400)
     with pytest.raises(BudgetError, match="a smaller activation_budget"):
         fit(TABLE, CPU, given)
-    verification = (*of_batch, Needs("the checkpoint", 0, (Moment("verification", "", workspace=900),)))
+    verification = (*of_batch, Needs("the checkpoint", 0, (Moment("verification", "", on_host=900),)))
     with pytest.raises(BudgetError, match=r"Lower it by verify=False, or weights that stay on disk"):
         fit(verification, CPU, replace(NO_LIMIT, host=1600))
 
 
 def test_a_checkpoint_is_read_back_in_host_memory() -> None:
     """Seen to fail: two models in the device's memory, which never has them."""
-    table = (*TABLE[:1], Needs("the checkpoint", 0, (Moment("verification", "", workspace=10**6),)))
+    table = (*TABLE[:1], Needs("the checkpoint", 0, (Moment("verification", "", on_host=10**6),)))
     fitted = fit(table, CUDA, NO_LIMIT)
     assert fitted.device_bytes == fit(TABLE[:1], CUDA, NO_LIMIT).device_bytes
     assert fitted.host_bytes > 10**6
+
+
+def test_what_is_packed_and_written_is_in_host_memory() -> None:
+    """Of a device; on a CPU all is there. Seen to fail: with `on_host` counted for the device, and with the statistics
+    that are on it counted for the host."""
+    solve = replace(MOMENTS[1], on_host=5000)
+    written = Moment("write", "", waiting=300, fixed=10, statistics=40, workspace=7, on_host=9000)
+    table = (TABLE[0], replace(TABLE[1], moments=(MOMENTS[0], solve, written)), TABLE[2])
+    found = fit(table, CUDA, NO_LIMIT)
+    assert found.device_bytes == fit(TABLE, CUDA, NO_LIMIT).device_bytes
+    assert found.host_bytes == 1000 + 130 + 310 + 9000
+    assert fit(table, CPU, NO_LIMIT).device_bytes == 130 + 310 + 40 + 9007
+    assert as_one([solve, replace(solve, workspace=300, on_host=1)])[0].on_host == 5000, "each place has its worst"
 
 
 def test_on_a_device_each_place_has_its_own() -> None:

@@ -18,6 +18,7 @@ from lightning_compress.plugin.models import load_config_only, load_model
 
 from .conftest import Command, refused
 
+PLACES = ("device", "host")
 SIZES: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -238,7 +239,10 @@ def test_calibration(estimate: Any) -> None:
     assert {("batch", "device"), ("solve", "device"), ("write", "host")} <= totals(found).keys()
     assert "most of the device's memory" in said
     assert "CUDA allocator reserves" in said
-    assert max(row["total"] for row in found["rows"] if row["place"] == "device") < found["reserved"]
+    device, host = ({row["name"]: row["parts"] for row in found["rows"] if row["place"] == at} for at in PLACES)
+    assert max(sum(parts.values()) for parts in device.values()) < found["reserved"]
+    assert device["write"].get("workspace", 0) == 0, "tensors are packed, copied and read back in host memory"
+    assert host["write"]["workspace"] > 0 < host["solve"]["workspace"]
     assert estimate(*sizes, "memory.device_activation_budget=1MiB")[0]["reserved"] is None, "of what waits there"
     has_form = {row["name"] for row in found["rows"] if row["place"] == "device" and row["closed_form"]}
     assert has_form == {"batch", "solve"}
