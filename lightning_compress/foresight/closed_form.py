@@ -12,6 +12,7 @@ from typing import Any, final
 from lightning_compress.algorithms.base import stack_rows
 from lightning_compress.foresight.adapters import ALL_LINEAR, packed_bytes
 from lightning_compress.foresight.jobs import CalibrationJob, FineTuningJob, InferenceJob, Phase
+from lightning_compress.foresight.layouts import Layout
 from lightning_compress.foresight.optimizers import state_bytes
 
 LOSS = {2: (10, 12), 4: (8, 12)}
@@ -230,6 +231,29 @@ def rules_of_thumb(num_parameters: int) -> dict[str, int]:
         "inference, 2 bytes per parameter (bf16)": 2 * num_parameters,
         "fine-tuning, 8 bytes per parameter (bf16)": 8 * num_parameters,
     }
+
+
+def deepspeed(num_parameters: int, layout: Layout, largest_layer: int) -> dict[str, int]:
+    """Weights, gradients and AdamW's states of a rank under ZeRO-2 and 3 by DeepSpeed's rule, in bytes; empty for other
+    layouts. 18 of a parameter are divided: gradients in half and full precision, weights and two states in full.
+
+    After `estimate_zero2_model_states_mem_needs` and its counterpart for ZeRO-3 in DeepSpeed (`deepspeed/runtime/zero`),
+    which has the largest layer's 16-bit weights twice.
+
+    Args:
+        num_parameters: of the model.
+        layout: of the ranks; the rule knows replicas only.
+        largest_layer: numbers of its weights.
+
+    >>> deepspeed(100, Layout(data=4, zero=2), 10), deepspeed(100, Layout(data=4, zero=3, offload=True), 10)
+    ({'ZeRO-2, 2 P + 18 P / N': 650}, {'ZeRO-3 with offload, 4 L': 40})
+    """
+    if layout.zero < 2 or layout.tensor * layout.pipeline > 1:
+        return {}
+    kept, said = (2 * num_parameters, "2 P") if layout.zero == 2 else (4 * largest_layer, "4 L")
+    if layout.offload:
+        return {f"ZeRO-{layout.zero} with offload, {said}": kept}
+    return {f"ZeRO-{layout.zero}, {said} + 18 P / N": kept + 18 * num_parameters // layout.data}
 
 
 def llmem(sizes: Decoder, job: FineTuningJob) -> int:

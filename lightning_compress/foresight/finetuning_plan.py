@@ -35,7 +35,7 @@ class PlannedFineTuning:
 
     Attributes:
         model: class of the model.
-        num_parameters: of it.
+        num_parameters, itemsize: of it, and bytes of each.
         job: that was asked for; its batch size and accumulation say the batch per step only.
         task: what is the same for all ways.
         machine: whose rates were used.
@@ -49,6 +49,7 @@ class PlannedFineTuning:
 
     model: str
     num_parameters: int
+    itemsize: int
     job: FineTuningJob
     task: FineTuningTask
     machine: Machine

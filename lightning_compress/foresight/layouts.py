@@ -12,8 +12,14 @@ from dataclasses import dataclass
 from typing import final
 
 from lightning_compress.errors import CompressionError
-from lightning_compress.foresight.jobs import Phase
+from lightning_compress.foresight.jobs import FineTuningJob, InferenceJob, Phase
 
+HALF_PRECISION = (
+    "ZeRO is counted with gradients and states of the optimizer in the parameters' own 16 bits, as torch has them. "
+    "DeepSpeed keeps weights, gradients and states in full precision beside them, which is not counted: by its rule "
+    "18 bytes per parameter are divided among replicas. model.dtype=float32 job.precision=bf16-mixed is nearer to that."
+)
+"""Said where it is so (see `is_halved`)."""
 GATHERED = 2
 """Layers whose parameters ZeRO-3 has gathered at a time: the one that runs and the next."""
 
@@ -43,6 +49,12 @@ class Layout:
             raise CompressionError(f"{self}: numbers of ranks are at least 1, and ZeRO's stages are 0 to 3.")
         if self.offload and self.zero == 0:
             raise CompressionError("layout.offload is of what ZeRO divides: give layout.zero=1, 2 or 3.")
+
+
+def is_halved(job: InferenceJob | FineTuningJob, itemsize: int, layouts: Iterable[Layout]) -> bool:
+    """Whether ZeRO divides AdamW's states of parameters of 2 bytes, which are as small."""
+    trains = isinstance(job, FineTuningJob) and (job.method, job.optimizer) == ("full", "adamw")
+    return trains and itemsize == 2 and any(layout.zero for layout in layouts)
 
 
 def per_rank(phase: Phase, layout: Layout, largest_layer: int, stage: float | None = None) -> tuple[Phase, int]:

@@ -20,6 +20,7 @@ from lightning_compress.foresight.closed_form import (
     Decoder,
     calibration_forms,
     decoder,
+    deepspeed,
     finetuning_phases,
     inference_phases,
     llmem,
@@ -36,7 +37,7 @@ from lightning_compress.foresight.jobs import (
     on_fakes,
     parts_of,
 )
-from lightning_compress.foresight.layouts import Layout, worst_shares
+from lightning_compress.foresight.layouts import HALF_PRECISION, Layout, is_halved, worst_shares
 from lightning_compress.foresight.shares import check_shares, largest_layer, largest_stage
 from lightning_compress.foresight.training import finetune
 from lightning_compress.graph.experts import stack_of
@@ -128,7 +129,7 @@ def _of_one_rank_or_shared(
         job=_described(job, model),
         rows=tuple(_rows(phases, forms, layout, model, place)),
         reserved=replay(followed.events).reserved if is_whole and place == "device" else None,
-        others=_others(num_parameters, sizes, job),
+        others=_others(model, sizes, job, layout),
         notes=tuple(notes),
     )
 
@@ -154,6 +155,8 @@ def _about_training(model: PreTrainedModel, job: InferenceJob | FineTuningJob, l
             notes.append(f"Stacked experts ({size}) are no linear layers to bitsandbytes and stay as they are, too.")
         if layout.zero >= 3:
             notes.append("ZeRO-3 is counted as gathering layers unpacked, which is more than packed ones take.")
+    if is_halved(job, model.dtype.itemsize, [layout]):
+        notes.append(HALF_PRECISION)
     if job.optimizer == "adamw_8bit":
         notes.append("8-bit AdamW as bitsandbytes has it, not paged; its step is taken to need no temporaries.")
     return notes
@@ -213,13 +216,19 @@ def _rows(phases: Sequence[Phase], forms: Sequence[Phase], layout: Layout, model
     return rows
 
 
-def _others(num_parameters: int, sizes: Decoder | None, job: object) -> Mapping[str, int]:
+def _others(
+    model: PreTrainedModel, sizes: Decoder | None, job: InferenceJob | FineTuningJob, layout: Layout
+) -> Mapping[str, int]:
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
     if isinstance(job, FineTuningJob) and job.method != "full":
         return {}  # they are for all parameters
     kind = "inference" if isinstance(job, InferenceJob) else "fine-tuning"
     found = {f"rule of thumb, {name}": size for name, size in rules_of_thumb(num_parameters).items() if kind in name}
     if isinstance(job, FineTuningJob) and sizes is not None:
         found["LLMem's formula, without the base that it measures"] = llmem(sizes, job)
+    if is_halved(job, model.dtype.itemsize, [layout]):
+        rule = deepspeed(num_parameters, layout, largest_layer(model) // model.dtype.itemsize)
+        found |= {f"DeepSpeed's rule for {name}, without activations": size for name, size in rule.items()}
     return found
 
 

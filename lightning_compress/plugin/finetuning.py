@@ -124,6 +124,7 @@ def plan_finetuning(
     return PlannedFineTuning(
         model=type(model).__name__,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        itemsize=model.dtype.itemsize,
         job=job,
         task=task,
         machine=machine,

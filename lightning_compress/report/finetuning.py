@@ -5,8 +5,10 @@ from collections.abc import Mapping
 from rich import box
 from rich.table import Table
 
+from lightning_compress.foresight.closed_form import deepspeed
 from lightning_compress.foresight.finetuning_cost import CPU_OPTIMIZER
 from lightning_compress.foresight.finetuning_plan import PlannedFineTuning, described
+from lightning_compress.foresight.layouts import HALF_PRECISION, is_halved
 from lightning_compress.memory.budget import gib
 from lightning_compress.report.plan import context_line
 
@@ -41,6 +43,10 @@ def finetuning_lines(planned: PlannedFineTuning) -> list[str]:
         lines.append(
             "ranks are taken to talk over each card's link to the host; interconnect=300GB and the like says else"
         )
+    if is_halved(job, planned.itemsize, [step.layout for step in (best, *planned.runners_up)]):
+        lines.append(HALF_PRECISION)
+        rule = deepspeed(planned.num_parameters, best.layout, task.largest_layer // planned.itemsize)
+        lines += [f"DeepSpeed's rule for {name}, without activations: {gib(size)}" for name, size in rule.items()]
     if any(step.layout.offload for step in (best, *planned.runners_up)):
         lines.append(
             f"the CPU's optimizer is assumed to go over {CPU_OPTIMIZER / 1e9:.0f} GB/s, of all ranks together; steps "

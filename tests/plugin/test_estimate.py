@@ -191,6 +191,11 @@ def test_fine_tuning_on_ranks(estimate: Any) -> None:
     assert "LLMem's formula" in said
     shared, said = estimate("job=finetuning", "job.length=128", "layout.data=4", "layout.zero=2")
     assert totals(shared)["step", "device"] < 0.6 * totals(alone)["step", "device"]
+    assert "DeepSpeed keeps weights, gradients and states in full precision beside them, which is not counted" in said
+    rule = shared["others"]["DeepSpeed's rule for ZeRO-2, 2 P + 18 P / N, without activations"]
+    assert rule == 2 * shared["num_parameters"] + 18 * shared["num_parameters"] // 4
+    full, said = estimate("job=finetuning", "job.length=128", "layout.data=4", "layout.zero=3", "model.dtype=float32")
+    assert "DeepSpeed" not in said + str(full["others"]), "all is in full precision"
     offloaded, _ = estimate("job=finetuning", "job.length=128", "layout.data=4", "layout.zero=2", "layout.offload=true")
     assert totals(offloaded)["step", "host"] > 0
     assert totals(offloaded)["step", "device"] < totals(shared)["step", "device"]

@@ -147,9 +147,12 @@ def test_a_plan_in_words(command: Command, folder: Path, tmp_path: Path) -> None
     said = command(*given, "interconnect=300GB", "layout.offload=false", "layout.tensor=1", "layout.zero=2")
     assert "plan: 4 replicas, ZeRO-2, micro-batches of " in said
     assert re.search(r"between_ranks +3e\+11 +B/s +given", said)
+    assert "DeepSpeed keeps weights, gradients and states in full precision" in said
+    assert "DeepSpeed's rule for ZeRO-2, 2 P + 18 P / N, without activations: 0.01 GiB" in said
     assert "link to the host" not in said
     assert ", no gradient checkpointing" in said
     assert ", gradient checkpointing" in command(*given, "job.gradient_checkpointing=true")
+    assert "DeepSpeed" not in command(*given, "layout.zero=0")
     said = command(*given, "layout.pipeline=2", "layout.tensor=2")
     assert "plan: 1 replica, 2 pipeline stages each, 2 tensor ranks each, micro-batches of " in said
     assert ", bubble " in said
