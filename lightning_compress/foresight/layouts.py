@@ -1,10 +1,10 @@
 """What one rank of many holds of a job: data parallelism, ZeRO, tensor and pipeline parallelism, in closed form.
 
-After ZeRO (arXiv 1910.02054) and Megatron (arXiv 2104.04473, 2205.05198). Assumed: everything divides evenly, tensor
+After ZeRO (arXiv 1910.02054) and Megatron (arXiv 2104.04473, 2205.05198); replicas without ZeRO are
+`DistributedDataParallel`, whose buckets are counted among gradients. Assumed: everything divides evenly, tensor
 parallelism splits activations too (sequence parallelism). A pipeline's stages have fewer layers (the first and the last
-the embeddings beside them), but more micro-batches
-on the way (1F1B), and the last one the loss: so activations are not divided by their number, which is the most that it
-can be.
+the embeddings beside them), but more micro-batches on the way (1F1B), and the last one the loss: so activations are not
+divided by their number, which is the most that it can be.
 """
 
 from collections.abc import Iterable
@@ -57,7 +57,9 @@ def is_halved(job: InferenceJob | FineTuningJob, itemsize: int, layouts: Iterabl
     return trains and itemsize == 2 and any(layout.zero for layout in layouts)
 
 
-def per_rank(phase: Phase, layout: Layout, largest_layer: int, stage: float | None = None) -> tuple[Phase, int]:
+def per_rank(
+    phase: Phase, layout: Layout, largest_layer: int, stage: float | None = None, trained: int = 0
+) -> tuple[Phase, int]:
     """What one rank has on its device in a phase, and the bytes that it has in host memory for it.
 
     Args:
@@ -65,6 +67,8 @@ def per_rank(phase: Phase, layout: Layout, largest_layer: int, stage: float | No
         layout: of the ranks.
         largest_layer: bytes of the weights of the largest layer or embedding.
         stage: of the weights, what the largest stage of the pipeline has; None: as much as all others.
+        trained: bytes of all gradients, which replicas without ZeRO have a second time at all times: in the buckets in
+            which `DistributedDataParallel` exchanges them.
     """
     shared = (stage or 1 / layout.pipeline) / layout.tensor
     parts, divided = layout.tensor * layout.pipeline, layout.data if layout.zero >= 1 else 1
@@ -72,7 +76,8 @@ def per_rank(phase: Phase, layout: Layout, largest_layer: int, stage: float | No
     weights = int(phase.weights * shared)
     if layout.zero >= 3:
         weights = min(weights, weights // layout.data + GATHERED * largest_layer // layout.tensor)
-    gradients = int(phase.gradients * shared) // sharing_gradients
+    buckets = trained if layout.data > 1 and layout.zero == 0 else 0
+    gradients = int((phase.gradients + buckets) * shared) // sharing_gradients
     optimizer, stepping = (int(size * shared) // divided for size in (phase.optimizer, phase.stepping))
     on_host = 0
     if layout.offload and layout.zero >= 1:
@@ -96,8 +101,10 @@ def worst_shares(
 ) -> dict[str, tuple[Phase, int]]:
     """By part of the job, of its moments the one with most on a rank's device, as `per_rank` has it."""
     found: dict[str, tuple[Phase, int]] = {}
-    for phase in phases:
-        share = per_rank(phase, layout, largest_layer, stage)
+    moments = list(phases)
+    trained = max((phase.gradients for phase in moments), default=0)
+    for phase in moments:
+        share = per_rank(phase, layout, largest_layer, stage, trained)
         if phase.name not in found or share[0].peak > found[phase.name][0].peak:
             found[phase.name] = share
     return found

@@ -6,7 +6,7 @@ import pytest
 
 from lightning_compress.errors import CompressionError
 from lightning_compress.foresight.jobs import Phase
-from lightning_compress.foresight.layouts import Layout, per_rank
+from lightning_compress.foresight.layouts import Layout, per_rank, worst_shares
 
 GB = 10**9
 STEP = Phase("step", 15 * GB, 15 * GB, 90 * GB, working=8 * GB, stepping=12 * GB)
@@ -25,6 +25,15 @@ def test_zero(zero: int, figure: float) -> None:
     assert share.working == STEP.working
     assert share.stepping == (12 * GB if zero == 0 else 12 * GB // 64)
     assert on_host == 0
+
+
+def test_replicas_have_gradients_in_buckets_too() -> None:
+    """All the time, those of `DistributedDataParallel`. Seen to fail: without them in the forward."""
+    forward = Phase("forward", 15 * GB, working=8 * GB)
+    for layout, buckets in ((Layout(), 0), (Layout(data=2), 15), (Layout(data=2, zero=1), 0), (Layout(2, tensor=3), 5)):
+        shares = worst_shares([forward, STEP], layout, largest_layer=0)
+        assert shares["forward"][0].gradients == buckets * GB, layout
+        assert shares["step"][0].gradients == 15 * GB // layout.tensor + buckets * GB
 
 
 def test_zero_3_gathers_layers() -> None:
