@@ -60,7 +60,7 @@ def main() -> None:
             job = FineTuningJob(size, LENGTH, 2, implementation="fused", gradient_checkpointing=checkpoints)
             with on_fakes(model):
                 runs[size, checkpoints] = MicroBatch(size, checkpoints, rehearse(model, job, LiveMemory(), WorkMeter()))
-        task = FineTuningTask(batch, LENGTH, RANKS, 32, 4096, 2, largest_layer(model))
+        task = FineTuningTask(batch, LENGTH, RANKS, 32, 4096, 2, largest_layer(model, {}))
         step = foreseen(task, runs[size, checkpoints], Layout(data=RANKS, zero=zero, offload=offload), machine)
         first = first or (published, step.tokens_per_s)
         ratios = published / first[0], step.tokens_per_s / first[1]

@@ -32,6 +32,12 @@ def packed_bytes(num_weights: int) -> int:
     return -(-num_weights // 2) + blocks + 4 * -(-blocks // SCALES_BLOCK)
 
 
+def saved_by_packing(model: nn.Module, method: str) -> dict[Tensor, int]:
+    """Bytes that linear weights have less of where a method of fine-tuning packs them."""
+    weights = [linear.weight for linear in linears(model).values()] if method == "qlora" else []
+    return {weight: weight.nbytes - packed_bytes(weight.numel()) for weight in weights}
+
+
 def linears(model: nn.Module) -> dict[str, nn.Linear]:
     """By name, all linear layers but the output embedding: PEFT's `all-linear`, and what bitsandbytes packs."""
     find = getattr(model, "get_output_embeddings", None)

@@ -1,8 +1,9 @@
 """What ranks can share of a model, and its parts that sharing goes by."""
 
+from collections.abc import Mapping
 from math import gcd
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lightning_compress.errors import CompressionError
@@ -51,21 +52,26 @@ def check_shares(model: PreTrainedModel, job: InferenceJob | FineTuningJob, layo
         raise CompressionError("layout.offload is of gradients and optimizer states, which inference has none of.")
 
 
-def largest_layer(model: nn.Module) -> int:
+Saved = Mapping[Tensor, int]
+"""Bytes that parameters have less of where they are packed."""
+
+
+def largest_layer(model: nn.Module, saved: Saved) -> int:
     """Bytes of the weights of the largest layer or embedding, which ZeRO-3 gathers."""
     owners = _owners(model)
-    return max(_bytes_of(model, name) for name in {*sequential_modules(model, None, owners), *owners})
+    names = {*sequential_modules(model, None, owners), *owners}
+    return max(_bytes_of(model.get_submodule(name), saved) for name in names)
 
 
-def largest_stage(model: nn.Module, pipeline: int) -> float:
+def largest_stage(model: nn.Module, pipeline: int, saved: Saved) -> float:
     """Of the weights, the part of a pipeline's first or last stage, which have the embeddings beside their layers."""
     if pipeline == 1:
         return 1.0
-    total = sum(tensor.nbytes for tensor in model.parameters())
-    layers = sum(_bytes_of(model, name) for name in sequential_modules(model, None, _owners(model)))
+    names = sequential_modules(model, None, _owners(model))
+    layers = sum(_bytes_of(model.get_submodule(name), saved) for name in names)
     ends = [module() for name in ("get_input_embeddings", "get_output_embeddings") if (module := getattr(model, name))]
-    beside = [sum(tensor.nbytes for tensor in end.parameters()) for end in ends if isinstance(end, nn.Module)]
-    return min((layers / pipeline + max(beside, default=0)) / total, 1.0)
+    beside = [_bytes_of(end, saved) for end in ends if isinstance(end, nn.Module)]
+    return min((layers / pipeline + max(beside, default=0)) / _bytes_of(model, saved), 1.0)
 
 
 def _owners(model: nn.Module) -> tuple[str, ...]:
@@ -73,5 +79,5 @@ def _owners(model: nn.Module) -> tuple[str, ...]:
     return tuple(name for name, module in model.named_modules() if name and list(module.parameters(recurse=False)))
 
 
-def _bytes_of(model: nn.Module, name: str) -> int:
-    return sum(tensor.nbytes for tensor in model.get_submodule(name).parameters())
+def _bytes_of(module: nn.Module, saved: Saved) -> int:
+    return sum(tensor.nbytes - saved.get(tensor, 0) for tensor in module.parameters())

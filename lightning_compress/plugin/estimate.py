@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, pytorch_utils
 from lightning_compress.algorithms.gptq import Gptq
 from lightning_compress.calibration.target import find_target
 from lightning_compress.errors import CompressionError, nearest
-from lightning_compress.foresight.adapters import num_trainable, targets_of
+from lightning_compress.foresight.adapters import num_trainable, saved_by_packing, targets_of
 from lightning_compress.foresight.allocator import replay, reserved_by_calibration
 from lightning_compress.foresight.closed_form import (
     Decoder,
@@ -108,9 +108,11 @@ def _of_one_rank_or_shared(
         kind = "plain decoder of gated layers with RMS norms"
         notes.append(f"There is no closed form for {type(model).__name__}: it is no {kind}.")
     num_bits = job.weight_bits if isinstance(job, InferenceJob) else None
+    saved = saved_by_packing(model, "full" if isinstance(job, InferenceJob) else job.method)
     if num_bits is not None:
         saved = _saved_by_packing(model, num_bits)
-        phases, forms = ([replace(each, weights=each.weights - saved) for each in of] for of in (phases, forms))
+        less = sum(saved.values())
+        phases, forms = ([replace(each, weights=each.weights - less) for each in of] for of in (phases, forms))
         notes.append(
             f"Linear layers but the last, and experts, have {num_bits} bits in groups of {GROUP}, and kernels that "
             "read them packed; transformers unpacks them and then takes what the model takes unpacked."
@@ -122,12 +124,13 @@ def _of_one_rank_or_shared(
         notes.append(f"{layout}: shares in closed form of what one rank would take.")
     if layout.offload:
         notes.append(_OF_ONE_RANK)
+    parts = largest_layer(model, saved), largest_stage(model, layout.pipeline, saved)
     is_whole = layout == Layout() and num_bits is None
     return Estimate(
         model=type(model).__name__,
         num_parameters=num_parameters,
         job=_described(job, model),
-        rows=tuple(_rows(phases, forms, layout, model, place)),
+        rows=tuple(_rows(phases, forms, layout, parts, place)),
         reserved=replay(followed.events).reserved if is_whole and place == "device" else None,
         others=_others(model, sizes, job, layout),
         notes=tuple(notes),
@@ -153,8 +156,6 @@ def _about_training(model: PreTrainedModel, job: InferenceJob | FineTuningJob, l
         if stacks := _stacks(model):
             size = gib(sum(weights.nbytes for weights in stacks))
             notes.append(f"Stacked experts ({size}) are no linear layers to bitsandbytes and stay as they are, too.")
-        if layout.zero >= 3:
-            notes.append("ZeRO-3 is counted as gathering layers unpacked, which is more than packed ones take.")
     if is_halved(job, model.dtype.itemsize, [layout]):
         notes.append(HALF_PRECISION)
     if job.optimizer == "adamw_8bit":
@@ -203,12 +204,14 @@ def foreseeing(model: PreTrainedModel, length: int) -> Iterator[Callable[[Tensor
         ) from error
 
 
-def _rows(phases: Sequence[Phase], forms: Sequence[Phase], layout: Layout, model: nn.Module, place: Place) -> list[Row]:
-    """The worst moment of each part of the job on a rank's device, and what of it waits in host memory."""
-    largest, stage = largest_layer(model), largest_stage(model, layout.pipeline)
-    by_form = worst_shares(forms, layout, largest, stage)
+def _rows(
+    phases: Sequence[Phase], forms: Sequence[Phase], layout: Layout, parts: tuple[int, float], place: Place
+) -> list[Row]:
+    """The worst moment of each part of the job on a rank's device, and what of it waits in host memory; `parts` are the
+    largest layer's bytes, and the largest stage's part of all."""
+    by_form = worst_shares(forms, layout, *parts)
     rows: list[Row] = []
-    for name, (share, on_host) in worst_shares(phases, layout, largest, stage).items():
+    for name, (share, on_host) in worst_shares(phases, layout, *parts).items():
         form = by_form.get(name)
         rows.append(Row(name, place, parts_of(share), None if form is None else form[0].peak))
         if on_host:
@@ -227,20 +230,20 @@ def _others(
     if isinstance(job, FineTuningJob) and sizes is not None:
         found["LLMem's formula, without the base that it measures"] = llmem(sizes, job)
     if is_halved(job, model.dtype.itemsize, [layout]):
-        rule = deepspeed(num_parameters, layout, largest_layer(model) // model.dtype.itemsize)
+        rule = deepspeed(num_parameters, layout, largest_layer(model, {}) // model.dtype.itemsize)
         found |= {f"DeepSpeed's rule for {name}, without activations": size for name, size in rule.items()}
     return found
 
 
-def _saved_by_packing(model: PreTrainedModel, num_bits: int) -> int:
+def _saved_by_packing(model: PreTrainedModel, num_bits: int) -> dict[Tensor, int]:
     """Bytes that linear weights, but the last one, and stacked experts have less of when they are packed, with a
     half-precision scale per group."""
     last = model.get_output_embeddings()
     kinds = nn.Linear | pytorch_utils.Conv1D
     weights = [module.weight for module in model.modules() if isinstance(module, kinds) and module is not last]
     weights += _stacks(model)
-    packed = sum(weight.numel() * num_bits // 8 + 2 * (weight.numel() // GROUP) for weight in weights)
-    return sum(weight.nbytes for weight in weights) - packed
+    packed = {weight: weight.numel() * num_bits // 8 + 2 * (weight.numel() // GROUP) for weight in weights}
+    return {weight: weight.nbytes - size for weight, size in packed.items()}
 
 
 def _stacks(model: nn.Module) -> list[nn.Parameter]:

@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 from transformers import PreTrainedModel
 
 from lightning_compress.errors import CompressionError
+from lightning_compress.foresight.adapters import saved_by_packing
 from lightning_compress.foresight.finetuning_cost import CPU_OPTIMIZER, FineTuningTask, MicroBatch
 from lightning_compress.foresight.finetuning_plan import (
     GIB,
@@ -160,6 +161,7 @@ def _with_ranks(machine: Machine, interconnect: int | None) -> Machine:
 def _task(model: PreTrainedModel, job: FineTuningJob, ranks: int) -> FineTuningTask:
     text = model.config.get_text_config(decoder=True)
     head = model.get_output_embeddings()
+    saved = saved_by_packing(model, job.method)
     stages = [2**power for power in range(ranks.bit_length())]
     return FineTuningTask(
         batch=job.batch_size * job.accumulate * ranks,
@@ -168,9 +170,9 @@ def _task(model: PreTrainedModel, job: FineTuningJob, ranks: int) -> FineTuningT
         layers=size_in(text, "num_hidden_layers") or 0,
         hidden=size_in(text, "hidden_size") or 0,
         itemsize=torch.bfloat16.itemsize if job.precision == "bf16-mixed" else model.dtype.itemsize,
-        largest_layer=largest_layer(model),
+        largest_layer=largest_layer(model, saved),
         head=0 if head is None else head.weight.numel(),
-        stages={number: largest_stage(model, number) for number in stages},
+        stages={number: largest_stage(model, number, saved) for number in stages},
     )
 
 
