@@ -1,14 +1,16 @@
 """How to generate with a model that may not fit on the GPU: from its configuration and a machine's rates, in words.
 
 `foresight.generation` searches; here are the sizes that transformers' configurations have, the rates that a probe or a
-data sheet has, and what is printed. No weights are read and no model is built.
+data sheet has, and what is printed. No weights are read; of the model, built on the meta device, it is seen whether its
+layers have the sizes that the configuration was taken to say.
 """
 
 from dataclasses import dataclass
 from typing import final
 
 import torch
-from transformers import PretrainedConfig
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
 
 from lightning_compress.errors import BudgetError, CompressionError, UnsupportedModelError
 from lightning_compress.foresight.generation import Policy, best_policy, row_by_row
@@ -32,7 +34,10 @@ _NOT_ALIKE = (
     "linear_num_key_heads",
 )
 """What makes layers other than the cost model takes them to be: experts, compressed keys, layers without attention."""
+_ATTENTIONS = frozenset(("full_attention", "sliding_attention", "chunked_attention"))
 _GATES = ("silu", "swish")
+_OFF = 0.05
+"""By how much a layer's parameters may differ from what is counted, which leaves out norms, biases and the like."""
 
 
 @final
@@ -55,36 +60,55 @@ class PlannedGeneration:
 
 
 def plan_generation(
-    config: PretrainedConfig,
+    model: PreTrainedModel,
     machine: Machine,
     task: Task,
     *,
     device_bytes: int,
     host_bytes: int,
     disk_bytes: int,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype | None = None,
 ) -> PlannedGeneration:
     """The fastest way to generate within what there is, beside the usual one.
 
     Args:
-        config: of a decoder.
+        model: a decoder with its parameters on the meta device.
         machine: how fast it is; with a GPU.
         task: what is generated.
         device_bytes, host_bytes, disk_bytes: that tensors may take (of a card: `foresight.planned.tensors_on`).
-        dtype: of weights, cache and activations.
+        dtype: of weights, cache and activations; None: as the model has them.
 
     Raises:
         BudgetError: nothing fits; says the smallest budgets that would do.
         CompressionError: no such decoder; a machine without a GPU.
     """
-    model = transformer_of(config, dtype.itemsize)
-    hardware = hardware_of(machine, dtype, device_bytes, host_bytes, disk_bytes)
-    best = best_policy(model, hardware, task)
+    sizes = transformer_of(model.config, (dtype or model.dtype).itemsize)
+    check_layers(model, sizes)
+    hardware = hardware_of(machine, dtype or model.dtype, device_bytes, host_bytes, disk_bytes)
+    best = best_policy(sizes, hardware, task)
     try:
-        usual = row_by_row(model, hardware, task)
+        usual = row_by_row(sizes, hardware, task)
     except BudgetError:  # its cache must be on the GPU
         usual = None
-    return PlannedGeneration(machine, model, hardware, task, best, usual)
+    return PlannedGeneration(machine, sizes, hardware, task, best, usual)
+
+
+def check_layers(model: PreTrainedModel, sizes: Transformer) -> None:
+    """
+    Raises:
+        UnsupportedModelError: the model's layers have more or fewer parameters than its configuration was taken to say.
+    """
+    stacks = [each for each in model.modules() if isinstance(each, nn.ModuleList) and len(each) == sizes.layers]
+    counts = [[sum(each.numel() for each in layer.parameters()) for layer in stack] for stack in stacks]
+    layers = max(counts, key=sum, default=[])
+    most = max(layers, key=lambda count: abs(count - sizes.layer_parameters), default=0)
+    if abs(most - sizes.layer_parameters) > _OFF * sizes.layer_parameters:
+        raise UnsupportedModelError(
+            f"Generation cannot be planned for a {type(model).__name__}: one of its {sizes.layers} layers has "
+            f"{most:,} parameters where its configuration is taken to say {sizes.layer_parameters:,}. A plan counts "
+            "plain attention and feed-forward blocks, e.g. of OPT, Llama, Qwen or Mistral; `estimate job=inference` "
+            "says what this one takes."
+        )
 
 
 def transformer_of(config: PretrainedConfig, itemsize: int) -> Transformer:
@@ -105,6 +129,8 @@ def transformer_of(config: PretrainedConfig, itemsize: int) -> Transformer:
             "and one feed-forward block, e.g. OPT, Llama, Qwen or Mistral."
         )
     unlike = [each for each in _NOT_ALIKE if getattr(text, each, None)]
+    kinds = dict.fromkeys(kind for kind in getattr(text, "layer_types", None) or () if kind not in _ATTENTIONS)
+    unlike += [f"layers of {kind}" for kind in kinds]
     if unlike:
         raise UnsupportedModelError(
             f"Generation cannot be planned for a {name}: it has {', '.join(unlike)}, and a plan counts the bytes and "

@@ -125,13 +125,12 @@ def run_generation_plan(config: DictConfig) -> PlannedGeneration:
         raise CompressionError("job=inference needs to know device, host and disk; give sizes, or auto.")
     model = load_config_only(config.model)
     return plan_generation(
-        model.config,
+        model,
         machine,
         Task(prompt_length=job.context, new_tokens=job.new_tokens),
         device_bytes=tensors_on(card),
         host_bytes=host,
         disk_bytes=disk,
-        dtype=model.dtype,
     )
 
 

@@ -6,15 +6,20 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    ApertusConfig,
+    ArceeConfig,
+    AriaTextConfig,
     AutoModelForCausalLM,
     CohereConfig,
     DeepseekV3Config,
     Gemma2Config,
     GPT2Config,
     GPTNeoXConfig,
+    Lfm2Config,
     LlamaConfig,
     MambaConfig,
     MixtralConfig,
+    NanoChatConfig,
     OPTConfig,
     PretrainedConfig,
     Qwen3Config,
@@ -26,7 +31,13 @@ from lightning_compress.foresight.generation_cost import Task
 from lightning_compress.foresight.machine import Machine, Rate, named_gpu
 from lightning_compress.foresight.planned import tensors_on
 from lightning_compress.memory.source import parameters_on_meta
-from lightning_compress.plugin.generation import generation_lines, hardware_of, plan_generation, transformer_of
+from lightning_compress.plugin.generation import (
+    check_layers,
+    generation_lines,
+    hardware_of,
+    plan_generation,
+    transformer_of,
+)
 
 GIB = 1 << 30
 SIZES: dict[str, Any] = {
@@ -48,7 +59,7 @@ DECODERS: dict[str, PretrainedConfig] = {
     "gpt_neox": GPTNeoXConfig(**SIZES, intermediate_size=1024),
     "opt": OPTConfig(**SIZES, ffn_dim=1024, word_embed_proj_dim=256, max_position_embeddings=8),
 }
-LLAMA_70B = LlamaConfig(
+_LLAMA_70B = LlamaConfig(
     hidden_size=8192,
     intermediate_size=28672,
     num_hidden_layers=80,
@@ -57,6 +68,8 @@ LLAMA_70B = LlamaConfig(
     vocab_size=128256,
     tie_word_embeddings=False,
 )
+with parameters_on_meta():
+    LLAMA_70B: Any = AutoModelForCausalLM.from_config(_LLAMA_70B, dtype=torch.bfloat16)
 TASK = Task(prompt_length=512, new_tokens=64, num_prompts=256)
 
 
@@ -68,6 +81,7 @@ def test_sizes_are_those_of_the_model(name: str) -> None:
     with parameters_on_meta():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     sizes = transformer_of(config, 4)
+    check_layers(model, sizes)
     counted = sizes.layers * sizes.layer_bytes + sizes.outside_bytes
     assert counted == pytest.approx(4 * sum(parameter.numel() for parameter in model.parameters()), rel=0.01)
     assert sizes.cache_bytes == 4 * 2 * sizes.keys
@@ -81,12 +95,31 @@ def test_sizes_are_those_of_the_model(name: str) -> None:
         (MambaConfig(), "no num_attention_heads"),
         (MixtralConfig(), "num_local_experts"),
         (DeepseekV3Config(), "kv_lora_rank"),
+        (Lfm2Config(num_hidden_layers=2, layer_types=["conv", "full_attention"]), "layers of conv"),
     ],
 )
 def test_what_is_no_such_decoder_is_refused(config: PretrainedConfig, why: str) -> None:
     """Seen to fail: without the list of what makes layers unlike."""
     with pytest.raises(UnsupportedModelError, match=why):
         transformer_of(config, 2)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        ArceeConfig(**GROUPED),  # two matrices
+        ApertusConfig(**GROUPED),
+        NanoChatConfig(**GROUPED),
+        AriaTextConfig(**GROUPED, moe_num_experts=4),
+    ],
+    ids=lambda config: type(config).__name__,
+)
+def test_layers_of_other_sizes_are_refused(config: PretrainedConfig) -> None:
+    """Seen to fail: without the look at the model."""
+    with parameters_on_meta():
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    with pytest.raises(UnsupportedModelError, match=r"one of its 3 layers has [\d,]+ parameters where"):
+        check_layers(model, transformer_of(config, 2))
 
 
 def test_rates_of_a_machine() -> None:
