@@ -14,6 +14,7 @@ from lightning_compress.foresight.adapters import ALL_LINEAR, packed_bytes
 from lightning_compress.foresight.jobs import CalibrationJob, FineTuningJob, InferenceJob, Phase
 from lightning_compress.foresight.layouts import Layout
 from lightning_compress.foresight.optimizers import state_bytes
+from lightning_compress.graph.configs import size_in, varies
 
 LOSS = {2: (10, 12), 4: (8, 12)}
 """Bytes per token and word of the vocabulary of the causal language model's loss, by the bytes of a logit: forward
@@ -57,12 +58,13 @@ def decoder(config: Any, num_parameters: int, itemsize: int) -> Decoder | None:
     """From a transformers config; None if the formulas do not fit: no such decoder; experts; attention that caps its
     scores, compresses keys and values, or sees a window only; numbers of other than 2 or 4 bytes."""
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size", "num_attention_heads")
-    sizes = [size for name in names if isinstance(size := getattr(config, name, None), int)]
+    sizes = [size for name in names if (size := size_in(config, name)) is not None]
     if (
         len(sizes) < len(names)
         or not hasattr(config, "rms_norm_eps")
         or itemsize not in LOSS
-        or any(getattr(config, name, None) for name in _DO_NOT_FIT)
+        or any(varies(config, name) or getattr(config, name, None) for name in _DO_NOT_FIT)
+        or any(varies(config, name) for name in ("head_dim", "num_key_value_heads"))
     ):
         return None
     hidden, intermediate, layers, vocabulary, heads = sizes
@@ -237,7 +239,7 @@ def deepspeed(num_parameters: int, layout: Layout, largest_layer: int) -> dict[s
     """Weights, gradients and AdamW's states of a rank under ZeRO-2 and 3 by DeepSpeed's rule, in bytes; empty for other
     layouts. 18 of a parameter are divided: gradients in half and full precision, weights and two states in full.
 
-    After `estimate_zero2_model_states_mem_needs` and its counterpart for ZeRO-3 in DeepSpeed (`deepspeed/runtime/zero`),
+    After DeepSpeed's `estimate_zero2_model_states_mem_needs` and its counterpart for ZeRO-3 (`deepspeed/runtime/zero`),
     which has the largest layer's 16-bit weights twice.
 
     Args:

@@ -27,9 +27,18 @@ def is_encoder_decoder(root: nn.Module) -> bool:
     return any(getattr(config, "is_encoder_decoder", False) for config in configs_of(root))
 
 
+def varies(config: Any, name: str) -> bool:
+    """Whether each layer has a value of its own, which newer versions of transformers refuse to read as one."""
+    try:
+        getattr(config, name, None)
+    except RuntimeError:
+        return True
+    return False
+
+
 def size_in(config: Any, name: str) -> int | None:
     """A size that a configuration has; None: it has none, or one per layer."""
-    found = getattr(config, name, None)
+    found = None if varies(config, name) else getattr(config, name, None)
     return found if isinstance(found, int) and found > 0 else None
 
 

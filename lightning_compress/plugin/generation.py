@@ -16,7 +16,7 @@ from lightning_compress.errors import BudgetError, CompressionError, Unsupported
 from lightning_compress.foresight.generation import Policy, best_policy, row_by_row
 from lightning_compress.foresight.generation_cost import Hardware, Task, Transformer
 from lightning_compress.foresight.machine import Machine
-from lightning_compress.graph.configs import size_in
+from lightning_compress.graph.configs import size_in, varies
 from lightning_compress.memory.budget import gib
 from lightning_compress.report.plan import minutes
 
@@ -34,6 +34,7 @@ _NOT_ALIKE = (
     "linear_num_key_heads",
 )
 """What makes layers other than the cost model takes them to be: experts, compressed keys, layers without attention."""
+_PER_HEAD = ("head_dim", "num_key_value_heads")
 _ATTENTIONS = frozenset(("full_attention", "sliding_attention", "chunked_attention"))
 _GATES = ("silu", "swish")
 _OFF = 0.05
@@ -128,7 +129,8 @@ def transformer_of(config: PretrainedConfig, itemsize: int) -> Transformer:
             f"Generation cannot be planned for a {name}: {why}. Plans are for decoders whose layers are one attention "
             "and one feed-forward block, e.g. OPT, Llama, Qwen or Mistral."
         )
-    unlike = [each for each in _NOT_ALIKE if getattr(text, each, None)]
+    unlike = [f"a {each} for each layer" for each in _PER_HEAD if varies(text, each)]
+    unlike += [each for each in _NOT_ALIKE if varies(text, each) or getattr(text, each, None)]
     kinds = dict.fromkeys(kind for kind in getattr(text, "layer_types", None) or () if kind not in _ATTENTIONS)
     unlike += [f"layers of {kind}" for kind in kinds]
     if unlike:

@@ -27,9 +27,11 @@ from transformers import (
 )
 
 from lightning_compress.errors import BudgetError, CompressionError, UnsupportedModelError
+from lightning_compress.foresight.closed_form import decoder
 from lightning_compress.foresight.generation_cost import Task
 from lightning_compress.foresight.machine import Machine, Rate, named_gpu
 from lightning_compress.foresight.planned import tensors_on
+from lightning_compress.graph.configs import size_in
 from lightning_compress.memory.source import parameters_on_meta
 from lightning_compress.plugin.generation import (
     check_layers,
@@ -101,6 +103,24 @@ def test_sizes_are_those_of_the_model(name: str) -> None:
 def test_what_is_no_such_decoder_is_refused(config: PretrainedConfig, why: str) -> None:
     """Seen to fail: without the list of what makes layers unlike."""
     with pytest.raises(UnsupportedModelError, match=why):
+        transformer_of(config, 2)
+
+
+def test_what_each_layer_has_a_value_of_its_own_of_is_refused() -> None:
+    """As of Gemma 4, whose configuration raises when it is asked for one. Seen to fail: with what it raises, and with
+    a head's channels taken from those of all."""
+
+    class Varying(LlamaConfig):
+        def __getattribute__(self, key: str) -> Any:
+            if key == "head_dim":
+                raise RuntimeError("'head_dim' is a per-layer attribute and may vary across layers.")
+            return super().__getattribute__(key)
+
+    config = LlamaConfig(**GROUPED)
+    config.__class__ = Varying
+    assert size_in(config, "head_dim") is None
+    assert decoder(config, 1, 2) is None
+    with pytest.raises(UnsupportedModelError, match="a head_dim for each layer"):
         transformer_of(config, 2)
 
 
