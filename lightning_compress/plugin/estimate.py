@@ -75,11 +75,7 @@ def estimate(model: PreTrainedModel, config: DictConfig, memory: MemoryConfig, f
     """
     job, layout = instantiated(config.job), cast(Layout, instantiated(config.layout))
     if not isinstance(job, CalibrationJob):
-        if getattr(model.config, "quantization_config", None) is not None:
-            raise CompressionError(
-                f"model.path={config.model.path} is quantized, and its weights would be counted as if it was not. Give "
-                "the original model; for inference with job.weight_bits=4 or the like."
-            )
+        check_unquantized(model, config.model)
         check_takes_tokens(model, job)
         if memory.device_budget is not None or memory.host_budget is not None:
             raise CompressionError("memory.device_budget and memory.host_budget are for job=calibration.")
@@ -88,6 +84,18 @@ def estimate(model: PreTrainedModel, config: DictConfig, memory: MemoryConfig, f
     if layout != Layout():
         raise CompressionError("layout is for inference and fine-tuning; a calibration has job.ranks.")
     return _calibration(model, job, config, memory, from_disk)
+
+
+def check_unquantized(model: PreTrainedModel, where: DictConfig) -> None:
+    """
+    Raises:
+        CompressionError: the configuration is of quantized weights, which the model on the meta device does not have.
+    """
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise CompressionError(
+            f"model.path={where.path} is quantized, and its weights would be counted as if it was not. Give the "
+            "original model; for `estimate job=inference` with job.weight_bits=4 or the like."
+        )
 
 
 def _of_one_rank_or_shared(

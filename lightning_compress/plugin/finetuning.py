@@ -38,7 +38,7 @@ from lightning_compress.graph.configs import size_in
 from lightning_compress.memory.host import available_bytes
 from lightning_compress.memory.tracker import LiveMemory
 from lightning_compress.memory.work import WorkMeter
-from lightning_compress.plugin.estimate import foreseeing, instantiated
+from lightning_compress.plugin.estimate import check_unquantized, foreseeing, instantiated
 from lightning_compress.plugin.models import load_config_only
 from lightning_compress.plugin.plan import machine_for, size_of
 from lightning_compress.plugin.planning import check_ranks, typed_keys
@@ -64,8 +64,10 @@ def run_finetuning_plan(config: DictConfig) -> PlannedFineTuning:
     machine = machine_for(config.gpu, config.run_on, Path(config.output_dir))
     card = machine.device_bytes if config.device == "auto" else size_of("device", config.device)
     host = available_bytes() if config.host == "auto" else size_of("host", config.host)
+    model = load_config_only(config.model)
+    check_unquantized(model, config.model)
     return plan_finetuning(
-        load_config_only(config.model),
+        model,
         machine,
         job,
         config.ranks,

@@ -19,7 +19,7 @@ from lightning_compress.foresight.planned import Planned, Situation, plan_of, te
 from lightning_compress.memory.files import free_bytes
 from lightning_compress.memory.host import available_bytes
 from lightning_compress.memory.tracker import resident_bytes
-from lightning_compress.plugin.estimate import instantiated
+from lightning_compress.plugin.estimate import check_unquantized, instantiated
 from lightning_compress.plugin.generation import PlannedGeneration, plan_generation
 from lightning_compress.plugin.models import load_config_only, reads_from_disk
 from lightning_compress.plugin.plan import Choices, device_kind, machine_for, plan_calibration, probed, size_of
@@ -124,6 +124,7 @@ def run_generation_plan(config: DictConfig) -> PlannedGeneration:
     if card is None or host is None or disk is None:
         raise CompressionError("job=inference needs to know device, host and disk; give sizes, or auto.")
     model = load_config_only(config.model)
+    check_unquantized(model, config.model)
     return plan_generation(
         model,
         machine,

@@ -72,8 +72,8 @@ def test_calibration(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> Non
     """GPTQ's worst batch and solve, with weights that come from zero to two subgraphs ahead, on a GPU, whatever CPU
     plans it.
 
-    Seen to fail: with products as a slow CPU makes them; with what is packed, which is in host memory; with what is ahead of the last layer
-    taken for a layer; with two of the three values of the feed-forward layer in float32.
+    Seen to fail: with products as a slow CPU makes them; with what is packed, which is in host memory; with what is
+    ahead of the last layer taken for a layer; with two of the three values of the feed-forward layer in float32.
     """
     monkeypatch.setattr(products, "_slow_on_cpu", lambda: frozenset({torch.bfloat16}))
     model, sizes = llama(dtype)

@@ -225,3 +225,11 @@ def test_what_a_model_cannot_do_is_not_planned(command: Command, tmp_path: Path)
 def test_wrong_input(command: Command, folder: Path, options: list[str], message: str) -> None:
     job = [] if options[0].startswith("job=") else JOB
     assert message in refused(command, "plan", f"model.path={folder}", *MACHINE, *job, *options)
+
+
+@pytest.mark.parametrize("job", ["inference", "finetuning"])
+def test_quantized_models_are_refused(command: Command, tmp_path: Path, job: str) -> None:
+    """As `estimate` does. Seen to fail: without it, weights of 4 bits being counted as of 16."""
+    LlamaConfig(**SIZES, quantization_config={"quant_method": "gptq", "bits": 4}).save_pretrained(tmp_path / "packed")
+    said = refused(command, "plan", f"model.path={tmp_path / 'packed'}", *MACHINE, f"job={job}", "disk=1GiB")
+    assert "is quantized, and its weights would be counted as if it was not" in said
