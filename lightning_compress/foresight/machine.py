@@ -114,20 +114,25 @@ class _Sheet:
 
 
 _SHEETS = {
-    "t4": _Sheet(8.1, 65, 8.1, 320, 15.8, 15),
-    "a10": _Sheet(125, 125, 31.2, 600, 31.5, 24),
+    "t4": _Sheet(8.1, 65, 8.1, 320, 15.8, 14.56),
+    "a10": _Sheet(125, 125, 31.2, 600, 31.5, 21.99),
     "l4": _Sheet(121, 121, 30.3, 300, 31.5, 24),
-    "rtx3090": _Sheet(71, 71, 35.6, 936, 31.5, 24),
-    "rtx4090": _Sheet(165, 165, 82.6, 1008, 31.5, 24),
-    "rtx5090": _Sheet(209, 209, 104.8, 1792, 63, 32),
-    "a100-40gb": _Sheet(312, 312, 19.5, 1555, 31.5, 40),
-    "a100-80gb": _Sheet(312, 312, 19.5, 2039, 31.5, 80),
-    "l40s": _Sheet(362, 362, 91.6, 864, 31.5, 48),
+    "rtx3090": _Sheet(71, 71, 35.6, 936, 31.5, 23.70),
+    "rtx4090": _Sheet(165, 165, 82.6, 1008, 31.5, 23.52),
+    "rtx5090": _Sheet(209, 209, 104.8, 1792, 63, 31.37),
+    "a100-40gb": _Sheet(312, 312, 19.5, 1555, 31.5, 39.50),
+    "a100-80gb": _Sheet(312, 312, 19.5, 2039, 31.5, 79.25),
+    "l40s": _Sheet(362, 362, 91.6, 864, 31.5, 44.42),
     "h100": _Sheet(989, 989, 66.9, 3350, 63, 80),
-    "h200": _Sheet(989, 989, 66.9, 4800, 63, 141),
+    "h200": _Sheet(989, 989, 66.9, 4800, 63, 139.80),
     "b200": _Sheet(2250, 2250, 80, 8000, 63, 180),
 }
-"""NVIDIA's data sheets; T4 computes bfloat16 at the rate of float32."""
+"""NVIDIA's data sheets; T4 computes bfloat16 at the rate of float32.
+
+GiB are what PyTorch finds of a card (`total_memory`), as its errors told in issues of public repositories: T4
+Zheng-Chong/CatVTON#133, A10 zai-org/CogVLM#236, RTX 3090 GaoLii/DSP#10, RTX 4090 Soul-AILab/SoulX-FlashTalk#5, RTX 5090
+Wan-Video/Wan2.1#465, A100 TianheWu/CoSeR#10 and levihsu/OOTDiffusion#235, L40S stepfun-ai/Step-Video-T2V#8; H200 as in
+many logs. Drivers differ by a tenth or two. Those of L4, H100 and B200 are what the cards are sold as."""
 _REACHED = {"product": 0.6, "attention": 0.35, "elementwise": 0.8, "link": 0.8, "solve": 0.1}
 """What of the data sheet's rate is assumed to be reached: large products 60 %, a solve a tenth of float32 products."""
 _ASSUMED = {
@@ -168,7 +173,7 @@ def named_gpu(name: str, host: Machine | None) -> Machine:
     }
     of_host = {kind: Rate(value, "assumed") for kind, value in _ASSUMED.items()}
     if host is not None:
-        of_host = {kind: host.rates[kind] for kind in of_host if kind != "call"} | {"call": of_host["call"]}
+        of_host |= {kind: host.rates[kind] for kind in of_host if kind != "call" and kind in host.rates}
     known = {kind: Rate(value, "assumed") for kind, value in rates.items()}
     return Machine(name.lower(), "cuda", {**of_host, **known}, int(sheet.gib * 2**30))
 

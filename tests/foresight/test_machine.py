@@ -60,17 +60,28 @@ def test_seconds_are_amounts_by_rates() -> None:
     assert machine.seconds({"product float64": 10.0}) == 1.0, "the slowest of its family"
 
 
+@pytest.mark.parametrize(("name", "sold"), [("t4", 16), ("rtx4090", 24), ("a100-80gb", 80), ("l40s", 48)])
+def test_cards_have_less_memory_than_they_are_sold_with(name: str, sold: int) -> None:
+    """Seen to fail: with the data sheet's."""
+    found = named_gpu(name, None).device_bytes
+    assert found is not None
+    assert (0.9 * sold) * 2**30 < found < (sold - 0.4) * 2**30
+
+
 @pytest.mark.parametrize("name", known_gpus())
 def test_named_gpus_say_that_they_are_assumed(name: str) -> None:
     found = named_gpu(name, None)
     assert {kind.partition(" ")[0] for kind in found.rates} == set(UNITS) - {"mapping"}
     assert {rate.origin for rate in found.rates.values()} == {"assumed"}
     assert found.device_bytes is not None
-    assert found.device_bytes >= 15 * 2**30
+    assert found.device_bytes > 14 * 2**30
     host = Machine("here", "cpu", {kind: Rate(7.0, "cached") for kind in (*found.rates,)})
     of_here = named_gpu(name.upper(), host)
     assert of_here.rates["disk_read"] == Rate(7.0, "cached")
     assert of_here.rates["product bfloat16"] == found.rates["product bfloat16"]
+    older = replace(host, rates={kind: rate for kind, rate in host.rates.items() if kind != "scratch_read"})
+    rate = named_gpu(name, older).rates["scratch_read"]
+    assert rate == found.rates["scratch_read"], "an earlier version's probe has no such rate"
 
 
 def test_what_an_earlier_version_measured_may_lack_a_rate() -> None:

@@ -139,7 +139,7 @@ def test_a_plan_in_words(command: Command, folder: Path, tmp_path: Path) -> None
     assert best["tokens_per_s"] == pytest.approx(12 * 64 / best["seconds"])
     assert "plan: " in said
     assert f"foreseen: {best['tokens_per_s']:.3g} tokens/s; a step of 12 sequences of 64 tokens" in said
-    assert " of 21.68 GiB in the " in said
+    assert " of 21.24 GiB in the " in said
     assert "bottleneck: " in said
     assert f"of {found['num_ways']} ways to fine-tune fit" in said
     assert "ranks are taken to talk over each card's link" in said

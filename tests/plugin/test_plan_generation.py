@@ -177,7 +177,7 @@ def test_a_plan_in_words() -> None:
     assert f"{schedule.num_gpu_batches} batches of {schedule.gpu_batch_size} sequences; weights " in plan
     assert f"{planned.best.fractions['wd']:.0%} disk; cache " in plan
     assert f"{planned.best.tokens_per_s:.3g} tokens/s" in foreseen
-    assert "of 21.68 GiB, host 48.00 GiB of 48.00 GiB, disk " in peaks
+    assert "of 21.24 GiB, host 48.00 GiB of 48.00 GiB, disk " in peaks
     assert bottleneck.startswith("bottleneck: disk_read; lanes are busy for (s): disk_read ")
     assert f"{planned.usual.tokens_per_s:.3g} tokens/s" in usual
     assert "times as fast" in usual
