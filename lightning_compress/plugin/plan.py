@@ -209,7 +209,9 @@ def _candidate(choice: Choice, found: Measured, target: Target, device: str, pre
         table, end = (tuple(replace(row, weights=0) for row in rows) for rows in (table, end))
     if not in_memory:  # the checkpoint is read back as it is written
         end = tuple(row for row in end if all(moment.what != "verification" for moment in row.moments))
-    written = sum(moment.work.get("writing", 0) for row in (*table, *end) for moment in row.moments)
+    shared, rest = (
+        sum(moment.work.get("writing", 0) for row in rows for moment in row.moments) for rows in (table, end)
+    )
     return Candidate(
         choice=choice,
         table=table,
@@ -217,7 +219,7 @@ def _candidate(choice: Choice, found: Measured, target: Target, device: str, pre
         held=held_bytes(torch.device(device)) + READING + (weights if in_memory else 0),
         prepare_s=prepare_s,
         read_bytes=weights if in_memory else 0,
-        output_bytes=round(written * found.run.collective.size),
+        output_bytes=round(shared * found.run.collective.size + rest),  # one rank writes what no subgraph holds
     )
 
 

@@ -171,6 +171,16 @@ def test_wrong_input(command: Command, checkpoint: Path, options: list[str], mes
     assert re.search(message, said), said
 
 
+def test_ranks_write_a_checkpoint_together(command: Command, checkpoint: Path, tmp_path: Path) -> None:
+    """What no subgraph holds once, too. Seen to fail: with that once for each rank."""
+    sizes = []
+    for ranks in (1, 3):
+        given = (f"model.path={checkpoint}", "recipe=w4a16_rtn", f"ranks={ranks}", "host=100GiB", "disk=1GiB")
+        command("plan", *given, *DATA, f"json={tmp_path / 'plan.json'}")
+        sizes.append(json.loads((tmp_path / "plan.json").read_text())["best"]["peaks"]["disk"])
+    assert abs(sizes[1] - sizes[0]) <= 1, "but for rounding"
+
+
 def test_generation_is_planned_too(command: Command, tmp_path: Path) -> None:
     LlamaConfig(hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, dtype="bfloat16").save_pretrained(
         tmp_path
