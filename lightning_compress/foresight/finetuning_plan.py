@@ -45,6 +45,7 @@ class PlannedFineTuning:
         saved_s: seconds of a step that one GiB more of each place would save, whatever is chosen then.
         num_ways, num_fitting: that were looked at, and that fit.
         planning_s: how long planning took.
+        note: what else there is to say.
     """
 
     model: str
@@ -60,6 +61,7 @@ class PlannedFineTuning:
     num_ways: int
     num_fitting: int
     planning_s: float
+    note: str = ""
 
 
 def layouts(
@@ -78,7 +80,7 @@ def layouts(
     ['0', '2', '3']
     """
     widths = [2**power for power in range(ranks.bit_length()) if ranks % 2**power == 0]
-    tensors = _dividing(widths, None if job.method == "qlora" else heads)
+    tensors = _dividing(widths, heads)
     found = [
         Layout(data=ranks // (tensor * pipeline), zero=zero, offload=offload, tensor=tensor, pipeline=pipeline)
         for tensor, pipeline in product(tensors, _dividing(widths, layers))
@@ -86,7 +88,7 @@ def layouts(
         for zero, offload in product(range(4), (False, True))
         if zero or not offload
     ]
-    fitting = [layout for layout in found if _makes_sense(layout, job)]
+    fitting = [layout for layout in found if not nobody_has(layout, job)]
     return [layout for layout in fitting if all(getattr(layout, name) == value for name, value in fixed.items())]
 
 
@@ -94,17 +96,24 @@ def _dividing(widths: Sequence[int], count: int | None) -> list[int]:
     return [width for width in widths if width == 1 or (count is not None and count % width == 0)]
 
 
-def _makes_sense(layout: Layout, job: FineTuningJob) -> bool:
+def nobody_has(layout: Layout, job: FineTuningJob) -> str:
+    """Why there is no such way to fine-tune, or no sense in it; "" where there is.
+
+    >>> nobody_has(Layout(data=2, zero=3, pipeline=2), FineTuningJob())
+    'pipelines are not combined with ZeRO-2, ZeRO-3 or offloading, which DeepSpeed refuses'
+    """
     zero, offload = layout.zero, layout.offload
-    if zero == 0:
-        return True
+    if layout.tensor > 1 and job.method == "qlora":
+        return "bitsandbytes has no tensor ranks of 4-bit layers"
     if layout.pipeline > 1 and (offload or zero > 1):
-        return False
+        return "pipelines are not combined with ZeRO-2, ZeRO-3 or offloading, which DeepSpeed refuses"
     if offload and job.optimizer == "adamw_8bit":
-        return False
-    if layout.data == 1 and (not offload or zero == 3):
-        return False
-    return zero > 1 or job.optimizer != "sgd"
+        return "bitsandbytes has no 8-bit optimizer whose states are offloaded"
+    if zero and layout.data == 1 and (not offload or zero == 3):
+        return "ZeRO divides among replicas, of which there is one; with offloading its stages 1 and 2 work on one"
+    if zero == 1 and job.optimizer == "sgd":
+        return "ZeRO-1 divides the optimizer's states, of which SGD has none"
+    return ""
 
 
 def micro_batch_sizes(batch: int, among: Iterable[Layout]) -> list[int]:

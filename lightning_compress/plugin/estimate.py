@@ -27,6 +27,7 @@ from lightning_compress.foresight.closed_form import (
     rules_of_thumb,
 )
 from lightning_compress.foresight.estimate import Estimate, Row
+from lightning_compress.foresight.finetuning_plan import nobody_has
 from lightning_compress.foresight.inputs import beyond_positions, check_takes_tokens, images_left_out
 from lightning_compress.foresight.jobs import (
     CalibrationJob,
@@ -102,6 +103,8 @@ def _of_one_rank_or_shared(
     model: PreTrainedModel, job: InferenceJob | FineTuningJob, layout: Layout, place: Place, where: DictConfig
 ) -> Estimate:
     check_shares(model, job, layout)
+    if isinstance(job, FineTuningJob) and (reason := nobody_has(layout, job)):
+        raise CompressionError(f"{layout}: {reason}.")
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     sizes = decoder(model.config, num_parameters, model.dtype.itemsize)
     followed = LiveMemory()

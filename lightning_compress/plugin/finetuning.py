@@ -27,7 +27,7 @@ from lightning_compress.foresight.finetuning_plan import (
     rehearsed,
     ways,
 )
-from lightning_compress.foresight.inputs import check_takes_tokens
+from lightning_compress.foresight.inputs import beyond_positions, check_takes_tokens
 from lightning_compress.foresight.jobs import FineTuningJob
 from lightning_compress.foresight.layouts import Layout
 from lightning_compress.foresight.machine import Machine, Rate
@@ -111,9 +111,7 @@ def plan_finetuning(
     machine = _with_ranks(machine, interconnect)
     task = _task(model, job, ranks)
     among = _layouts(model, ranks, job, fixed or {})
-    checkpoints = [False, True] if getattr(model, "supports_gradient_checkpointing", False) else [False]
-    if fixes_checkpointing:
-        checkpoints = [job.gradient_checkpointing]
+    checkpoints = [job.gradient_checkpointing] if fixes_checkpointing else _checkpoints(model)
 
     def run(size: int, checkpointing: bool, accumulate: int) -> MicroBatch:
         micro = replace(job, batch_size=size, accumulate=accumulate, gradient_checkpointing=checkpointing)
@@ -138,7 +136,13 @@ def plan_finetuning(
         num_ways=len(steps),
         num_fitting=sum(fits(step, budgets) for step in steps),
         planning_s=time.perf_counter() - start,
+        note=beyond_positions(model, job.length),
     )
+
+
+def _checkpoints(model: PreTrainedModel) -> list[bool]:
+    """With and without gradient checkpointing, where there is such."""
+    return [False, True] if getattr(model, "supports_gradient_checkpointing", False) else [False]
 
 
 def _with_ranks(machine: Machine, interconnect: int | None) -> Machine:

@@ -15,6 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from lightning_compress.errors import BudgetError, CompressionError, UnsupportedModelError
 from lightning_compress.foresight.generation import Policy, best_policy, row_by_row
 from lightning_compress.foresight.generation_cost import Hardware, Task, Transformer
+from lightning_compress.foresight.inputs import beyond_positions
 from lightning_compress.foresight.machine import Machine
 from lightning_compress.graph.configs import size_in, varies
 from lightning_compress.memory.budget import gib
@@ -50,6 +51,7 @@ class PlannedGeneration:
         machine: whose rates were used.
         best: the fastest policy that fits.
         usual: row by row; None: that does not fit.
+        note: what else there is to say.
     """
 
     machine: Machine
@@ -58,6 +60,7 @@ class PlannedGeneration:
     task: Task
     best: Policy
     usual: Policy | None
+    note: str = ""
 
 
 def plan_generation(
@@ -91,7 +94,8 @@ def plan_generation(
         usual = row_by_row(sizes, hardware, task)
     except BudgetError:  # its cache must be on the GPU
         usual = None
-    return PlannedGeneration(machine, sizes, hardware, task, best, usual)
+    note = beyond_positions(model, task.prompt_length + task.new_tokens)
+    return PlannedGeneration(machine, sizes, hardware, task, best, usual, note)
 
 
 def check_layers(model: PreTrainedModel, sizes: Transformer) -> None:
@@ -214,6 +218,7 @@ def generation_lines(planned: PlannedGeneration) -> list[str]:
         usual,
         "Not foreseen: launches of kernels, embeddings and logits, prompts shorter than the longest. The CPU's "
         f"attention is assumed to reach {CPU_ATTENTION / 1e9:.1f} GFLOP/s.",
+        *filter(None, [planned.note]),
     ]
 
 

@@ -128,7 +128,7 @@ def run_generation_plan(config: DictConfig) -> PlannedGeneration:
     return plan_generation(
         model,
         machine,
-        Task(prompt_length=job.context, new_tokens=job.new_tokens),
+        Task(job.context, job.new_tokens, num_prompts=job.batch_size if "job.batch_size" in typed_keys() else None),
         device_bytes=tensors_on(card),
         host_bytes=host,
         disk_bytes=disk,

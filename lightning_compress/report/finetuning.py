@@ -53,7 +53,7 @@ def finetuning_lines(planned: PlannedFineTuning) -> list[str]:
             "with offload that were published took twice as long as foreseen (docs/finetuning_plan.md), and "
             "layout.offload=false plans without it"
         )
-    return [*lines, context_line()]
+    return [*lines, *filter(None, [planned.note]), context_line()]
 
 
 def finetuning_table(planned: PlannedFineTuning) -> Table:

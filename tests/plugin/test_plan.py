@@ -189,7 +189,13 @@ def test_generation_is_planned_too(command: Command, tmp_path: Path) -> None:
     file = tmp_path / "generation.json"
     said = command(*given, "job=inference", "job.context=512", "job.new_tokens=32", f"json={file}")
     assert "tokens/s" in said
-    assert json.loads(file.read_text())["task"]["prompt_length"] == 512
+    found = json.loads(file.read_text())
+    assert (found["task"]["prompt_length"], found["task"]["num_prompts"]) == (512, None)
+    assert "positions" not in said
+    few = command(*given, "job=inference", "job.context=4096", "job.batch_size=3", f"json={file}")
+    found = json.loads(file.read_text())
+    assert found["task"]["num_prompts"] == 3 >= found["best"]["schedule"]["gpu_batch_size"], "what was typed"
+    assert "4224 tokens are more than the 2048 positions that LlamaForCausalLM is made for." in few
     assert "assumed" in said
     assert "for a calibration (without job), for job=inference and for" in refused(command, *given, "job=calibration")
     assert "for one rank" in refused(command, *given, "job=inference", "job.weight_bits=4")

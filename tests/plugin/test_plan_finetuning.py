@@ -152,7 +152,9 @@ def test_a_plan_in_words(command: Command, folder: Path, tmp_path: Path) -> None
     assert "link to the host" not in said
     assert ", no gradient checkpointing" in said
     assert ", gradient checkpointing" in command(*given, "job.gradient_checkpointing=true")
-    assert "DeepSpeed" not in command(*given, "layout.zero=0")
+    said = command(*given, "layout.zero=0", "job.length=4096")
+    assert "DeepSpeed" not in said
+    assert "4096 tokens are more than the 2048 positions that LlamaForCausalLM is made for." in said
     said = command(*given, "layout.pipeline=2", "layout.tensor=2")
     assert "plan: 1 replica, 2 pipeline stages each, 2 tensor ranks each, micro-batches of " in said
     assert ", bubble " in said
