@@ -14,6 +14,7 @@ from typing import Any, final
 import torch
 from transformers import PreTrainedModel
 
+from lightning_compress.algorithms.rtn import Rtn
 from lightning_compress.calibration.prepare import needs_data
 from lightning_compress.calibration.target import Target, find_target
 from lightning_compress.errors import BudgetError, CompressionError
@@ -228,20 +229,26 @@ def _nothing_fits(tried: Sequence[Candidate], machine: Machine, situation: Situa
     taken = f" for tensors (of a card {CONTEXT >> 20} MiB and {FRAGMENTED:.0%} are taken off)"
     less = {"device": taken, "host": "", "disk": ""}
     said = ", ".join(f"{place}={gib(size)}{less[place]}" for place, size in given.items() if size is not None)
+    least = smallest(tried, machine)
+    disk = min(candidate.output_bytes for candidate in tried)
+    of_rank = {**given, "host": situation.resources.host}
+    sizes: dict[str, int] = {**{str(place): size for place, (_, size) in least.items()}, "disk": disk}
+    too_little = [place for place, size in sizes.items() if (limit := of_rank[place]) is not None and size > limit]
     needed = []
-    for place, (choice, size) in smallest(tried, machine).items():
+    for place, (choice, size) in least.items():
         whole = size * situation.together
         needed.append(
             f"{device_to_give(size) if place == 'device' else f'{place}={whole} ({gib(whole)})'}, with batch size "
             f"{choice.batch_size}, schedule {choice.schedule}, prefetch depth {choice.prefetch_depth}, weights from "
             f"{choice.load}"
         )
-    disk = min(candidate.output_bytes for candidate in tried)
+    solves = not all(isinstance(each.algorithm, Rtn) for each in situation.recipe.modifiers)
+    failed = " and ".join(too_little) or "what there is together"
     return (
-        f"No plan fits {said}: none of {len(tried)} ways to run. The smallest that could do, each with enough of the "
-        f"others: {'; '.join(needed)}; disk={disk} ({gib(disk)}) for the checkpoint alone. Lower them by shorter "
-        "samples (data.max_length), choices.sequential_targets of smaller modules, or the algorithm rtn for the widest "
-        "modules."
+        f"No plan fits {said}: none of {len(tried)} ways to run, for {failed} is too little for any. The smallest that "
+        f"could do, each with enough of the others: {'; '.join(needed)}; disk={disk} ({gib(disk)}) for the checkpoint "
+        f"alone. Lower them by shorter samples (data.max_length), {'' if solves else 'or '}"
+        f"choices.sequential_targets of smaller modules{', or the algorithm rtn for the widest modules' * solves}."
     )
 
 

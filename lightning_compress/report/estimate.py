@@ -13,7 +13,7 @@ from lightning_compress.memory.budget import gib
 
 def estimate_table(estimate: Estimate) -> Table:
     """A column per moment and place; lines for what it consists of."""
-    unit, name = (1 << 30, "GiB") if max(row.total for row in estimate.rows) >= 1 << 29 else (1 << 20, "MiB")
+    unit, name = (1 << 30, "GiB") if max(row.total for row in estimate.rows) >= _SMALL else (1 << 20, "MiB")
     parts = list(dict.fromkeys(part for row in estimate.rows for part, size in row.parts.items() if size))
     has_closed_form = any(row.closed_form is not None for row in estimate.rows)
     title = f"{estimate.model}, {estimate.num_parameters / 1e9:.3g} B parameters, {estimate.job}; {name}"
@@ -32,6 +32,18 @@ def estimate_table(estimate: Estimate) -> Table:
     return table
 
 
+_SMALL = 1 << 29
+"""Below so many bytes sizes are in MiB."""
+
+
+def _told(size: int) -> str:
+    """
+    >>> _told(61131981), _told(1 << 30)
+    ('58.30 MiB', '1.00 GiB')
+    """
+    return gib(size) if size >= _SMALL else f"{_cell(size, 1 << 20)} MiB"
+
+
 def _cell(size: int, unit: int) -> str:
     return f"{size / unit:.2f}"
 
@@ -40,13 +52,13 @@ def estimate_lines(estimate: Estimate) -> list[str]:
     """What stands below the table."""
     lines = []
     if estimate.peak("device"):
-        lines.append(f"most of the device's memory: {gib(estimate.peak('device'))}")
+        lines.append(f"most of the device's memory: {_told(estimate.peak('device'))}")
     if estimate.reserved is not None:
-        lines[0] += f" in tensors, for which PyTorch's CUDA allocator reserves {gib(estimate.reserved)}"
+        lines[0] += f" in tensors, for which PyTorch's CUDA allocator reserves {_told(estimate.reserved)}"
     if estimate.peak("host"):
-        lines.append(f"most of the host's memory: {gib(estimate.peak('host'))}")
+        lines.append(f"most of the host's memory: {_told(estimate.peak('host'))}")
     lines += [f"{row.place}: {row.name} at {row.at}" for row in estimate.rows if row.at]
-    return [*lines, *(f"{name}: {gib(size)}" for name, size in estimate.others.items()), *estimate.notes]
+    return [*lines, *(f"{name}: {_told(size)}" for name, size in estimate.others.items()), *estimate.notes]
 
 
 def save_estimate(estimate: Estimate, file: Path) -> None:

@@ -130,6 +130,11 @@ def test_another_machine(command: Command, tmp_path: Path) -> None:
     assert "batch size 1," in tight
     message = refused(command, *given, *few, "device=700MiB")
     assert "No plan fits device=0.09 GiB for tensors (of a card 600 MiB and 8% are taken off)" in message
+    assert "for device is too little for any. The smallest" in message
+    assert "or the algorithm rtn for the widest modules" in message
+    of_host = refused(command, *given, *few, "host=1MiB", "recipe=w4a16_rtn")
+    assert "host is too little for any" in of_host
+    assert "rtn" not in of_host, "of what it has already"
     least = message.partition(" others: device=")[2].split()[0]
     assert "plan: " in command(*given, *few, f"device={least}")
     assert "No plan fits" in refused(command, *given, *few, f"device={int(least) - 4}")

@@ -126,7 +126,7 @@ def test_memory_is_that_of_estimate(
         assert sum(step["host_parts"].values()) == step["peaks"]["host"]
 
 
-def test_a_plan_in_words(command: Command, folder: Path, tmp_path: Path) -> None:
+def test_a_plan_in_words(command: Command, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen to fail: with tokens of one replica."""
     file = tmp_path / "plan.json"
     given = ("plan", f"model.path={folder}", *MACHINE, *JOB, "ranks=4", "job.batch_size=1", "job.accumulate=3")
@@ -141,6 +141,11 @@ def test_a_plan_in_words(command: Command, folder: Path, tmp_path: Path) -> None
     assert f"foreseen: {best['tokens_per_s']:.3g} tokens/s; a step of 12 sequences of 64 tokens" in said
     assert " of 21.24 GiB in the " in said
     assert "bottleneck: " in said
+    monkeypatch.setenv("COLUMNS", "80")  # what a pipe has
+    table = command(*given).partition("the plan, and the fastest of other kinds")[2].partition("rates of")[0]
+    assert "…" not in table
+    assert f"{best['peaks']['device'] / 2**30:.2f}" in table
+    assert all(len(line.rstrip()) <= 80 for line in table.splitlines())
     assert f"of {found['num_ways']} ways to fine-tune fit" in said
     assert "ranks are taken to talk over each card's link" in said
     assert re.search(r"cpu_optimizer +1.09e\+11 +B/s +assumed", said)
