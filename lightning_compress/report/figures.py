@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 Options = ParamSpec("Options")
 _MISSING = "<p>The figure needs matplotlib: <code>pip install 'lightning-compress[report]'</code></p>"
-_LANES = ("disk", "to_device", "compute", "solve", "to_host", "writing")
+_LANES = ("disk", "to_device", "compute", "mapping", "solve", "to_host", "writing")
 
 
 def figure(
@@ -72,6 +72,7 @@ def memory_figure(axes: "Axes", place: str, subgraphs: Sequence[Mapping[str, Any
         axes.plot(
             range(len(measured)), [size / 2**30 for size in measured], "kx", markersize=5, label="measured so far"
         )
+    axes.locator_params(axis="x", integer=True)
     axes.set_xlabel("subgraph, in the order of the run")
     axes.set_ylabel(f"{place}, GiB")
     axes.set_xlim(-0.7, len(subgraphs) - 0.3)
@@ -80,13 +81,18 @@ def memory_figure(axes: "Axes", place: str, subgraphs: Sequence[Mapping[str, Any
 
 @figure(2.8)
 def lanes_figure(axes: "Axes", subgraphs: Sequence[Mapping[str, Any]], measured: Sequence[Mapping[str, Any]]) -> None:
-    """When each lane is busy, as foreseen, and below the phases as they were measured; colours tell subgraphs apart."""
+    """When each lane is busy, as foreseen, and below the phases as they were measured; colours tell subgraphs apart.
+
+    The disk reads a subgraph's weights before it runs, so its work ends where the run begins, or has begun with the
+    first subgraph at the latest.
+    """
     lanes = [lane for lane in _LANES if any(row["lanes"].get(lane) for row in subgraphs)]
     phases = ("onload_s", "run_s", "solve_s", "write_s") if measured else ()
     now = 0.0
     for number, row in enumerate(subgraphs):
         run, solved = now + row["onload_s"], now + row["onload_s"] + row["run_s"]
         starts = {"solve": solved, "writing": solved + row["solve_s"]}
+        starts["disk"] = max(0.0, run - row["lanes"].get("disk", 0.0))
         for place, lane in enumerate(lanes):
             length = row["lanes"].get(lane, 0.0)
             axes.barh(-place, length, left=starts.get(lane, run), height=0.8, color=f"C{number % 10}")
@@ -99,4 +105,5 @@ def lanes_figure(axes: "Axes", subgraphs: Sequence[Mapping[str, Any]], measured:
     names = [*lanes, *(f"measured: {phase.removesuffix('_s')}" for phase in phases)]
     ticks = [-place if place < len(lanes) else -place - 0.5 for place in range(len(names))]
     axes.set_yticks(ticks, [name.replace("_", " ") for name in names])
+    axes.set_xlim(left=0)
     axes.set_xlabel("seconds since the first subgraph")

@@ -14,6 +14,7 @@ from rich.console import Console
 from lightning_compress.calibration.solve import describe_scheme
 from lightning_compress.errors import RunWarning
 from lightning_compress.recipe.load import load_recipe
+from lightning_compress.report.figures import lanes_figure
 from lightning_compress.report.html import render_html
 from lightning_compress.report.report import Report
 
@@ -242,3 +243,17 @@ def test_names_that_are_no_text(saved: tuple[Report, Path], tmp_path: Path) -> N
     as_json, as_html = replace(report, model_path="u\udce9", output_dir="u\udce9").save(tmp_path)
     assert json.loads(as_json.read_text(encoding="utf-8"))["output_dir"] == "u\udce9"
     assert r"u\udce9" in as_html.read_text(encoding="utf-8")
+
+
+def test_weights_are_read_before_the_run_that_needs_them() -> None:
+    """In the picture of a plan's lanes. Seen to fail: with reading drawn from the run on, and without a lane of
+    `mapping`."""
+    axes = pytest.importorskip("matplotlib.figure").Figure().add_subplot()
+    lanes = {"disk": 4.0, "compute": 1.0, "mapping": 0.5, "writing": 0.5}
+    seconds = {"run_s": 1.0, "solve_s": 0.0, "write_s": 0.5}
+    subgraphs = [{"onload_s": 4.0, **seconds, "lanes": lanes}, {"onload_s": 2.5, **seconds, "lanes": lanes}]
+    lanes_figure.__wrapped__(axes, subgraphs, [])  # type: ignore[attr-defined]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["disk", "compute", "mapping", "writing"]
+    disk = [bar for bar in axes.patches if bar.get_y() == -0.4]
+    assert [(bar.get_x(), bar.get_x() + bar.get_width()) for bar in disk] == [(0.0, 4.0), (4.0, 8.0)]
+    assert axes.get_xlim()[0] == 0
