@@ -71,7 +71,7 @@ def with_dequantized(config: DictConfig) -> DictConfig:
     Raises:
         CompressionError: it is to be read in another way, or is not quantized by a method that can be read.
     """
-    if not OmegaConf.select(config, "model.dequantize", default=False):
+    if config.get("model") is None or not _dequantizes(config.model):
         return config
     if config.model.load not in ("auto", "disk"):
         raise CompressionError(
@@ -96,6 +96,11 @@ def _method(path: str) -> str | None:
     said, _ = transformers.PretrainedConfig.get_config_dict(path)
     method: str | None = (said.get("quantization_config") or {}).get("quant_method")
     return method
+
+
+def _dequantizes(config: DictConfig) -> bool:
+    """Whether the model is to be; a model group of a user's own need not say so."""
+    return bool(config.get("dequantize"))
 
 
 def weights_place(config: DictConfig) -> Path:
@@ -127,7 +132,7 @@ def load_model(config: DictConfig, from_disk: bool) -> tuple[nn.Module, Any]:
         CompressionError: no such folder or class, or transformers cannot read it, or not all of it.
     """
     auto_class, extra = _class_and_options(config)
-    if config.dequantize and not from_disk:
+    if _dequantizes(config) and not from_disk:
         raise CompressionError("model.dequantize=true reads a layer at a time, and this command reads them all.")
     if config.get("weights") is not None and not from_disk:
         raise CompressionError(
@@ -135,7 +140,7 @@ def load_model(config: DictConfig, from_disk: bool) -> tuple[nn.Module, Any]:
         )
     try:
         processor = None if config.tokenizer is None else _processor(config)
-        build = partial(_on_meta, auto_class, config.dequantize) if from_disk else partial(_in_memory, auto_class)
+        build = partial(_on_meta, auto_class, _dequantizes(config)) if from_disk else partial(_in_memory, auto_class)
         model = build(config.path, dtype=config.dtype, trust_remote_code=config.trust_remote_code, **extra)
     except CompressionError:
         raise
@@ -209,7 +214,8 @@ def load_config_only(config: DictConfig) -> PreTrainedModel:
     """
     auto_class, extra = _class_and_options(config)
     try:
-        model = _on_meta(auto_class, config.dequantize, config.path, config.dtype, config.trust_remote_code, **extra)
+        dequantize = _dequantizes(config)
+        model = _on_meta(auto_class, dequantize, config.path, config.dtype, config.trust_remote_code, **extra)
     except (OSError, ValueError, AttributeError, ImportError) as error:
         raise CompressionError(f"model.path={config.path} cannot be built: {_told(error, config)}") from error
     model.eval()
