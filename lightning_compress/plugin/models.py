@@ -195,7 +195,7 @@ def _in_memory(auto_class: Any, path: str, **options: Any) -> PreTrainedModel:
     if missing := sorted(found["missing_keys"]):
         remedy = (
             "model.load=disk reads what lightning-compress has written"
-            if "quantization_config" in transformers.PretrainedConfig.get_config_dict(path)[0]
+            if _method(path) is not None
             else "Name the class that was trained, with model.auto_class"
         )
         raise CompressionError(

@@ -220,3 +220,24 @@ def test_copies_wait_for_what_may_still_read_the_memory_that_they_get(monkeypatc
     for batch in range(3):
         cache.load(batch, {a})
     assert said == ["give back", "send", "send", "give back", "send", "give back"]
+
+
+def test_a_next_batch_that_finds_no_room_comes_when_its_turn_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen to fail: the batch at hand would have fitted, and the run ended."""
+    sizes: list[int] = []
+
+    def send(_: Lane, tensor: Tensor) -> Sent:
+        sizes.append(tensor.numel())
+        if len(sizes) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return Sent(tensor.clone())
+
+    monkeypatch.setattr(Lane, "is_away", lambda *_: True)
+    monkeypatch.setattr(Lane, "send", send)
+    (a,) = nodes(1)
+    cache = ActivationCache([{a: torch.full((3,), float(number))} for number in range(2)], device=CPU)
+    for batch in range(2):
+        loaded = cache.load(batch, {a})[a]
+        assert isinstance(loaded, Tensor)
+        assert loaded.tolist() == [batch] * 3
+    assert len(sizes) == 3
