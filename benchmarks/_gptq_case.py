@@ -40,6 +40,9 @@ class Case:
     schedule: str  # ours only
     activation_budget: int | None  # ours only
     host_budget: str | None  # ours only
+    device: str  # ours only; the peer takes a GPU where there is one
+    device_activation_budget: int | None  # ours only; None: all activations wait on the device
+    dtype: str
 
     @property
     def weights(self) -> dict[str, object]:
@@ -81,6 +84,11 @@ def read_case() -> Case:
     parser.add_argument("--schedule", default="staged")
     parser.add_argument("--activation-budget", type=int)
     parser.add_argument("--host-budget")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument(
+        "--device-activation-budget", type=lambda size: None if size == "null" else int(size), default=0
+    )
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     return Case(**vars(parser.parse_args()))
 
 
@@ -90,7 +98,7 @@ def run(tool: str, case: Case, solve: Solve) -> None:
     # some versions of transformers run Gemma 2 with an attention that leaves its softcapping out
     has_cap = getattr(AutoConfig.from_pretrained(case.model), "attn_logit_softcapping", None) is not None
     options = {"attn_implementation": "eager"} if has_cap else {}
-    model = AutoModelForCausalLM.from_pretrained(case.model, dtype=torch.float32, **options).eval()
+    model = AutoModelForCausalLM.from_pretrained(case.model, dtype=getattr(torch, case.dtype), **options).eval()
     tokens = torch.load(case.tokens)
     rows = [{"input_ids": row} for row in tokens["calibration"][: case.num_samples]]
     assert len(rows) == case.num_samples, f"{case.tokens} holds {len(rows)} calibration samples only"
@@ -98,9 +106,13 @@ def run(tool: str, case: Case, solve: Solve) -> None:
     original = perplexity(model, tokens["evaluation"], case.batch_size) if case.evaluate else None
     start, cpu_start = time.perf_counter(), time.process_time()
     solve(model, loader, case)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     solve_s, cpu_s = time.perf_counter() - start, time.process_time() - cpu_start
     peak_rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     result = {"tool": tool, "solve_s": solve_s, "cpu_s": cpu_s, "peak_rss_bytes": peak_rss_bytes}
+    if torch.cuda.is_available():
+        result["peak_device_bytes"] = torch.cuda.max_memory_allocated()
     if case.evaluate:
         result |= {
             "original_perplexity": original,

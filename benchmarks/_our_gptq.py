@@ -51,9 +51,13 @@ def solve(model: PreTrainedModel, loader: DataLoader[Batch], case: Case) -> None
         load_recipe({"modifiers": [modifier]}),
         output_dir=None,
         schedule=Schedule(case.schedule),
-        memory=MemoryConfig(activation_budget=case.activation_budget, host_budget=case.host_budget),
+        memory=MemoryConfig(
+            activation_budget=case.activation_budget,
+            host_budget=case.host_budget,
+            device_activation_budget=case.device_activation_budget,
+        ),
     )
-    job = prepare_job(model, collect(loader), settings, torch.device("cpu"))
+    job = prepare_job(model, collect(loader), settings, torch.device(case.device))
     with calibrating(job.target.root), job.modules.in_place():
         for _ in calibrate(job.run, Unpacked()):
             pass

@@ -38,6 +38,7 @@ from lightning_compress.memory.budget import Budgets, peaks
 from lightning_compress.memory.needs import Waiting
 from lightning_compress.memory.source import parameters_on_meta
 from lightning_compress.memory.tracker import LiveMemory
+from lightning_compress.memory.workspaces import cublas_workspace_bytes
 from lightning_compress.plugin.job import prepare_job, run_job
 from lightning_compress.plugin.measure import measured
 from lightning_compress.plugin.settings import Settings
@@ -126,7 +127,8 @@ def foreseen_calibration(model: nn.Module, job: CalibrationJob, device: torch.de
         rows = tuple(replace(row, weights=0) for row in rows)
         held = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
         return held + max(each.num_bytes for each in peaks(rows, device, Budgets(None, 0), "host", 1, Waiting()))
-    return max(each.num_bytes for each in peaks(rows, device, Budgets(None, 0), "device", 1, Waiting()))
+    budgets = Budgets(None, 0, libraries=cublas_workspace_bytes(device))
+    return max(each.num_bytes for each in peaks(rows, device, budgets, "device", 1, Waiting()))
 
 
 def truth(model: nn.Module, do: Callable[[], object]) -> tuple[int, int | None]:
@@ -161,13 +163,15 @@ def case(name: str, scale: int) -> dict[str, Any]:
             taken, _ = truth(model, partial(calibrate, model, job, device, folder))
         return {"case": name, "taken": taken, "fakes": foreseen}
     memory = LiveMemory()
-    with on_fakes(empty):
+    is_inference, on_cuda = isinstance(job, InferenceJob), device.type == "cuda"
+    with on_fakes(empty, on_cuda=on_cuda):
         foreseen = max(phase.peak for phase in run(empty, job, memory))
+    workspaces = (1 if is_inference else 2) * [cublas_workspace_bytes(device)]
+    blocks = replay([*((-1 - number, size) for number, size in enumerate(workspaces) if size), *memory.events])
     model = build(family, dtype, scale).to(device)
     taken, reserved = truth(model, partial(run, model, job, LiveMemory()))
     num_parameters = sum(parameter.numel() for parameter in empty.parameters())
     sizes = decoder(empty.config, num_parameters, dtype.itemsize)
-    is_inference = isinstance(job, InferenceJob)
     forms = None
     if sizes is not None:
         forms = inference_phases(sizes, job) if isinstance(job, InferenceJob) else finetuning_phases(sizes, job)
@@ -175,13 +179,13 @@ def case(name: str, scale: int) -> dict[str, Any]:
     return {
         "case": name,
         "taken": taken,
-        "fakes": foreseen,
-        "closed form": None if forms is None else max(form.peak for form in forms),
+        "fakes": blocks.allocated if on_cuda else foreseen,
+        "closed form": None if forms is None else max(form.peak for form in forms) + sum(workspaces),
         "LLMem": None if sizes is None or isinstance(job, InferenceJob) else llmem(sizes, job),
         "accelerate": weights if is_inference else 4 * weights,
         "2X, 8X": num_parameters * (2 if is_inference else 8),
         "reserved": reserved,
-        "reserved foreseen": replay(memory.events).reserved,
+        "reserved foreseen": blocks.reserved,
     }
 
 

@@ -18,10 +18,11 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 
 from lightning_compress.algorithms import gptq_triton
-from lightning_compress.algorithms.base import row_tiles, runs, stack_rows
+from lightning_compress.algorithms.base import runs
 from lightning_compress.algorithms.factor import factorize
 from lightning_compress.algorithms.nearest_plane import nearest_plane, quantize_block
 from lightning_compress.algorithms.scales import make_grid, minmax_scales
+from lightning_compress.algorithms.tiling import ON_GPU
 
 LLAMA_3_8B = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 ARGS = QuantizationArgs(num_bits=4, symmetric=True, strategy="group", group_size=128)
@@ -69,8 +70,8 @@ def whole(name: str, num_rows: int, num_channels: int) -> None:
     scales = minmax_scales(weight, grid)
 
     def run() -> list[torch.Tensor]:
-        tiles, codes = row_tiles(num_rows), []
-        for stack in runs(tiles, [tile.stop - tile.start for tile in tiles], stack_rows(num_channels)):
+        tiles, codes = ON_GPU.row_tiles(num_rows), []
+        for stack in runs(tiles, [tile.stop - tile.start for tile in tiles], ON_GPU.stack_rows(num_channels)):
             scales_of = [scales.rows(rows) for rows in stack]
             found = nearest_plane([weight[rows] for rows in stack], [factor] * len(stack), scales_of, grid)
             codes += [each for each, _ in found]

@@ -62,7 +62,8 @@ def tiny_llama(
     model = LlamaForCausalLM(LlamaConfig(**{**sizes, **overrides}))
     embedding = model.get_input_embeddings().weight
     with torch.no_grad():
-        embedding.copy_(torch.randn(VOCAB, 6) @ torch.randn(6, embedding.shape[1]) + 0.3 * torch.randn_like(embedding))
+        low_rank = torch.randn(len(embedding), 6) @ torch.randn(6, embedding.shape[1])
+        embedding.copy_(low_rank + 0.3 * torch.randn_like(embedding))
     for parameter in model.parameters():  # not buffers: a loader makes rotary frequencies in float32
         parameter.data = parameter.data.to(dtype)
     return model.eval()

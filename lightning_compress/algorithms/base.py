@@ -2,10 +2,8 @@
 
 Method: solving has a serial part, done once for all output rows (`prepare`: factorize the Gram, choose per-tensor
 scales), and a part in which every output row is independent of the others (`solve_parts`). The unit of the second is a
-*row tile*, whose height depends on the number of rows alone (`row_tiles`), never on who solves it: products are made
-tile by tile, and the same matrix shapes give the same last bits, so ranks can share the tiles of one weight and end in
-the codes that one rank finds. What is done element by element takes several tiles together (`stacks`), also of several
-weights (experts), which saves the cost of calls.
+row tile (see `tiling`); what is done element by element takes several together (`stacks`), also of several weights
+(experts), which saves the cost of calls.
 
 Alternative not taken: one `solve` per module. Modules that read the same input (q, k, v; gate, up) share their Gram, so
 their rows are stacked and the factor is computed once; `split` takes the result apart again.
@@ -14,7 +12,6 @@ their rows are stacked and the factor is computed once; `split` takes the result
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import TypeVar, final
 
 import torch
@@ -24,16 +21,13 @@ from torch import Tensor
 from lightning_compress.algorithms.rows import ByRows, here
 from lightning_compress.algorithms.scales import Grid, Scales, choose_scales, num_groups
 from lightning_compress.algorithms.target import Correction
+from lightning_compress.algorithms.tiling import Tiling, tiling_of
 from lightning_compress.errors import NonFiniteError, SolveError
 from lightning_compress.statistics import Drift, InputGram, Statistic
 
 Item = TypeVar("Item")
 Kinds = Collection[type[Statistic]]
 """Statistics that there are, whether an algorithm asks for them or not."""
-_STACK, _STACK_WEIGHTS = 2048, 3 << 20
-TILE = 512  # rows at most
-_SMALL_TILE = 384
-_UNIT = 32  # heights are multiples of it, but for the last
 
 
 @final
@@ -208,18 +202,32 @@ class Algorithm(ABC):
         relative to one another, and to other algorithms'."""
 
     @abstractmethod
-    def prepare_bytes(self, num_rows: int, num_channels: int, args: QuantizationArgs, kinds: Kinds) -> tuple[int, int]:
+    def prepare_bytes(
+        self, num_rows: int, num_channels: int, args: QuantizationArgs, kinds: Kinds, tiling: Tiling
+    ) -> tuple[int, int]:
         """At most alive while `prepare` runs on a weight [O, I], and of that what it returns, beside its arguments."""
 
     @abstractmethod
     def tiles_bytes(
-        self, heights: Sequence[int], num_channels: int, args: QuantizationArgs, kinds: Kinds, number: int = 1
+        self,
+        heights: Sequence[int],
+        num_channels: int,
+        args: QuantizationArgs,
+        kinds: Kinds,
+        tiling: Tiling,
+        number: int = 1,
     ) -> int:
         """At most alive inside `solve_parts` for tiles of so many rows, of a `number` of weights, with the result,
         beside its arguments."""
 
     def workspace_bytes(
-        self, num_rows: int, num_channels: int, args: QuantizationArgs, kinds: Kinds, number: int = 1
+        self,
+        num_rows: int,
+        num_channels: int,
+        args: QuantizationArgs,
+        kinds: Kinds,
+        tiling: Tiling,
+        number: int = 1,
     ) -> int:
         """At most alive while a `number` of weights [O, I] are solved together, with the results, beside weights and
         statistics.
@@ -227,14 +235,14 @@ class Algorithm(ABC):
         A closed form of those above: while the last is prepared; then beside what is prepared a stack of tiles with the
         results of all others, or all results twice, when they are joined.
         """
-        of_one = [tile.stop - tile.start for tile in row_tiles(num_rows)]
-        most = stack_rows(num_channels)
+        of_one = [tile.stop - tile.start for tile in tiling.row_tiles(num_rows)]
+        most = tiling.stack_rows(num_channels)
         all_heights = of_one * min(number, most // num_rows + 1)
         heights = max(runs(all_heights, all_heights, most), key=len)
-        peak, held = self.prepare_bytes(num_rows, num_channels, args, kinds)
-        tiles = self.tiles_bytes(heights, num_channels, args, kinds, number)
+        peak, held = self.prepare_bytes(num_rows, num_channels, args, kinds, tiling)
+        tiles = self.tiles_bytes(heights, num_channels, args, kinds, tiling, number)
         others = result_bytes(number * num_rows - sum(heights), num_channels, args)
-        joined = 2 * result_bytes(number * num_rows, num_channels, args) if len(row_tiles(num_rows)) > 1 else 0
+        joined = 2 * result_bytes(number * num_rows, num_channels, args) if len(of_one) > 1 else 0
         return max((number - 1) * held + peak, number * held + max(tiles + others, joined))
 
     def solve(
@@ -260,41 +268,16 @@ class Algorithm(ABC):
         """
         splits = [weight.shape[0]] if row_splits is None else row_splits
         prepared = self.prepare(weight, statistics, args, scale_dtype, splits, here)
-        parts = [Part(weight, rows, prepared) for rows in row_tiles(weight.shape[0])]
+        parts = [Part(weight, rows, prepared) for rows in tiling_of(weight.device).row_tiles(len(weight))]
         return join(self.solve_parts(parts))
-
-
-def row_tiles(num_rows: int) -> list[slice]:
-    """Tiles of nearly equal height that cover the rows; a function of their number alone.
-
-    A power of two, or a multiple of eight of them, so that the usual numbers of ranks share them evenly: as few as keep
-    them to 512 rows, but up to four while they have 384.
-
-    >>> [tile.stop for tile in row_tiles(768)], len(row_tiles(4096)), len(row_tiles(9000)), row_tiles(200)
-    ([384, 768], 8, 24, [slice(0, 200, None)])
-    """
-    least = max(-(-num_rows // TILE), min(num_rows // _SMALL_TILE, 4), 1)
-    number = next((power for power in (8, 4, 2, 1) if power <= least), 1)
-    if num_rows > number * TILE:
-        number = 2 * number if number < 8 else -(-least // 8) * 8
-    units = -(-num_rows // _UNIT)
-    bounds = [min(units * tile // number * _UNIT, num_rows) for tile in range(number + 1)]
-    return [slice(start, stop) for start, stop in pairwise(bounds)]
-
-
-def stack_rows(num_channels: int) -> int:
-    """At most so many rows are solved at a time: enough to amortize the cost of a call per channel, and where channels
-    are few, as many as take no more memory.
-
-    >>> stack_rows(14336), stack_rows(512)
-    (2048, 6144)
-    """
-    return max(_STACK, _STACK_WEIGHTS // num_channels)
 
 
 def stacks(parts: Sequence[Part]) -> list[list[Part]]:
     """Parts of one width in runs of at most `stack_rows` (or one tile)."""
-    return runs(parts, [part.height for part in parts], stack_rows(parts[0].weight.shape[1])) if parts else []
+    if not parts:
+        return []
+    num_channels, tiling = parts[0].weight.shape[1], tiling_of(parts[0].weight.device)
+    return runs(parts, [part.height for part in parts], tiling.stack_rows(num_channels))
 
 
 def runs(items: Sequence[Item], sizes: Sequence[int], limit: int) -> list[list[Item]]:

@@ -41,7 +41,6 @@ from lightning_compress.algorithms.base import (
     check_weight,
     drift_of,
     input_gram,
-    row_tiles,
     stacks,
 )
 from lightning_compress.algorithms.correction import (
@@ -64,6 +63,7 @@ from lightning_compress.algorithms.scales import (
     values_of,
 )
 from lightning_compress.algorithms.target import row_errors
+from lightning_compress.algorithms.tiling import Tiling, tiling_of
 from lightning_compress.errors import SolveError
 from lightning_compress.statistics import Drift, InputDrift, InputGram, Statistic, matrix_bytes, row_products
 
@@ -171,10 +171,14 @@ class Gptq(Algorithm):
             rows += 4 * num_rows * num_channels**2
         return serial, rows + self._most_rounds * 6 * num_rows * num_channels**2
 
-    def prepare_bytes(self, num_rows: int, num_channels: int, args: QuantizationArgs, kinds: Kinds) -> tuple[int, int]:
+    def prepare_bytes(
+        self, num_rows: int, num_channels: int, args: QuantizationArgs, kinds: Kinds, tiling: Tiling
+    ) -> tuple[int, int]:
         gram, vectors = 4 * num_channels**2, 40 * num_channels
         panels = 3 * 4 * PANEL * num_channels  # of the reordered Gram, and of the factor that takes its place
-        scales = scales_bytes(num_rows, num_channels, args, self.scale_search) if args.strategy == "tensor" else 0
+        scales = 0
+        if args.strategy == "tensor":
+            scales = scales_bytes(num_rows, num_channels, args, self.scale_search, tiling)
         held = 2 * gram + vectors
         if self._corrects(kinds):
             correcting, corrected = (
@@ -183,11 +187,19 @@ class Gptq(Algorithm):
                 else correction_bytes(num_rows, num_channels, InputDrift in kinds, self.refit is None)
             )
             whole = 8 * num_rows * num_channels if args.strategy == "tensor" else 0  # what is quantized, of all rows
+            correcting += gram if tiling.copies_factor else 0
             scales, held = max(scales + corrected + whole, correcting), held + corrected
-        return max(matrix_bytes(num_channels), 2 * gram + vectors + max(panels, scales)), held
+        beside = gram if tiling.copies_factor else panels
+        return max(matrix_bytes(num_channels), 2 * gram + vectors + max(beside, scales)), held
 
     def tiles_bytes(
-        self, heights: Sequence[int], num_channels: int, args: QuantizationArgs, kinds: Kinds, number: int = 1
+        self,
+        heights: Sequence[int],
+        num_channels: int,
+        args: QuantizationArgs,
+        kinds: Kinds,
+        tiling: Tiling,
+        number: int = 1,
     ) -> int:
         num_rows = len(heights) * (max(heights) + -max(heights) % ALIGNMENT)
         # [R, I] each: the weight and w - q as float32, codes, codes in their own order, and transposed
@@ -199,9 +211,8 @@ class Gptq(Algorithm):
         blocks = 3 * 4 * num_rows * width + 2 * 4 * width**2 * (len(heights) if number > 1 else 1)
         stored = num_rows * (13 * num_groups(num_channels, args) + 32)
         targets = 2 * 4 * num_rows * num_channels if self._corrects(kinds) else 0  # what is quantized, and M
-        solving = targets + max(
-            matrices + blocks + stored, scales_bytes(num_rows, num_channels, args, self.scale_search)
-        )
+        searching = scales_bytes(max(heights), num_channels, args, self.scale_search, tiling)
+        solving = targets + stored + max(matrices + blocks, searching)
         codes = num_rows * num_channels * (2 + self._most_rounds)  # of every round, and of the result
         measuring = targets + 5 * 4 * num_rows * num_channels if self._corrects(kinds) else 0
         refitting = 0 if not self._most_rounds else refit_bytes(num_rows, num_channels, num_groups(num_channels, args))
@@ -241,7 +252,7 @@ class Gptq(Algorithm):
                 if not drift.inputs.num_held_out and None in (*self._correction, self.refit):
                     notes.append(_NOT_CHOSEN)
             if grid.per_tensor:
-                tiles = [(weight[rows], rows) for rows in row_tiles(len(weight))]
+                tiles = [(weight[rows], rows) for rows in tiling_of(weight.device).row_tiles(len(weight))]
                 weight = torch.cat([correction.target(w, correction.lack.missing(w, rows)) for w, rows in tiles])
         elif self.correct != "none":
             notes.append(_NOT_CORRECTED)

@@ -35,6 +35,7 @@ from lightning_compress.algorithms.scales import (
     tensor_scales,
     values_of,
 )
+from lightning_compress.algorithms.tiling import Tiling
 from lightning_compress.statistics import InputGram, Statistic, matrix_bytes, row_products
 
 
@@ -56,20 +57,30 @@ class Rtn(Algorithm):
     def costs(self, num_rows: int, num_channels: int) -> tuple[float, float]:
         return 0.0, (2000 if self.scale_search else 100) * num_rows * num_channels
 
-    def prepare_bytes(self, num_rows: int, num_channels: int, args: QuantizationArgs, kinds: Kinds) -> tuple[int, int]:
+    def prepare_bytes(
+        self, num_rows: int, num_channels: int, args: QuantizationArgs, kinds: Kinds, tiling: Tiling
+    ) -> tuple[int, int]:
         has_gram = InputGram in kinds
         gram = 4 * num_channels**2 if has_gram else 0
-        scales = scales_bytes(num_rows, num_channels, args, self.scale_search) if args.strategy == "tensor" else 0
+        scales = (
+            scales_bytes(num_rows, num_channels, args, self.scale_search, tiling) if args.strategy == "tensor" else 0
+        )
         return max(matrix_bytes(num_channels) if has_gram else 0, gram + scales), gram
 
     def tiles_bytes(
-        self, heights: Sequence[int], num_channels: int, args: QuantizationArgs, kinds: Kinds, number: int = 1
+        self,
+        heights: Sequence[int],
+        num_channels: int,
+        args: QuantizationArgs,
+        kinds: Kinds,
+        tiling: Tiling,
+        number: int = 1,
     ) -> int:
         # [R, I] each: codes, weight, values and their factor as float32; or codes, a difference, its double, the square
         per_weight = 1 + 4 + 4 + 4 if InputGram in kinds else 1 + 4 + 8 + 8
         height = max(heights)
         matrices = height * (num_channels * per_weight + 16) + 13 * height * num_groups(num_channels, args)
-        tile = max(matrices, scales_bytes(height, num_channels, args, self.scale_search))
+        tile = max(matrices, scales_bytes(height, num_channels, args, self.scale_search, tiling))
         return tile + result_bytes(sum(heights) - height, num_channels, args)
 
     @torch.no_grad()

@@ -27,10 +27,10 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationStrate
 from compressed_tensors.quantization.utils import calculate_range
 from torch import Tensor
 
+from lightning_compress.algorithms.tiling import Tiling, tiling_of
 from lightning_compress.errors import SolveError
 
 _STRATEGIES = (QuantizationStrategy.TENSOR, QuantizationStrategy.CHANNEL, QuantizationStrategy.GROUP)
-_TILE_ELEMENTS = 1 << 18  # 1 MB of float32 per temporary
 SHRINKS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)  # the small ones for groups with an outlier
 
 
@@ -159,7 +159,7 @@ def num_groups(num_channels: int, args: QuantizationArgs) -> int:
     return num_channels // args.group_size if args.group_size and args.group_size > 0 else 1
 
 
-def scales_bytes(num_rows: int, num_channels: int, args: QuantizationArgs, search: bool) -> int:
+def scales_bytes(num_rows: int, num_channels: int, args: QuantizationArgs, search: bool, tiling: Tiling) -> int:
     """At most alive inside `choose_scales` for R rows of I channels, with its result, beside its arguments.
 
     A search judges two scales per shrink factor: at its end there are the scales, both moments and three terms of the
@@ -167,7 +167,7 @@ def scales_bytes(num_rows: int, num_channels: int, args: QuantizationArgs, searc
     the next.
     """
     per_group = 4 * 13 * len(SHRINKS) if search else 20
-    tile = min(max(_TILE_ELEMENTS, num_channels), num_rows * num_channels)
+    tile = min(max(tiling.searched, num_channels), num_rows * num_channels)
     tiles = 6 * 4 * tile + 12 * num_channels if search else 0
     return num_rows * num_groups(num_channels, args) * per_group + tiles
 
@@ -198,7 +198,7 @@ def _moments(
     cross, square = torch.empty_like(candidates), torch.empty_like(candidates)
     groups = weight.reshape(weight.shape[0], -1, grid.group_size)
     root = weighting.sqrt().view(groups.shape[1:])
-    height = max(_TILE_ELEMENTS // weight.shape[1], 1)
+    height = max(tiling_of(weight.device).searched // weight.shape[1], 1)
     for first in range(0, weight.shape[0], height):
         rows = slice(first, first + height)
         values = groups[rows].float()

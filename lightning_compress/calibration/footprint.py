@@ -22,7 +22,7 @@ in-place writes have to be told from copies.
 
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -30,7 +30,8 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from lightning_compress.algorithms.base import result_bytes, stack_rows
+from lightning_compress.algorithms.base import result_bytes
+from lightning_compress.algorithms.tiling import tiling_of
 from lightning_compress.calibration.amounts import numel, statistics_bytes, worst_mixture
 from lightning_compress.calibration.flow import Values, run_step
 from lightning_compress.calibration.loop import Calibration
@@ -42,6 +43,7 @@ from lightning_compress.calibration.solve import bytes_together, stacked_groups
 from lightning_compress.calibration.stand_ins import LikeQuantizing, failures_allowed
 from lightning_compress.errors import BudgetError
 from lightning_compress.graph.compat import fake_like, new_fake_mode, replace_by_fakes
+from lightning_compress.graph.cuda import AsOnCuda
 from lightning_compress.graph.leaf import leaf_input
 from lightning_compress.graph.restore import attributes_restored
 from lightning_compress.graph.shadow import Key, Shadow, node_of, with_shadows
@@ -52,7 +54,6 @@ from lightning_compress.memory.heap import LARGEST_IN_HEAP
 from lightning_compress.memory.needs import Held, Moment, Needs, Requests, as_one
 from lightning_compress.memory.tracker import LiveMemory
 from lightning_compress.memory.work import Work, WorkMeter, times
-from lightning_compress.statistics import InputGram
 
 PACKING = 16
 """Bytes per weight that compressed-tensors has alive while it packs one module, its result included (0.19 and 0.20)."""
@@ -85,7 +86,7 @@ def footprint(run: Calibration, batches: Sequence[Sequence[Tensor]]) -> tuple[Ne
                 together = bytes_together(step.solve, run.flow.root) if run.collective.size > 1 else 0
                 held = meter.held()
                 solves: list[Moment] = []
-                for groups in stacked_groups(step.solve, run.flow.root, run.resolved):
+                for groups in stacked_groups(step.solve, run.flow.root, run.resolved, tiling_of(run.flow.device)):
                     solve, size = meter.solve(groups, packed, together, held)
                     solves.append(solve)
                     packed += size
@@ -148,7 +149,8 @@ class _Meter:
             replace_by_fakes(self._root, mode)
             self._memory.ignore(*self._root.parameters(), *self._root.buffers(), *inputs)
             allowing = failures_allowed(self._root, traced.graph, self._sizes_of_largest)
-            with allowing, torch.no_grad(), mode, self._memory, self._work:
+            there = AsOnCuda() if self._run.flow.device.type == "cuda" else nullcontext()
+            with allowing, torch.no_grad(), mode, self._memory, self._work, there:
                 yield
 
     def run(self, step: Step, number: int, packed: int) -> list[Moment]:
@@ -270,9 +272,8 @@ class _Meter:
         num_rows, num_channels = sum(len(weight) for weight in weights), weights[0].shape[1]
         gathered = [self._statistics[source] for source in group.sources if source in self._statistics]
         kinds = {kind for found in gathered for kind in found}
-        workspace = assignment.algorithm.workspace_bytes(num_rows, num_channels, assignment.weights, kinds, number)
-        if not self._is_on_cpu and InputGram in kinds:
-            workspace += 4 * num_channels**2  # the factor is not put in the place of the Gram there
+        tiling, args = tiling_of(self._run.flow.device), assignment.weights
+        workspace = assignment.algorithm.workspace_bytes(num_rows, num_channels, args, kinds, tiling, number)
         merged = number * statistics_bytes(gathered[:1]) if len(gathered) > 1 else 0
         stacked = number * num_rows * num_channels * weights[0].itemsize
         results = number * result_bytes(num_rows, num_channels, assignment.weights)
@@ -281,7 +282,7 @@ class _Meter:
         beside = added if self._is_on_cpu else 0
         most = together + self._originals + merged + max(stacked + workspace, results + beside + packing)
         workspace_there, on_host = self._places(most, packed + added - beside)
-        piece = 4 * num_channels * max(num_channels, min(number * num_rows, stack_rows(num_channels)))
+        piece = 4 * num_channels * max(num_channels, min(number * num_rows, tiling.stack_rows(num_channels)))
         self._memory.stands_for([merged, stacked, *in_pieces(workspace, piece)])
         self._memory.stands_for([results + added, *in_pieces(packing, packing // PACKING * 4)])
         size = self._run.collective.size

@@ -19,8 +19,9 @@ from compressed_tensors.quantization.lifecycle.forward import dequantize, fake_q
 from compressed_tensors.quantization.utils import calculate_qparams, compute_dynamic_scales_and_zp
 from torch import Tensor, nn
 
-from lightning_compress.algorithms.base import Part, Solved, join, row_tiles, runs, split, stack_rows
+from lightning_compress.algorithms.base import Part, Solved, join, runs, split
 from lightning_compress.algorithms.rows import ByRows, here
+from lightning_compress.algorithms.tiling import Tiling, tiling_of
 from lightning_compress.distributed.collective import Collective
 from lightning_compress.distributed.share import fill, keeps_whole, shared, shares_factor
 from lightning_compress.errors import NonFiniteError, SolveError
@@ -206,8 +207,10 @@ def solve_groups(
     """
     for run in _together(groups, root):
         costs = [_costs(group, root, resolved) for group in run]
+        device = root.get_submodule(run[0].members[0]).get_parameter("weight").device
+        tiling = tiling_of(device)
         if collective.size == 1:
-            for batch in stacked_groups(run, root, resolved):
+            for batch in stacked_groups(run, root, resolved, tiling):
                 yield from chain(*_solve(batch, root, resolved, gathered))
             continue
         if not keeps_whole(costs, collective.size):
@@ -215,13 +218,12 @@ def solve_groups(
                 yield from chain(*_solve([group], root, resolved, gathered, collective))
             continue
 
-        def solve(mine: Sequence[Group]) -> list[list[QuantizedModule]]:
-            batches = stacked_groups(mine, root, resolved)
+        def solve(mine: Sequence[Group], tiling: Tiling = tiling) -> list[list[QuantizedModule]]:
+            batches = stacked_groups(mine, root, resolved, tiling)
             return [each for batch in batches for each in _solve(batch, root, resolved, gathered)]
 
         names = f"the solutions of {run[0].members[0]} to {run[-1].members[-1]}"
         for quantized in chain(*shared(solve, run, [sum(cost) for cost in costs], collective, names)):
-            device = root.get_submodule(quantized.module).get_parameter("weight").device
             yield replace(quantized, solved=quantized.solved.to(device))
 
 
@@ -244,13 +246,15 @@ def _costs(group: Group, root: nn.Module, resolved: ResolvedRecipe) -> tuple[flo
     return resolved.assignments[group.members[0]].algorithm.costs(num_rows, weights[0].shape[1])
 
 
-def stacked_groups(groups: Sequence[Group], root: nn.Module, resolved: ResolvedRecipe) -> list[list[Group]]:
+def stacked_groups(
+    groups: Sequence[Group], root: nn.Module, resolved: ResolvedRecipe, tiling: Tiling
+) -> list[list[Group]]:
     """Consecutive groups that are solved together: with as many rows, of one scheme and width, as are one stack."""
     alike = [list(found) for _, found in groupby(groups, lambda group: _kind(group, root, resolved))]
     batches: list[list[Group]] = []
     for found in alike:
         weight = root.get_submodule(found[0].members[0]).get_parameter("weight")
-        batches += runs(found, [_num_rows(group, root) for group in found], stack_rows(weight.shape[1]))
+        batches += runs(found, [_num_rows(group, root) for group in found], tiling.stack_rows(weight.shape[1]))
     return batches
 
 
@@ -325,7 +329,8 @@ def _solve(
         with _naming(each.description), full_float32(each.weight.device):
             args = (each.assignment.weights, each.dtype, each.rows)
             prepared = algorithm.prepare(each.weight, each.statistics, *args, _by_rows(each, sharing))
-            parts.append([Part(each.weight, rows, prepared) for rows in row_tiles(len(each.weight))])
+            row_tiles = tiling_of(each.weight.device).row_tiles(len(each.weight))
+            parts.append([Part(each.weight, rows, prepared) for rows in row_tiles])
     device, names = stacks[0].weight.device, dict.fromkeys([stacks[0].description, stacks[-1].description])
     tiles = list(chain(*parts))
     with _naming(" to ".join(names)), full_float32(device):

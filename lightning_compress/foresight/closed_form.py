@@ -9,7 +9,7 @@ docstrings say of its arrays.
 from dataclasses import dataclass
 from typing import Any, final
 
-from lightning_compress.algorithms.base import stack_rows
+from lightning_compress.algorithms.tiling import ON_GPU
 from lightning_compress.foresight.adapters import ALL_LINEAR, packed_bytes
 from lightning_compress.foresight.jobs import CalibrationJob, FineTuningJob, InferenceJob, Phase
 from lightning_compress.foresight.layouts import Layout
@@ -96,7 +96,8 @@ def inference_phases(sizes: Decoder, job: InferenceJob) -> list[Phase]:
 
 def calibration_forms(sizes: Decoder, job: CalibrationJob, depth: int) -> dict[str, int]:
     """What GPTQ takes of a device under `staged`, with all activations waiting elsewhere: while a batch runs, and while
-    a group is solved. Both are at their most at the feed-forward layer's last module, behind all others of the layer.
+    a group is solved. Both are at their most at the feed-forward layer's last module, behind all others of the layer,
+    or where attention writes scores down.
 
     Args:
         depth: how many layers ahead weights are brought.
@@ -111,16 +112,31 @@ def calibration_forms(sizes: Decoder, job: CalibrationJob, depth: int) -> dict[s
     coming = tokens * 2 * hidden * size
     passing = coming + tokens * (hidden + inner) * size
     ahead, at_the_end = depth * layer, (depth - 1) * layer + head if depth else 0
-    # what came; of the gate's activation, up and their product all, or the last with a copy in float32
-    batch = tokens * (2 * hidden * size + inner * max(3 * size, size + (4 if size < 4 else 0))) + 1024 * inner
-    # the Gram, its factor and what that is made in, in float32; the weight's rows, their codes, and those of a tile,
-    # with errors in float32
-    tile = min(hidden, stack_rows(inner))
-    solve = 12 * inner**2 + hidden * inner * (size + 1) + 11 * tile * inner
+    # what came; the gate's activation, up and their product
+    batch = tokens * (2 * hidden * size + inner * 3 * size) + 1024 * inner
+    # the weight's rows; the Gram, its factor and what that is made of, in float32; or the first two, codes of all rows,
+    # and those of a stack with errors in float32, or of a tile six float32 copies and what is tried for each group of
+    # 128, while scales are searched
+    stack, tile = min(hidden, ON_GPU.stack_rows(inner)), ON_GPU.row_tiles(hidden)[0].stop
+    searched = 24 * min(tile * inner, ON_GPU.searched) + 416 * tile * inner // 128
+    rows = 8 * inner**2 + (hidden - stack) * inner + max(11 * stack * inner, searched)
+    solve = hidden * inner * size + max(12 * inner**2, rows)
+    at_last = layer + beside + batch + max(ahead + passing, at_the_end + (passing if depth > 1 else coming))
     return {
-        "batch": layer + beside + batch + max(ahead + passing, at_the_end + (passing if depth > 1 else coming)),
+        "batch": max(at_last, layer + max(ahead, at_the_end) + _attending(sizes, job)),
         "solve": layer + beside + solve + max(ahead, at_the_end),
     }
+
+
+def _attending(sizes: Decoder, job: CalibrationJob) -> int:
+    """While scores are written down, which CUDA does in float32 where heads share keys: them, their softmax and which
+    are masked; the mask; queries, keys and values, turned and repeated; what comes and goes; the output's Gram."""
+    if sizes.itemsize != 4 or sizes.keys == sizes.queries:
+        return 0
+    pairs, tokens = job.max_length**2, job.batch_size * job.max_length
+    scores = job.batch_size * sizes.heads * pairs * (4 + 4 + 1) + 5 * pairs
+    per_token = 6 * sizes.queries + 3 * sizes.keys + 4 * sizes.hidden
+    return scores + 4 * tokens * per_token + (4 * sizes.hidden + 1024) * sizes.hidden
 
 
 def finetuning_phases(sizes: Decoder, job: FineTuningJob) -> list[Phase]:

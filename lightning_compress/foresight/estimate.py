@@ -42,7 +42,8 @@ class Estimate:
         num_parameters: of it.
         job: what it is, in words.
         rows: its worst moments.
-        reserved: what the CUDA allocator takes of the device for it; None: not asked, or not known.
+        allocated: all of it as PyTorch's CUDA allocator rounds it (`torch.cuda.max_memory_allocated`); None: likewise.
+        reserved: what the allocator takes of the device for it; None: not asked, or not known.
         others: what rules of thumb and published formulas say, in bytes.
         notes: what is assumed, as sentences.
     """
@@ -51,6 +52,7 @@ class Estimate:
     num_parameters: int
     job: str
     rows: tuple[Row, ...]
+    allocated: int | None
     reserved: int | None
     others: Mapping[str, int]
     notes: tuple[str, ...]

@@ -4,14 +4,14 @@ Method: the job itself runs, two rounds of it, on tensors without values, while 
 of device the same code gives the same peaks on real tensors (`tests/foresight` compares them). What it cannot see is
 memory that no tensor owns: the context, workspaces of libraries, and the allocator's rounding (see `allocator`).
 
-Fake tensors are of the CPU, so the CPU's operators say what they return; those of other devices may keep more or less
-(attention's running sums, a fused loss).
+Fake tensors are of the CPU, so the CPU's operators say what they return; of CUDA's, attention and dropout are known to
+keep something else (see `graph.cuda`).
 """
 
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
@@ -27,6 +27,7 @@ from lightning_compress.graph.compat import (
     replace_by_fakes,
     traceable_transformers,
 )
+from lightning_compress.graph.cuda import as_on_cuda
 from lightning_compress.graph.restore import assigned, attributes_restored
 from lightning_compress.graph.stages import Schedule
 from lightning_compress.memory.tracker import LiveMemory
@@ -208,16 +209,22 @@ def check_images(prefix: str, number: object, size: object) -> None:
 
 
 @contextmanager
-def on_fakes(model: nn.Module) -> Iterator[Callable[[Tensor], Tensor]]:
+def on_fakes(model: nn.Module, *, on_cuda: bool = False) -> Iterator[Callable[[Tensor], Tensor]]:
     """Within: the model has fake parameters and buffers, tensors that are made are fake, and transformers takes the
     paths that it takes on unpadded sequences, without checking values (are there as many image tokens as features?).
-    Yields what makes fakes of tensors from outside."""
+    Yields what makes fakes of tensors from outside.
+
+    Args:
+        model: on any tensors.
+        on_cuda: operators are to make what they make there (see `graph.cuda`).
+    """
     mode = new_fake_mode(symbolic=False)
     with attributes_restored(model):
         replace_by_fakes(model, mode)
         # it logs a failure at length before raising it
         quiet = assigned(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
-        with quiet, _unchecked(), traceable_transformers(model, packed_sequences=False), mode:
+        there = as_on_cuda() if on_cuda else nullcontext()
+        with quiet, _unchecked(), traceable_transformers(model, packed_sequences=False), there, mode:
             yield partial(fake_like, mode)
 
 

@@ -31,6 +31,7 @@ RESERVE = 0.2
 fraction of them (assumed)."""
 _NAMES = {
     "held": "held by the process before the run",
+    "libraries": "workspaces of libraries",
     "weights": "weights",
     "prefetch": "weights of the next subgraph",
     "waiting": "activations that wait",
@@ -42,6 +43,7 @@ _NAMES = {
 }
 TITLES = {
     "held": "process before",
+    "libraries": "libraries",
     "weights": "weights",
     "prefetch": "next weights",
     "waiting": "waiting activations",
@@ -77,6 +79,7 @@ class Budgets:
         depth: how many subgraphs ahead the user wants to bring.
         has_weights: `held` includes the model's weights.
         is_lean: the C heap is to keep nothing free, at the cost of time.
+        libraries: what workspaces of libraries take of the device.
     """
 
     host: int | None
@@ -87,6 +90,7 @@ class Budgets:
     depth: int = 1
     has_weights: bool = False
     is_lean: bool = False
+    libraries: int = 0
 
 
 @final
@@ -289,7 +293,8 @@ def _parts(
         cached = {name: int(ratio * size) for name, size in cached.items()}
         return {"held": budgets.held, **window, **cached, "workspace": moment.on_host}
     of_next_batch = moment.in_flight if on_host or in_file else 0
-    return {**window, "waiting": on_device + small_there, "in_flight": of_next_batch, **running}
+    libraries = {"libraries": budgets.libraries}
+    return {**libraries, **window, "waiting": on_device + small_there, "in_flight": of_next_batch, **running}
 
 
 def _waiting(table: Sequence[Needs], device: torch.device, budgets: Budgets, depth: int, spare: Spare) -> Waiting:

@@ -69,7 +69,7 @@ class WorkMeter(TorchDispatchMode):
             flops = (10 if is_backward else 4) * prod(query.shape) * key.shape[-2] / (2 if is_causal else 1)
             self.work[f"attention {_dtype(query)}"] += flops
         elif packet in flop_registry:
-            self.work[f"product {_dtype(written[0])}"] += flop_registry[packet](*args, **kwargs, out_val=written[0])
+            self.work[f"product {_dtype(read[0])}"] += flop_registry[packet](*args, **kwargs, out_val=written[0])
         elif str(packet) in _GROUPED:  # each row by one of the matrices
             self.work[f"product {_dtype(written[0])}"] += (
                 _GROUPED[str(packet)] * 2 * args[0].numel() * args[1].shape[-1]

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, fx, nn
 
+from lightning_compress.algorithms.tiling import tiling_of
 from lightning_compress.calibration.amounts import statistics_bytes
 from lightning_compress.calibration.batches import CalibrationSet
 from lightning_compress.calibration.footprint import footprint
@@ -23,6 +24,7 @@ from lightning_compress.memory.host import available_bytes, memory_of
 from lightning_compress.memory.needs import Moment, Needs
 from lightning_compress.memory.placement import LEAST, MemoryConfig
 from lightning_compress.memory.tracker import held_bytes, high_water_bytes
+from lightning_compress.memory.workspaces import cublas_workspace_bytes
 from lightning_compress.recipe.resolve import ResolvedRecipe
 
 
@@ -65,6 +67,7 @@ def within_budgets(
         device_activations=config.num_bytes("device_activation_budget", placement.device),
         has_weights=not any(parameter.is_meta for parameter in root.parameters()),
         is_lean=config.host_budget == LEAST,
+        libraries=cublas_workspace_bytes(placement.device),
     )
     found = fit(table, placement.device, budgets)
     placement = replace(
@@ -99,7 +102,8 @@ def _check_widths(run: Calibration) -> None:
         if case not in known:
             statistics: Statistics = {}
             begin_statistics(sources[:1], run.needs, run.sizes, torch.device("meta"), statistics)
-            workspace = assignments[name].algorithm.workspace_bytes(*shape, assignments[name].weights, kinds)
+            of = (*shape, assignments[name].weights, kinds, tiling_of(device))
+            workspace = assignments[name].algorithm.workspace_bytes(*of)
             known[case] = statistics_bytes(statistics.values()) + workspace
         if known[case] > there:
             raise BudgetError(

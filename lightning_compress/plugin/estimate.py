@@ -48,16 +48,18 @@ from lightning_compress.memory.budget import TITLES, Budgets, Peak, Place, Spare
 from lightning_compress.memory.needs import Waiting
 from lightning_compress.memory.placement import LEAST, MemoryConfig
 from lightning_compress.memory.tracker import LiveMemory, held_bytes
+from lightning_compress.memory.workspaces import cublas_workspace_bytes
 from lightning_compress.plugin.measure import READING, measured
 from lightning_compress.plugin.samples import processor_for, prompts
 from lightning_compress.recipe.load import load_recipe
 from lightning_compress.recipe.resolve import ResolvedRecipe, named_by, resolve
 
 GROUP = 128
+_CUDA = torch.device("cuda")
 _OF_ONE_RANK = "Host memory is what one rank takes of it; ranks of one host take as much each."
 _FAKES = (
-    "Counted on fake tensors of the CPU, whose operators may keep more or less than a device's. Not included: the "
-    "device's context and workspaces of libraries (0.3 to 1 GiB on CUDA)."
+    "Counted on fake tensors of the CPU, with attention and dropout as CUDA has them where that is meant; other "
+    "operators may keep more or less there. Not included: the device's context (0.3 to 0.6 GiB on CUDA)."
 )
 _RESERVES = "On a card with less than the allocator reserves it gives unused segments back, which takes time."
 
@@ -108,7 +110,7 @@ def _of_one_rank_or_shared(
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     sizes = decoder(model.config, num_parameters, model.dtype.itemsize)
     followed = LiveMemory()
-    phases, forms = _on_fakes(model, job, followed, where), list[Phase]()
+    phases, forms = _on_fakes(model, job, followed, where, place), list[Phase]()
     if sizes is not None:
         forms = inference_phases(sizes, job) if isinstance(job, InferenceJob) else finetuning_phases(sizes, job)
     notes = [_FAKES]
@@ -136,13 +138,18 @@ def _of_one_rank_or_shared(
     if layout.offload:
         notes.append(_OF_ONE_RANK)
     parts = largest_layer(model, saved), largest_stage(model, layout.pipeline, saved)
-    is_whole = layout == Layout() and num_bits is None
+    threads = 1 if isinstance(job, InferenceJob) else 2  # a backward runs in one of its own
+    workspaces = threads * [cublas_workspace_bytes(_CUDA)] if place == "device" else []
+    blocks = None
+    if layout == Layout() and num_bits is None and place == "device":
+        blocks = replay([*((-1 - number, size) for number, size in enumerate(workspaces)), *followed.events])
     return Estimate(
         model=type(model).__name__,
         num_parameters=num_parameters,
         job=_described(job, model),
-        rows=tuple(_rows(phases, forms, layout, parts, place)),
-        reserved=replay(followed.events).reserved if is_whole and place == "device" else None,
+        rows=tuple(_rows(phases, forms, layout, parts, place, sum(workspaces))),
+        allocated=None if blocks is None else blocks.allocated,
+        reserved=None if blocks is None else blocks.reserved,
         others=_others(model, sizes, job, layout),
         notes=tuple(notes),
     )
@@ -183,12 +190,12 @@ def _num_images(job: object) -> int:
 
 
 def _on_fakes(
-    model: PreTrainedModel, job: InferenceJob | FineTuningJob, followed: LiveMemory, where: DictConfig
+    model: PreTrainedModel, job: InferenceJob | FineTuningJob, followed: LiveMemory, where: DictConfig, place: Place
 ) -> list[Phase]:
     prompt = None
     if isinstance(job, InferenceJob):
         prompt = prompts(model, job, processor_for(where, job.num_images))
-    with foreseeing(model, _length(job)) as fake:
+    with foreseeing(model, _length(job), on_cuda=place == "device") as fake:
         if not isinstance(job, InferenceJob):
             return finetune(model, job, followed)
         given = None if prompt is None else {name: fake(tensor) for name, tensor in prompt.items()}
@@ -196,14 +203,14 @@ def _on_fakes(
 
 
 @contextmanager
-def foreseeing(model: PreTrainedModel, length: int) -> Iterator[Callable[[Tensor], Tensor]]:
-    """Within: the model is on fake tensors (see `on_fakes`), and may be given so many tokens.
+def foreseeing(model: PreTrainedModel, length: int, *, on_cuda: bool) -> Iterator[Callable[[Tensor], Tensor]]:
+    """Within: the model is on fake tensors, as on a CPU or on CUDA (see `on_fakes`), and may be given so many tokens.
 
     Raises:
         CompressionError: its own code fails there, called as a causal language model.
     """
     try:
-        with on_fakes(model) as fake:
+        with on_fakes(model, on_cuda=on_cuda) as fake:
             yield fake
     except CompressionError:
         raise
@@ -216,15 +223,21 @@ def foreseeing(model: PreTrainedModel, length: int) -> Iterator[Callable[[Tensor
 
 
 def _rows(
-    phases: Sequence[Phase], forms: Sequence[Phase], layout: Layout, parts: tuple[int, float], place: Place
+    phases: Sequence[Phase],
+    forms: Sequence[Phase],
+    layout: Layout,
+    parts: tuple[int, float],
+    place: Place,
+    workspaces: int,
 ) -> list[Row]:
-    """The worst moment of each part of the job on a rank's device, and what of it waits in host memory; `parts` are the
-    largest layer's bytes, and the largest stage's part of all."""
+    """The worst moment of each part of the job on a rank's device, with its libraries' workspaces, and what of it waits
+    in host memory; `parts` are the largest layer's bytes, and the largest stage's part of all."""
     by_form = worst_shares(forms, layout, *parts)
     rows: list[Row] = []
     for name, (share, on_host) in worst_shares(phases, layout, *parts).items():
         form = by_form.get(name)
-        rows.append(Row(name, place, parts_of(share), None if form is None else form[0].peak))
+        of_all = {**parts_of(share), TITLES["libraries"]: workspaces}
+        rows.append(Row(name, place, of_all, None if form is None else form[0].peak + workspaces))
         if on_host:
             rows.append(Row(name, "host", {"offloaded": on_host}))
     return rows
@@ -278,6 +291,7 @@ def _calibration(
     in_memory = sum(parameter.nbytes for parameter in model.parameters())
     if not from_disk and device.type == "cpu":
         table = [replace(row, weights=0) for row in table]  # they are where they are used
+    workspace = cublas_workspace_bytes(device)
     budgets = Budgets(
         host=memory.num_bytes("host_budget", device),
         held=held_bytes(device) + READING + (0 if from_disk else in_memory),
@@ -287,6 +301,7 @@ def _calibration(
         device_activations=memory.num_bytes("device_activation_budget", device),
         has_weights=not from_disk,
         is_lean=memory.host_budget == LEAST,
+        libraries=workspace,
     )
     fitted = fit(table, device, budgets)
     places: Sequence[Place] = ("host",) if device.type == "cpu" else ("device", "host")
@@ -299,7 +314,8 @@ def _calibration(
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         job=_described(job, model),
         rows=tuple(rows),
-        reserved=reserved_by_calibration(found.table, fitted.depth) if known else None,
+        allocated=None,
+        reserved=reserved_by_calibration(found.table, fitted.depth) + workspace if known else None,
         others={},
         notes=(
             _FAKES,

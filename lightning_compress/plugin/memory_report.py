@@ -205,7 +205,7 @@ class MemoryReportCallback(Callback):
             )
         if self._foreseen and meter.device.type == "cuda":
             self._notes.append(
-                "Measured too, but not foreseen: workspaces of libraries, and tensors outside the module."
+                "Measured too, but not foreseen: the rounding of blocks, and tensors outside the module."
             )
         rows = tuple(MemoryRow(name, self._foreseen.get(name), meter.worst.get(name)) for name in names)
         self.report = MemoryReport(str(meter.device), rows, meter.num_steps, tuple(self._notes))

@@ -33,11 +33,13 @@ from lightning_compress.graph.compat import (
 )
 from lightning_compress.graph.restore import attributes_restored, containers_restored
 from lightning_compress.memory.tracker import LiveMemory
+from lightning_compress.memory.workspaces import cublas_workspace_bytes
 from lightning_compress.plugin.compat import batch_on_device
 from lightning_compress.plugin.data import begins_once
 
 STEPS = 2
 """The second one has the optimizer's state, and gradients, from the start."""
+_THREADS = 2  # one is autograd's
 
 
 def rehearse(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Phase]:
@@ -183,7 +185,7 @@ class _Rehearsal:
             for parameter in self.module.parameters()
             if parameter.requires_grad
         ]
-        self.outside += num_bytes(batch)
+        self.outside += num_bytes(batch) + _THREADS * cublas_workspace_bytes(self.module.device)
         with self.memory:
             self.weights = track(self.memory, [*self.module.parameters(), *self.module.buffers()])
             self.memory.ignore(*leaves(batch))

@@ -54,7 +54,8 @@ def estimate_lines(estimate: Estimate) -> list[str]:
     if estimate.peak("device"):
         lines.append(f"most of the device's memory: {_told(estimate.peak('device'))}")
     if estimate.reserved is not None:
-        lines[0] += f" in tensors, for which PyTorch's CUDA allocator reserves {_told(estimate.reserved)}"
+        rounded = "" if estimate.allocated is None else f" allocates {_told(estimate.allocated)} and"
+        lines[0] += f" in tensors, for which PyTorch's CUDA allocator{rounded} reserves {_told(estimate.reserved)}"
     if estimate.peak("host"):
         lines.append(f"most of the host's memory: {_told(estimate.peak('host'))}")
     lines += [f"{row.place}: {row.name} at {row.at}" for row in estimate.rows if row.at]

@@ -52,7 +52,7 @@ class InputGram(Statistic):
         if not self._is_empty and self._grams[0].sum.quantum is None:
             self.settle(self.largest())
         self._is_empty = False
-        add_gram(x.float(), self._grams[:number])
+        add_gram(x, self._grams[:number])
 
     def largest(self) -> tuple[float, ...]:
         return (float(self._grams[0].diagonal().max()),)

@@ -1,6 +1,7 @@
 """Sums over batches that do not depend on the order of the batches, nor on how ranks share them.
 
-Method: a float32 product per batch, rounded to a fixed grid and summed in float64 without any error.
+Method: a float32 product per batch, rounded to a fixed grid and summed in float64 without any error. Of 16-bit
+activations a GPU's tensor cores make the same product (each product of two is exact in float32, where they are summed).
 
 How the rounding comes for free: with the accumulator starting at 1.5 * 2^52 quanta, the spacing of float64 there is one
 quantum, so the very addition rounds. Only a product that lies halfway between two multiples would be rounded by what is
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 _BLOCK = 256  # columns per block of a Gram: narrow enough to skip most of the upper half, wide enough for fast products
+_HALVES = (torch.bfloat16, torch.float16)
 _LIFT = 1 + 2.0**-47
 _QUANTUM_BITS = 34  # the largest entry of the first batch is at most so many bits above the quantum
 
@@ -98,11 +100,14 @@ class GramSum:
 
 
 def add_gram(x: Tensor, to: Sequence[GramSum]) -> None:
-    """Add the tokens float32 [T, I] to several sums; the product is made once."""
+    """Add the tokens [T, I] to several sums; the product is made once."""
     factors = [gram.sum.begin() for gram in to]
+    in_halves = x.is_cuda and x.dtype in _HALVES
+    x = x if in_halves else x.float()
     with full_float32(x.device):
         for number, (start, end) in enumerate(_spans(x.shape[1])):
-            product = x[:, start:end].t() @ x[:, :end]
+            left, right = x[:, start:end].t(), x[:, :end]
+            product = torch.mm(left, right, out_dtype=torch.float32) if in_halves else left @ right
             for gram, factor in zip(to, factors, strict=True):
                 gram.blocks[number].add_(product, alpha=factor)
 
@@ -116,8 +121,9 @@ def row_products(weight: Tensor, gram: Tensor | None) -> Tensor:
         return weight.double().square().sum(1)
     weight = weight.float()
     total = torch.zeros(weight.shape[0], dtype=torch.float64, device=weight.device)
-    for start in range(0, weight.shape[1], 128):
-        end = min(start + 128, weight.shape[1])
+    width = 128 if weight.device.type == "cpu" else 1024
+    for start in range(0, weight.shape[1], width):
+        end = min(start + width, weight.shape[1])
         block = weight[:, start:end]
         product = weight[:, :start] @ gram[:start, start:end] if start else torch.zeros_like(block)
         product = torch.addmm(product, block, gram[start:end, start:end], beta=2)

@@ -9,12 +9,13 @@ import torch
 from reference import scheme
 from torch import Tensor
 
-from lightning_compress.algorithms.base import Part, join, row_tiles
+from lightning_compress.algorithms.base import Part, join
 from lightning_compress.algorithms.correction import correct
 from lightning_compress.algorithms.gptq import Gptq
 from lightning_compress.algorithms.refit import refitted
 from lightning_compress.algorithms.rows import here
 from lightning_compress.algorithms.scales import Scales, make_grid, round_to_grid, search_scales, values_of
+from lightning_compress.algorithms.tiling import ON_CPU
 from lightning_compress.statistics import Beside, Drift, InputDrift, InputGram, OutputDrift, Statistic
 
 Batch = tuple[Tensor, Tensor, bool]
@@ -195,7 +196,7 @@ def test_rounds_of_refitting_are_chosen_by_batches_held_out(form: type[InputDrif
 
     chosen, _ = solved(None)
     given = [solved(rounds) for rounds in (0, 1, 2)]
-    for tile in row_tiles(len(weight)):
+    for tile in ON_CPU.row_tiles(len(weight)):
         totals = [float(error[tile].sum()) for _, error in given]
         rounds = totals.index(min(totals))
         assert chosen.row_rounds[tile].eq(rounds).all()
@@ -206,7 +207,7 @@ def test_rounds_of_refitting_are_chosen_by_batches_held_out(form: type[InputDrif
     assert all(each.row_rounds is None for each, _ in given)
     algorithm = Gptq(correct="inputs", refit=None)
     prepared = algorithm.prepare(weight, {form: drift}, args, torch.float32, [len(weight)], here)
-    apart = join([algorithm.solve_parts([Part(weight, tile, prepared)])[0] for tile in row_tiles(len(weight))])
+    apart = join([algorithm.solve_parts([Part(weight, tile, prepared)])[0] for tile in ON_CPU.row_tiles(len(weight))])
     assert torch.equal(chosen.codes, apart.codes)
     assert torch.equal(chosen.scale, apart.scale)
     assert torch.equal(chosen.row_rounds, apart.row_rounds)

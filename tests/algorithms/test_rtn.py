@@ -4,11 +4,12 @@ import pytest
 import torch
 from reference import relative_error, scheme, values, weight_and_gram
 
-from lightning_compress.algorithms.base import Algorithm, Part, join, row_tiles, split
+from lightning_compress.algorithms.base import Algorithm, Part, join, split
 from lightning_compress.algorithms.catalog import ALGORITHMS
 from lightning_compress.algorithms.gptq import Gptq
 from lightning_compress.algorithms.rows import here
 from lightning_compress.algorithms.rtn import Rtn
+from lightning_compress.algorithms.tiling import ON_CPU, ON_GPU, tiling_of
 from lightning_compress.distributed.share import assign
 from lightning_compress.errors import NonFiniteError, SolveError
 from lightning_compress.statistics import InputGram, row_products
@@ -60,7 +61,7 @@ def test_row_products_are_exact_for_every_row() -> None:
 
 @pytest.mark.parametrize("num_rows", [1, 63, 64, 2047, 2048, 2049, 4096, 4608, 28672])
 def test_row_tiles_cover_every_row_once_without_small_remainders(num_rows: int) -> None:
-    tiles = row_tiles(num_rows)
+    tiles = ON_CPU.row_tiles(num_rows)
     assert [row for tile in tiles for row in range(tile.start, tile.stop)] == list(range(num_rows))
     heights = [tile.stop - tile.start for tile in tiles]
     assert max(heights) <= 512
@@ -68,10 +69,22 @@ def test_row_tiles_cover_every_row_once_without_small_remainders(num_rows: int) 
     assert all(tile.start % 32 == 0 for tile in tiles)
 
 
+@pytest.mark.parametrize("num_rows", [1, 2048, 2049, 4096, 6144, 28672])
+def test_tiles_of_a_gpu_are_higher(num_rows: int) -> None:
+    """A launch takes as long for a few rows as for thousands."""
+    tiles = ON_GPU.row_tiles(num_rows)
+    assert [row for tile in tiles for row in range(tile.start, tile.stop)] == list(range(num_rows))
+    heights = [tile.stop - tile.start for tile in tiles]
+    assert max(heights) <= 2048
+    assert min(heights) >= min(num_rows, 1024)
+    assert ON_GPU.stack_rows(14336) == 8192
+    assert (tiling_of(torch.device("cpu")), tiling_of(torch.device("cuda", 1))) == (ON_CPU, ON_GPU)
+
+
 @pytest.mark.parametrize("num_rows", [1536, 2304, 4096, 5120, 11008, 28672])
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_few_ranks_get_even_loads(num_rows: int, size: int) -> None:
-    heights = [tile.stop - tile.start for tile in row_tiles(num_rows)]
+    heights = [tile.stop - tile.start for tile in ON_CPU.row_tiles(num_rows)]
     loads = [sum(heights[number] for number in share) for share in assign(heights, size)]
     assert max(loads) <= 1.05 * num_rows / size
 
@@ -85,7 +98,7 @@ def test_tiles_can_be_solved_apart(algorithm: Algorithm, strategy: str, num_rows
     statistics, args, splits = {InputGram: gram}, scheme(strategy=strategy), [2000, num_rows - 2000]
     whole = algorithm.solve(weight, statistics, args, torch.bfloat16, splits)
     prepared = algorithm.prepare(weight, statistics, args, torch.bfloat16, splits, here)
-    tiles = row_tiles(num_rows)
+    tiles = ON_CPU.row_tiles(num_rows)
     assert len(tiles) == 8
     of = [Part(weight, rows, prepared) for rows in tiles]
     parts = [part for some in (of[:1], of[1:6], of[6:]) for part in algorithm.solve_parts(some)]
@@ -104,7 +117,9 @@ def test_weights_can_be_solved_together(algorithm: Algorithm, symmetric: bool, n
     args = scheme(symmetric=symmetric)
     cases = [weight_and_gram(rows, 320, seed=seed) for seed, rows in enumerate(num_rows)]
     prepared = [algorithm.prepare(w, {InputGram: gram}, args, torch.bfloat16, [len(w)], here) for w, gram in cases]
-    tiled = [[Part(w, rows, each) for rows in row_tiles(len(w))] for (w, _), each in zip(cases, prepared, strict=True)]
+    tiled = [
+        [Part(w, rows, each) for rows in ON_CPU.row_tiles(len(w))] for (w, _), each in zip(cases, prepared, strict=True)
+    ]
     found = iter(algorithm.solve_parts([part for parts in tiled for part in parts]))
     for (weight, gram), parts in zip(cases, tiled, strict=True):
         together = join([next(found) for _ in parts])

@@ -157,6 +157,7 @@ def test_on_a_device_each_place_has_its_own() -> None:
     found = fit(TABLE, CUDA, NO_LIMIT)
     assert found.device_bytes == 100 + 30 + 40 + 200, "weights, the next ones', statistics, the solve"
     assert found.host_bytes == 1000 + 130 + 510, "the same weights in pinned memory, and what waits"
+    assert fit(TABLE, CUDA, replace(NO_LIMIT, libraries=7)).device_bytes == found.device_bytes + 7
     assert fit(TABLE[:1], CUDA, NO_LIMIT).device_bytes == 20 + 60 + 100 + 40, "the next batch is copied ahead"
     cached = fit(TABLE, CUDA, replace(NO_LIMIT, device_activations=None))
     assert cached.host_bytes == 1000 + 130

@@ -44,6 +44,10 @@ def test_products_attention_and_all_else(is_fake: bool) -> None:
     with meter:
         grouped_mm(rows, weights, offs=ends)
     assert dict(meter.work) == {"call": 1, "product bfloat16": 2 * 7 * 48 * 16}
+    meter.work.clear()
+    with meter:
+        torch.mm(rows, weights[0], out_dtype=torch.float32)
+    assert dict(meter.work) == {"call": 1, "product bfloat16": 2 * 7 * 48 * 16}, "as tensor cores make it"
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from helpers import compress_in_memory, prepare, recipe, run, saved, tiny_llama, token_batches
 
 from lightning_compress.algorithms.gptq import Gptq
+from lightning_compress.algorithms.tiling import ON_CPU
 from lightning_compress.calibration import flow
 from lightning_compress.calibration.loop import calibrate
 from lightning_compress.calibration.prepare import calibrating
@@ -54,7 +55,7 @@ def test_what_one_group_alone_takes_is_compared_with_what_there_is(monkeypatch: 
     """A convolution from 1024 channels with 64 taps has a Gram of 65536 channels. The test's largest is down_proj's."""
     args = QuantizationArgs(num_bits=4, strategy="group", group_size=32)
     needed = budget.statistics_bytes([{InputGram: InputGram(64, "cpu")}])
-    needed += Gptq().workspace_bytes(32, 64, args, {InputGram})
+    needed += Gptq().workspace_bytes(32, 64, args, {InputGram}, ON_CPU)
     monkeypatch.setattr(budget, "available_bytes", lambda: needed)
     prepare(tiny_llama(1), token_batches(), HOW)
     monkeypatch.setattr(budget, "available_bytes", lambda: needed - 1)

@@ -64,7 +64,7 @@ def test_inference(estimate: Any) -> None:
     weights = found["rows"][0]["parts"]["weights"]
     assert weights == pytest.approx(2 * found["num_parameters"], rel=0.001), "and the rotary frequencies"
     assert "prefill" in said
-    assert "CUDA allocator reserves" in said
+    assert "CUDA allocator allocates" in said
     assert "rule of thumb, inference, 2 bytes per parameter" in said
     packed, said = estimate("job=inference", "job.context=256", "job.weight_bits=4")
     assert packed["rows"][0]["parts"]["weights"] < 0.5 * weights
@@ -190,7 +190,8 @@ def test_fine_tuning_on_ranks(estimate: Any) -> None:
     assert "positions" not in said
     assert "LLMem's formula" in said
     shared, said = estimate("job=finetuning", "job.length=128", "layout.data=4", "layout.zero=2")
-    assert totals(shared)["step", "device"] < 0.6 * totals(alone)["step", "device"]
+    of_cublas = 2 << 25
+    assert totals(shared)["step", "device"] - of_cublas < 0.6 * (totals(alone)["step", "device"] - of_cublas)
     assert "DeepSpeed keeps weights, gradients and states in full precision beside them, which is not counted" in said
     rule = shared["others"]["DeepSpeed's rule for ZeRO-2, 2 P + 18 P / N, without activations"]
     assert rule == 2 * shared["num_parameters"] + 18 * shared["num_parameters"] // 4
