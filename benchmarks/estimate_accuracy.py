@@ -162,8 +162,8 @@ def case(name: str, scale: int) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             taken, _ = truth(model, partial(calibrate, model, job, device, folder))
         return {"case": name, "taken": taken, "fakes": foreseen}
-    memory = LiveMemory()
     is_inference, on_cuda = isinstance(job, InferenceJob), device.type == "cuda"
+    memory = LiveMemory(on_cuda=on_cuda)
     with on_fakes(empty, on_cuda=on_cuda):
         foreseen = max(phase.peak for phase in run(empty, job, memory))
     workspaces = (1 if is_inference else 2) * [cublas_workspace_bytes(device)]

@@ -111,7 +111,7 @@ class _Meter:
             part.name: run.flow.store.away_bytes(part.modules, part.tensors) for part in run.flow.subgraphs
         }
         self._statistics: Statistics = {}
-        self._memory = LiveMemory()
+        self._memory = LiveMemory(on_cuda=run.flow.device.type == "cuda")
         self._flow = run.flow
         self._largest = max(batches, key=numel, default=())
         self._numbers = [numel(batch) for batch in batches]

@@ -51,6 +51,14 @@ def as_on_cuda() -> Iterator[None]:
         yield
 
 
+def temporary_bytes(function: Any, args: Sequence[Any]) -> int:
+    """What an operator has on CUDA beside its arguments and its result, as far as that is known: the product of a
+    softmax's gradient and itself; which scores are masked."""
+    if function is torch.ops.aten._softmax_backward_data.default:
+        return int(args[0].nbytes)
+    return int(args[0].numel()) if function is torch.ops.aten._safe_softmax.default else 0
+
+
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     """As `dropout`, which keeps a mask of bytes there."""
     if inplace or not training or not 0 < p < 1:
@@ -95,12 +103,9 @@ def _attention(
             *inputs, attn_mask, keeps, dropout_p, is_causal, scale=scale
         )
         return cast(Tensor, found[0])
-    # which rows are masked as a whole is looked up beside the scores and their softmax
-    beside = None if keeps else query.new_empty(*query.shape[:-1], key.shape[-2], dtype=torch.bool)
     found = torch.ops.aten._scaled_dot_product_attention_math(
         *inputs, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
-    del beside
     return cast(Tensor, found[0])
 
 

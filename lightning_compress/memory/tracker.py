@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_compress.graph.compat import TorchDispatchMode, pytree
+from lightning_compress.graph.cuda import temporary_bytes
 from lightning_compress.memory.heap import LARGEST_IN_HEAP
 
 
@@ -27,6 +28,9 @@ class LiveMemory(TorchDispatchMode):
 
     Storages that existed before are not counted unless `track` is called on them.
 
+    Args:
+        on_cuda: fake tensors stand for a GPU's, whose operators have temporaries (see `graph.cuda`).
+
     Attributes:
         live_bytes, peak_bytes: now, and at most since the last reset.
         heap_bytes, heap_peak_bytes: likewise, of storages that come from the C heap where they are a CPU's.
@@ -34,8 +38,9 @@ class LiveMemory(TorchDispatchMode):
             it was freed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, on_cuda: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._on_cuda = on_cuda
         self.live_bytes = self.heap_bytes = 0
         self.peak_bytes = self.heap_peak_bytes = 0
         self.events: list[tuple[int, int]] = []
@@ -88,6 +93,9 @@ class LiveMemory(TorchDispatchMode):
         for leaf in pytree.tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self.track(leaf)
+        if self._on_cuda and (size := temporary_bytes(func, args)):
+            self.stands_for([size])
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes + size)
         return out
 
 

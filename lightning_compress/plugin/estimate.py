@@ -109,7 +109,7 @@ def _of_one_rank_or_shared(
         raise CompressionError(f"{layout}: {reason}.")
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     sizes = decoder(model.config, num_parameters, model.dtype.itemsize)
-    followed = LiveMemory()
+    followed = LiveMemory(on_cuda=place == "device")
     phases, forms = _on_fakes(model, job, followed, where, place), list[Phase]()
     if sizes is not None:
         forms = inference_phases(sizes, job) if isinstance(job, InferenceJob) else finetuning_phases(sizes, job)

@@ -116,7 +116,7 @@ def plan_finetuning(
     def run(size: int, checkpointing: bool, accumulate: int) -> MicroBatch:
         micro = replace(job, batch_size=size, accumulate=accumulate, gradient_checkpointing=checkpointing)
         with foreseeing(model, job.length, on_cuda=True):
-            return MicroBatch(size, checkpointing, rehearse(model, micro, LiveMemory(), WorkMeter()))
+            return MicroBatch(size, checkpointing, rehearse(model, micro, LiveMemory(on_cuda=True), WorkMeter()))
 
     room = None if budgets["device"] is None else budgets["device"] + GIB
     found = rehearsed(micro_batch_sizes(task.batch, among), checkpoints, among, task, room, run)

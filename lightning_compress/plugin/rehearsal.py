@@ -173,7 +173,7 @@ class _Rehearsal:
 
     def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: torch.optim.Optimizer) -> None:
         self.trainer, self.module, self.optimizer = trainer, module, optimizer
-        self.memory = LiveMemory()
+        self.memory = LiveMemory(on_cuda=module.device.type == "cuda")
         self.worst: dict[str, Phase] = {}
         self.weights = 0
         self.outside = _buckets(trainer, module)  # of what is followed: and the batch

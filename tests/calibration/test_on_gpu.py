@@ -92,7 +92,14 @@ def test_gram(dtype: torch.dtype) -> None:
     assert float((gram.matrix().cpu() - expected).norm() / expected.norm()) < 2e-6
 
 
-WIDE = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "num_key_value_heads": 4}
+WIDE: dict[str, Any] = {
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 4096,
+    "max_position_embeddings": 1024,
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -106,7 +113,7 @@ WIDE = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8,
 )
 def test_foreseen_is_measured(dtype: torch.dtype, do: Callable[..., Any], threads: int) -> None:
     """What the allocator hands out at most, within a percent."""
-    fake, memory = tiny_llama(4, dtype=dtype, vocab_size=4096, max_position_embeddings=1024, **WIDE), LiveMemory()
+    fake, memory = tiny_llama(4, dtype=dtype, **WIDE), LiveMemory(on_cuda=True)
     with on_fakes(fake, on_cuda=True):
         do(fake, memory)
     workspaces = [(-1 - number, cublas_workspace_bytes(GPU)) for number in range(threads)]
@@ -114,7 +121,7 @@ def test_foreseen_is_measured(dtype: torch.dtype, do: Callable[..., Any], thread
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
-    real = tiny_llama(4, dtype=dtype, vocab_size=4096, max_position_embeddings=1024, **WIDE).to(GPU)
+    real = tiny_llama(4, dtype=dtype, **WIDE).to(GPU)
     torch.cuda.reset_peak_memory_stats()
     do(real, LiveMemory())
     assert torch.cuda.max_memory_allocated() - before == pytest.approx(foreseen, rel=0.01)

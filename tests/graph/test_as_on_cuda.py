@@ -10,7 +10,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_compress.graph.compat import new_fake_mode
-from lightning_compress.graph.cuda import AsOnCuda, as_on_cuda
+from lightning_compress.graph.cuda import AsOnCuda, as_on_cuda, temporary_bytes
+from lightning_compress.memory.tracker import LiveMemory
 
 FLASH = "aten._scaled_dot_product_flash_attention.default"
 EFFICIENT = "aten._scaled_dot_product_efficient_attention.default"
@@ -80,6 +81,24 @@ def test_as_a_graph_calls_it() -> None:
     with AsOnCuda(), Called() as called:
         torch.ops.aten.scaled_dot_product_attention.default(x, x, x, None, 0.0, True, scale=None, enable_gqa=False)
     assert FLASH in called.found
+
+
+@pytest.mark.usefixtures("fakes")
+def test_temporaries_beside_results() -> None:
+    """Of a softmax: which scores are masked; in its backward the product of both arguments, too."""
+    query, key = torch.empty(1, 4, 16, 33, requires_grad=True), torch.empty(1, 4, 16, 33)
+    peaks = []
+    for on_cuda in (False, True):
+        with AsOnCuda(), LiveMemory(on_cuda=on_cuda) as memory:
+            found = functional.scaled_dot_product_attention(query, key, key)
+            memory.reset_peak()
+            found.sum().backward()
+        peaks.append(memory.peak_bytes)
+        query.grad = None
+    scores = 4 * 16 * 16
+    assert 3 * scores < peaks[1] - peaks[0] <= 4 * scores
+    assert temporary_bytes(torch.ops.aten._safe_softmax.default, [torch.empty(scores)]) == scores
+    assert temporary_bytes(torch.ops.aten.add.Tensor, [torch.empty(scores)]) == 0
 
 
 @pytest.mark.usefixtures("fakes")
