@@ -68,6 +68,7 @@ from lightning_compress.errors import SolveError
 from lightning_compress.statistics import Drift, InputDrift, InputGram, Statistic, matrix_bytes, row_products
 
 CORRECTS = ("none", "inputs", "residual", "qronos", "gptaq")
+_ONE_BY_ONE, _SEARCHED = 1100, 450
 _NOT_CORRECTED = (
     "Not corrected: it is an expert, or called several times, or inside a module that cannot be traced, or reads what "
     "such a module does."
@@ -161,9 +162,12 @@ class Gptq(Algorithm):
         return InputGram, InputDrift if self.correct == "gptaq" else Drift
 
     def costs(self, num_rows: int, num_channels: int) -> tuple[float, float]:
-        # in floating-point operations of a fast product, measured on a CPU core: the factor runs at that rate, the rows
-        # at a third of it, and every channel costs calls, on each rank, that would do a million of them
-        serial, rows = num_channels**3 / 3 + 1e6 * num_channels, 3 * num_rows * num_channels**2
+        # in floating-point operations of a fast product, measured on a CPU core (widths of 256 to 2048): factor and
+        # products run at that rate; every weight costs what is done one by one, a search of scales included; and every
+        # channel costs calls, on each rank, that would do a million of them
+        per_weight = _ONE_BY_ONE + (_SEARCHED if self.scale_search else 0)
+        serial = num_channels**3 / 3 + 1e6 * num_channels
+        rows = num_rows * num_channels * (num_channels + per_weight)
         if self.correct == "gptaq":  # three triangular solves, and a product per row
             serial, rows = serial + 3 * num_channels**3, rows + 2 * num_rows * num_channels**2
         elif self.correct != "none":  # factors and judged outputs for every ridge, and the last; a solution per row

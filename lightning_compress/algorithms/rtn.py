@@ -55,7 +55,7 @@ class Rtn(Algorithm):
         return ()
 
     def costs(self, num_rows: int, num_channels: int) -> tuple[float, float]:
-        return 0.0, (2000 if self.scale_search else 100) * num_rows * num_channels
+        return 0.0, (900 if self.scale_search else 250) * num_rows * num_channels
 
     def prepare_bytes(
         self, num_rows: int, num_channels: int, args: QuantizationArgs, kinds: Kinds, tiling: Tiling
