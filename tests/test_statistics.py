@@ -1,12 +1,16 @@
 """Statistics are sums: the same answer for any split of the tokens, any order, any number of ranks."""
 
 import math
+from contextlib import nullcontext
 from functools import reduce
 
 import pytest
 import torch
 from torch import Tensor
 
+from lightning_compress.graph.compat import new_fake_mode
+from lightning_compress.graph.cuda import AsOnCuda
+from lightning_compress.memory.tracker import LiveMemory
 from lightning_compress.statistics import InputGram, MinMax, Statistic
 
 
@@ -179,3 +183,15 @@ def test_inputs_that_require_grad_are_not_followed() -> None:
     gram = InputGram(4, "cpu")
     gram.update(torch.ones(3, 4, requires_grad=True))
     assert not gram.matrix().requires_grad
+
+
+@pytest.mark.parametrize(
+    ("dtype", "on_cuda", "copies"), [(torch.bfloat16, True, 0), (torch.bfloat16, False, 1), (torch.float64, True, 1)]
+)
+def test_tensor_cores_take_halves_as_they_are(dtype: torch.dtype, on_cuda: bool, copies: int) -> None:
+    """Elsewhere a copy in float32 is made. On fake tensors, of which the last update is followed."""
+    with new_fake_mode(symbolic=False), AsOnCuda() if on_cuda else nullcontext():
+        gram, x = InputGram(512, "cpu"), torch.empty(4096, 512, dtype=dtype)
+        with LiveMemory() as memory:
+            gram.update(x)
+        assert memory.peak_bytes // (4 * x.numel()) == copies

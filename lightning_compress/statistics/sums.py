@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 _BLOCK = 256  # columns per block of a Gram: narrow enough to skip most of the upper half, wide enough for fast products
-_HALVES = (torch.bfloat16, torch.float16)
 _LIFT = 1 + 2.0**-47
 _QUANTUM_BITS = 34  # the largest entry of the first batch is at most so many bits above the quantum
 
@@ -102,7 +101,7 @@ class GramSum:
 def add_gram(x: Tensor, to: Sequence[GramSum]) -> None:
     """Add the tokens [T, I] to several sums; the product is made once."""
     factors = [gram.sum.begin() for gram in to]
-    in_halves = x.is_cuda and x.dtype in _HALVES
+    in_halves = _has_tensor_cores_for(x)
     x = x if in_halves else x.float()
     with full_float32(x.device):
         for number, (start, end) in enumerate(_spans(x.shape[1])):
@@ -110,6 +109,14 @@ def add_gram(x: Tensor, to: Sequence[GramSum]) -> None:
             product = torch.mm(left, right, out_dtype=torch.float32) if in_halves else left @ right
             for gram, factor in zip(to, factors, strict=True):
                 gram.blocks[number].add_(product, alpha=factor)
+
+
+def _has_tensor_cores_for(x: Tensor) -> bool:
+    """Whether the GPU multiplies tensors of this type, and sums in float32: bfloat16 from compute capability 8.0 on."""
+    if not x.is_cuda or x.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    is_here = x.device.type == "cuda"  # a fake tensor's may be a CPU
+    return x.dtype == torch.float16 or not is_here or torch.cuda.get_device_capability(x.device) >= (8, 0)
 
 
 def row_products(weight: Tensor, gram: Tensor | None) -> Tensor:

@@ -83,7 +83,7 @@ def test_errors_are_those_of_a_cpu(schedule: Schedule, bits: int, tmp_path: Path
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_gram(dtype: torch.dtype) -> None:
-    """Of 16-bit tokens by tensor cores, which sum in float32. Seen to fail: with sums of 16 bits."""
+    """Of 16-bit tokens by tensor cores, which sum in float32."""
     x = (torch.randn(4096, 300) @ torch.randn(300, 300) / 17).to(dtype)
     gram = InputGram(300, GPU)
     for part in x.split(1500):
