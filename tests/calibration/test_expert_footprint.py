@@ -8,8 +8,10 @@ from helpers import prepare, recipe
 from test_footprint import foreseen, table_of, taken
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from lightning_compress.algorithms.tiling import ON_CPU, ON_GPU
 from lightning_compress.calibration import footprint
 from lightning_compress.calibration.footprint import _Meter
+from lightning_compress.calibration.solve import stacked_groups
 from lightning_compress.plugin.job import Job
 
 
@@ -20,6 +22,21 @@ def job_of_experts(schedule: str, rows: int = 8, num_layers: int = 2, **settings
     config = Qwen3MoeConfig(**sizes, **heads, num_hidden_layers=num_layers, num_experts=8, num_experts_per_tok=2)
     batches = [{"input_ids": torch.randint(0, 64, (rows, 128))} for _ in range(3)]
     return prepare(Qwen3MoeForCausalLM(config).eval(), batches, recipe(4, group_size=64), schedule=schedule, **settings)
+
+
+def test_what_experts_are_solved_together() -> None:
+    """On a GPU none: its kernel knows one factor, and those of the others would only wait there."""
+    job = job_of_experts("staged", num_layers=1)
+    root, resolved = job.run.flow.root, job.run.resolved
+    with job.modules.in_place():
+        steps = [step.solve for part in job.run.flow.subgraphs for step in part.steps]
+        sizes = {
+            tiling: [len(each) for groups in steps for each in stacked_groups(groups, root, resolved, tiling)]
+            for tiling in (ON_CPU, ON_GPU)
+        }
+    assert max(sizes[ON_CPU]) == 8
+    assert max(sizes[ON_GPU]) == 1
+    assert sum(sizes[ON_CPU]) == sum(sizes[ON_GPU])
 
 
 @pytest.mark.parametrize("schedule", ["staged", "block"])
