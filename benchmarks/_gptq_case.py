@@ -62,8 +62,8 @@ class Case:
         return {**bits, "strategy": "token", "dynamic": True}
 
 
-Solve = Callable[[PreTrainedModel, DataLoader[Batch], Case], int]
-"""Returns the most device memory that it has seen allocated itself; 0: it leaves PyTorch's statistic alone."""
+Solve = Callable[[PreTrainedModel, DataLoader[Batch], Case], dict[str, object]]
+"""Returns what else it has to tell; `peak_device_bytes` if it resets PyTorch's statistic."""
 
 
 def read_case() -> Case:
@@ -106,14 +106,16 @@ def run(tool: str, case: Case, solve: Solve) -> None:
     loader: DataLoader[Batch] = DataLoader(rows, batch_size=case.batch_size)  # type: ignore[arg-type]
     original = perplexity(model, tokens["evaluation"], case.batch_size) if case.evaluate else None
     start, cpu_start = time.perf_counter(), time.process_time()
-    seen = solve(model, loader, case)
+    told = solve(model, loader, case)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     solve_s, cpu_s = time.perf_counter() - start, time.process_time() - cpu_start
     peak_rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    result = {"tool": tool, "solve_s": solve_s, "cpu_s": cpu_s, "peak_rss_bytes": peak_rss_bytes}
+    result: dict[str, object] = {"tool": tool, "solve_s": solve_s, "cpu_s": cpu_s, "peak_rss_bytes": peak_rss_bytes}
     if torch.cuda.is_available():
-        result["peak_device_bytes"] = max(seen, torch.cuda.max_memory_allocated())
+        result["peak_device_bytes"] = torch.cuda.max_memory_allocated()
+        result["pinning_s"] = torch.cuda.host_memory_stats().get("host_alloc_time.total", 0) / 1e6
+    result |= told
     if case.evaluate:
         result |= {
             "original_perplexity": original,

@@ -36,7 +36,7 @@ class Unpacked:
         return record
 
 
-def solve(model: PreTrainedModel, loader: DataLoader[Batch], case: Case) -> int:
+def solve(model: PreTrainedModel, loader: DataLoader[Batch], case: Case) -> dict[str, object]:
     scheme = {"weights": case.weights, "input_activations": case.input_activations}
     modifier = {"algorithm": case.algorithm, "scheme": scheme, "ignore": ["lm_head"]}
     if case.algorithm == "gptq":
@@ -59,8 +59,10 @@ def solve(model: PreTrainedModel, loader: DataLoader[Batch], case: Case) -> int:
     )
     job = prepare_job(model, collect(loader), settings, torch.device(case.device))
     with calibrating(job.target.root), job.modules.in_place():
-        peaks = [record.peak_bytes for record in calibrate(job.run, Unpacked())]
-    return max(peaks) if case.device == "cuda" else 0  # of each subgraph anew
+        records = list(calibrate(job.run, Unpacked()))
+    phases = [[record.name, record.onload_s, record.run_s, record.solve_s] for record in records]
+    on_device = {"peak_device_bytes": max(record.peak_bytes for record in records)} if case.device == "cuda" else {}
+    return {"phases": phases, **on_device}
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 OBSERVERS = {"minmax": "memoryless_minmax", "mse": "memoryless_mse", "weighted": "imatrix_mse"}
 
 
-def solve(model: PreTrainedModel, loader: DataLoader[Batch], case: Case) -> int:
+def solve(model: PreTrainedModel, loader: DataLoader[Batch], case: Case) -> dict[str, object]:
     """Quantize the model in memory."""
     tokenizer = AutoTokenizer.from_pretrained(case.model)
     inputs = None if case.input_activations is None else QuantizationArgs(**case.input_activations)
@@ -28,7 +28,7 @@ def solve(model: PreTrainedModel, loader: DataLoader[Batch], case: Case) -> int:
         block_size=128,
     )
     oneshot(model=model, processor=tokenizer, dataset=loader, recipe=recipe, pipeline="sequential")
-    return 0
+    return {}
 
 
 if __name__ == "__main__":

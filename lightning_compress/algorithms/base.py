@@ -199,7 +199,11 @@ class Algorithm(ABC):
     @abstractmethod
     def costs(self, num_rows: int, num_channels: int) -> tuple[float, float]:
         """What every rank that solves rows of a weight [O, I] has to do first, and what all its rows cost then: in time
-        relative to one another, and to other algorithms'."""
+        relative to one another, and to other algorithms'. On a GPU about float32 FLOP, beside `calls`."""
+
+    @abstractmethod
+    def calls(self, num_rows: int, num_channels: int, tiling: Tiling) -> float:
+        """How many operators' time goes by on a GPU until a weight [O, I] is solved, beside that of large products."""
 
     @abstractmethod
     def prepare_bytes(

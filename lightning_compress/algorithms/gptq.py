@@ -56,6 +56,7 @@ from lightning_compress.algorithms.refit import ROUNDS, Candidate, best_rows, er
 from lightning_compress.algorithms.rows import ByRows
 from lightning_compress.algorithms.scales import (
     Scales,
+    calls_of_search,
     make_grid,
     num_groups,
     scales_bytes,
@@ -174,6 +175,14 @@ class Gptq(Algorithm):
             serial += 4 * num_channels**3 / 3 + 12 * min(num_rows, JUDGED) * num_channels**2
             rows += 4 * num_rows * num_channels**2
         return serial, rows + self._most_rounds * 6 * num_rows * num_channels**2
+
+    def calls(self, num_rows: int, num_channels: int, tiling: Tiling) -> float:
+        # measured on an H100 (`benchmarks/solve_costs.py`), widths of 256 to 14336
+        tiles = len(tiling.row_tiles(num_rows))
+        stacks = -(-num_rows // tiling.stack_rows(num_channels))
+        walk = num_channels / min(self.block_size, num_channels) * (27 * stacks + 11 * tiles)
+        search = calls_of_search(num_rows, tiling) * self.scale_search
+        return 185 + search + walk * (1 + self._most_rounds)
 
     def prepare_bytes(
         self, num_rows: int, num_channels: int, args: QuantizationArgs, kinds: Kinds, tiling: Tiling

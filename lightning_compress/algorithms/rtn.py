@@ -28,6 +28,7 @@ from lightning_compress.algorithms.base import (
 )
 from lightning_compress.algorithms.rows import ByRows
 from lightning_compress.algorithms.scales import (
+    calls_of_search,
     make_grid,
     num_groups,
     round_to_grid,
@@ -56,6 +57,9 @@ class Rtn(Algorithm):
 
     def costs(self, num_rows: int, num_channels: int) -> tuple[float, float]:
         return 0.0, (900 if self.scale_search else 250) * num_rows * num_channels
+
+    def calls(self, num_rows: int, num_channels: int, tiling: Tiling) -> float:
+        return 100 + calls_of_search(num_rows, tiling) * self.scale_search
 
     def prepare_bytes(
         self, num_rows: int, num_channels: int, args: QuantizationArgs, kinds: Kinds, tiling: Tiling

@@ -152,8 +152,8 @@ def run_step(
         if step.keep:
             kept = {key: value for key, value in values.items() if key in outliving}
             unchanged = {key for key, value in kept.items() if before.get(key) == versions(value)}
+            flow.cache.retain(batch, outliving)  # first: what is stored may need the room
             flow.cache.store(batch, kept, unchanged)
-            flow.cache.retain(batch, outliving)
             del kept  # what went to the file must not live on while the next batch runs
         give_back(flow.placement)
         yield values

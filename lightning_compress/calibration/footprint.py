@@ -57,6 +57,7 @@ from lightning_compress.memory.work import Work, WorkMeter, times
 
 PACKING = 16
 """Bytes per weight that compressed-tensors has alive while it packs one module, its result included (0.19 and 0.20)."""
+_CALLS_PER_NODE = 14  # as many operators' time is what Python does for a node of a step (on an H100's host)
 _CPU = torch.device("cpu")
 
 
@@ -196,7 +197,7 @@ class _Meter:
                 statistics=statistics,
                 workspace=workspace,
                 on_host=on_host,
-                work=self._work_of_all(),
+                work=self._work_of_all(step),
                 loaded=self._moved(cached & with_shadows(read | observed, self._diverging)),
                 stored=self._moved(self.cached - cached),
                 heap_waiting=round(large * max(in_heap, self._part_in_heap())) if self._is_on_cpu else 0,
@@ -205,10 +206,10 @@ class _Meter:
             )
         ]
 
-    def _work_of_all(self) -> Work:
+    def _work_of_all(self, step: Step) -> Work:
         """The work of all batches, that of the largest being known; the others' is in the ratio of their sizes."""
         ratio = sum(self._numbers) / max(numel(self._largest), 1)
-        calls = self._work.work["call"] * len(self._numbers)
+        calls = (self._work.work["call"] + _CALLS_PER_NODE * len(step.nodes)) * len(self._numbers)
         return {**times(self._work.work, ratio), "call": calls}
 
     @property
@@ -287,6 +288,9 @@ class _Meter:
         self._memory.stands_for([results + added, *in_pieces(packing, packing // PACKING * 4)])
         size = self._run.collective.size
         serial, shared = (number * cost for cost in assignment.algorithm.costs(num_rows, num_channels))
+        calls = number * assignment.algorithm.calls(num_rows, num_channels, tiling)
+        on_gpu = {"call": calls, "product float32": serial + shared / size}
+        solving = {"solve": serial + shared / size} if self._is_on_cpu else on_gpu
         moment = Moment(
             "solve",
             ", ".join(name for group in groups for name in group.members),
@@ -295,7 +299,7 @@ class _Meter:
             statistics=held.statistics,
             workspace=workspace_there,
             on_host=on_host,
-            work={"solve": serial + shared / size, "packing": number * num_rows * num_channels / size},
+            work={**solving, "packing": number * num_rows * num_channels / size},
         )
         return moment, added
 

@@ -93,6 +93,8 @@ def factors(
     for plan, subgraphs in reports:
         for part, record in _pairs(plan, subgraphs):
             for phase in _FAMILIES:
+                if phase == "solve_s" and "to_device" in plan.rates:
+                    continue  # a GPU's solves are calls and products
                 if phase == "run_s" and part.lanes.get("compute", 0.0) < 0.9 * part.run_s:
                     continue  # it waited for another lane
                 foreseen[phase] += getattr(part, phase) * _slower(plan, rates, phase)

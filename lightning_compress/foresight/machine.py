@@ -31,11 +31,17 @@ UNITS = {
     "to_device": "B/s",
     "to_host": "B/s",
     "duplex": "B/s",
+    "pinning": "B/s",
+    "start": "1/s",
 }
 """By the first word of a rate's name; the second is a dtype. `mapping` is of memory that a CPU gets from the system
-again and again; `writing` of shards, until they are read back and on disk; `disk_read` of weights from a cold disk;
-`scratch_read` and `disk_write` of activations; `duplex` of both directions of the link at once."""
+again and again; `solve` is of a CPU, as a GPU's solves are calls and products; `writing` of shards, until they are read
+back and on disk; `disk_read` of weights from a cold disk;
+`scratch_read` and `disk_write` of activations; `duplex` of both directions of the link at once; `pinning` of new host
+memory that a device can copy from; `start` of what the first subgraph's `run` and the first `solve` take more on a GPU,
+whose libraries are loaded when they are used."""
 
+_OF_GPUS = {"to_device", "to_host", "duplex", "pinning", "start"}
 UNITS_OF_PLANS = {"between_ranks": "B/s", "cpu_optimizer": "B/s"}
 """Likewise, of what no probe measures and plans of fine-tuning add: `between_ranks` is what a rank sends while it
 receives as much, `cpu_optimizer` what the CPU's optimizer steps of all ranks go over."""
@@ -82,11 +88,24 @@ class Machine:
         """
         return sum(amount / self.rate(kind) for kind, amount in work.items() if amount)
 
+    def seconds_of_batches(self, work: Work) -> float:
+        """How long batches take: a GPU computes while its next operators are called.
+
+        >>> rates = {"call": Rate(100.0, "assumed"), "elementwise": Rate(10.0, "assumed")}
+        >>> work = {"call": 50, "elementwise": 10}
+        >>> Machine("x", "cpu", rates).seconds_of_batches(work), Machine("x", "cuda", rates).seconds_of_batches(work)
+        (1.5, 1.0)
+        """
+        calls = {"call": work.get("call", 0)}
+        others = {kind: amount for kind, amount in work.items() if kind != "call"}
+        both = self.seconds(calls), self.seconds(others)
+        return sum(both) if self.device == "cpu" else max(both)
+
     @property
     def is_complete(self) -> bool:
         """Whether all is known that plans need; what an earlier version measured may not be."""
         families = {name.partition(" ")[0] for name in self.rates}
-        beside = {"to_device", "to_host", "duplex"} if self.device == "cpu" else {"mapping"}
+        beside = _OF_GPUS if self.device == "cpu" else {"mapping", "solve"}
         return families >= UNITS.keys() - beside
 
     def refitted(self, factors: Mapping[str, float]) -> "Machine":
@@ -133,15 +152,19 @@ GiB are what PyTorch finds of a card (`total_memory`), as its errors told in iss
 Zheng-Chong/CatVTON#133, A10 zai-org/CogVLM#236, RTX 3090 GaoLii/DSP#10, RTX 4090 Soul-AILab/SoulX-FlashTalk#5, RTX 5090
 Wan-Video/Wan2.1#465, A100 TianheWu/CoSeR#10 and levihsu/OOTDiffusion#235, L40S stepfun-ai/Step-Video-T2V#8; H200 as in
 many logs. Drivers differ by a tenth or two. Those of L4, H100 and B200 are what the cards are sold as."""
-_REACHED = {"product": 0.6, "attention": 0.35, "elementwise": 0.8, "link": 0.8, "solve": 0.1}
-"""What of the data sheet's rate is assumed to be reached: large products 60 %, a solve a tenth of float32 products."""
+_REACHED = {"product": 0.6, "attention": 0.35, "elementwise": 0.8, "link": 0.8}
+"""What of the data sheet's rate is assumed to be reached."""
+_PER_PACKED = 230
+"""Bytes of memory traffic that packing a weight takes on a GPU (measured on an H100)."""
+STARTS = {"start run": Rate(1.0, "assumed"), "start solve": Rate(1.1, "assumed")}
+"""As beside an H100: 0.6 to 1.1 s more for the first subgraph's run, 0.7 to 1.0 s for the first solve."""
 _ASSUMED = {
     "call": 1e5,
-    "packing": 1e8,
     "writing": 5e8,
     "disk_read": 2e9,
     "disk_write": 1e9,
     "scratch_read": 2e9,
+    "pinning": 2e9,
 }
 """Of a host that nothing is known of: a local NVMe disk."""
 
@@ -166,7 +189,7 @@ def named_gpu(name: str, host: Machine | None) -> Machine:
     link = 1e9 * _REACHED["link"] * sheet.link
     rates |= {
         "elementwise": 1e9 * _REACHED["elementwise"] * sheet.memory,
-        "solve": 1e12 * _REACHED["solve"] * sheet.float32,
+        "packing": 1e9 * _REACHED["elementwise"] * sheet.memory / _PER_PACKED,
         "to_device": link,
         "to_host": link,
         "duplex": 1.6 * link,
@@ -175,7 +198,7 @@ def named_gpu(name: str, host: Machine | None) -> Machine:
     if host is not None:
         of_host |= {kind: host.rates[kind] for kind in of_host if kind != "call" and kind in host.rates}
     known = {kind: Rate(value, "assumed") for kind, value in rates.items()}
-    return Machine(name.lower(), "cuda", {**of_host, **known}, int(sheet.gib * 2**30))
+    return Machine(name.lower(), "cuda", {**of_host, **known, **STARTS}, int(sheet.gib * 2**30))
 
 
 _DTYPES = ("bfloat16", "float16", "float32")

@@ -6,7 +6,7 @@ the next subgraph come while this one runs and is solved; what they are late the
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import final
 
 import torch
@@ -81,7 +81,8 @@ class Foreseen:
 
     Attributes:
         lanes: seconds that each lane is busy: `compute` (nodes), `solve`, `disk`, `to_device`, `to_host`, `writing`,
-            `mapping` (of heap that was given back to the system; nothing else goes on meanwhile).
+            `mapping` (of heap that was given back to the system; nothing else goes on meanwhile), `pinning` (of host
+            memory for a GPU, likewise).
         moved_bytes: through each lane, as in `SubgraphRecord`.
         peaks: of each place the parts of its worst moment.
     """
@@ -149,12 +150,16 @@ def foreseen(candidate: Candidate, machine: Machine, waiting: Waiting, ranks: in
     what is free in it."""
     parts: list[Foreseen] = []
     late = 0.0
+    pinned, started = 0, set[str]()
     most = _worst(candidate, machine, waiting, host)
     again = _mapped_again(candidate, machine, waiting, host)
     for number, row in enumerate(candidate.table):
         beside = zip(row.moments, again, strict=False)  # goes on where it was
         steps = [Lanes(each, waiting, machine, ranks, extra) for each, extra in beside if each.what == "batch"]
-        parts.append(_part(candidate, machine, row, steps, late if number else None, most[row.name]))
+        part = _part(candidate, machine, row, steps, late if number else None, most[row.name])
+        if machine.device == "cuda":
+            part, pinned = _for_the_first_time(part, machine, pinned, started)
+        parts.append(part)
         late = 0.0
         if candidate.choice.prefetch_depth and number + 1 < len(candidate.table):
             read_s, send_s = bringing(candidate, candidate.table[number + 1], machine)
@@ -206,9 +211,25 @@ def _part(
         solve_s=solve_s,
         write_s=write_s,
         lanes={lane: seconds for lane, seconds in lanes.items() if seconds},
-        moved_bytes=_moved(candidate, row, steps),
+        moved_bytes=_moved(candidate, machine, row, steps),
         peaks=most,
     )
+
+
+def _for_the_first_time(part: Foreseen, machine: Machine, pinned: int, started: set[str]) -> tuple[Foreseen, int]:
+    """With what is done once: to pin more host memory than the `pinned` bytes that there are, and to load what the
+    device computes with. With the bytes that are pinned then."""
+    host = part.peaks["host"]
+    takes = sum(host.get(each, 0) for each in ("weights", "prefetch", "waiting", "in_flight"))
+    more_s = max(0, takes - pinned) / machine.rate("pinning")
+    start_s = {"run": 0.0, "solve": 0.0}
+    for phase, lane in (("run", "compute"), ("solve", "solve")):
+        if part.lanes.get(lane) and phase not in started:
+            started.add(phase)
+            start_s[phase] = 1 / machine.rate(f"start {phase}")
+    lanes = {**part.lanes, **({"pinning": more_s} if more_s else {})}
+    run_s, solve_s = part.run_s + more_s + start_s["run"], part.solve_s + start_s["solve"]
+    return replace(part, run_s=run_s, solve_s=solve_s, lanes=lanes), max(pinned, takes)
 
 
 COPIED = 3.5e9
@@ -263,7 +284,7 @@ class Lanes:
         on_device, _, in_file = waiting.shares(moment.waiting)
         away = 1 - on_device / max(moment.waiting, 1) if machine.device == "cuda" else 0.0
         spilled = in_file / max(moment.waiting, 1)
-        self.compute = machine.seconds(moment.work)
+        self.compute = machine.seconds_of_batches(moment.work)
         self.moved = {"loaded": moment.loaded * away, "stored": moment.stored * away}
         self.read, self.written = moment.loaded * spilled, moment.stored * spilled
         self.file = ranks * (self.read / machine.rate("scratch_read") + self.written / machine.rate("disk_write"))
@@ -288,7 +309,7 @@ def bringing(candidate: Candidate, row: Needs, machine: Machine) -> tuple[float,
     return from_disk, row.weights / machine.rate("to_device") if machine.device == "cuda" else 0.0
 
 
-def _moved(candidate: Candidate, row: Needs, steps: Sequence[Lanes]) -> dict[str, int]:
+def _moved(candidate: Candidate, machine: Machine, row: Needs, steps: Sequence[Lanes]) -> dict[str, int]:
     """Bytes by lane, as `SubgraphRecord.moved_bytes` has them."""
     weights = row.weights if candidate.choice.load == "disk" else 0
     moved = {
@@ -297,8 +318,8 @@ def _moved(candidate: Candidate, row: Needs, steps: Sequence[Lanes]) -> dict[str
         "to_device": row.weights + sum(step.moved["loaded"] for step in steps),
         "to_host": sum(step.moved["stored"] for step in steps),
     }
-    is_cuda = any(step.up for step in steps)
-    return {lane: round(size) for lane, size in moved.items() if lane.startswith("disk") or is_cuda}
+    is_apart = machine.device == "cuda"
+    return {lane: round(size) for lane, size in moved.items() if lane.startswith("disk") or is_apart}
 
 
 def peaks_of(

@@ -2,7 +2,8 @@
 
 Each rate is of the fastest of a few rounds (whatever else goes on can only slow them) of what a run does itself: its
 solver, its packing, its writer, its reader, its scratch file. Alternative not taken: deriving them from one product and
-one copy; on CPUs they are not in proportion.
+one copy; on CPUs they are not in proportion. Not measured: how long a GPU's libraries take to load; the first time they
+come from the disk, which would be twice what later runs take.
 """
 
 import os
@@ -23,7 +24,7 @@ from lightning_compress.algorithms.gptq import Gptq
 from lightning_compress.calibration.solve import QuantizedModule
 from lightning_compress.export.packing import pack
 from lightning_compress.export.verify import read_back
-from lightning_compress.foresight.machine import Machine, Rate
+from lightning_compress.foresight.machine import STARTS, Machine, Rate
 from lightning_compress.memory.files import read_tensor, stored_tensors
 from lightning_compress.memory.heap import heap_kept, trim_heap
 from lightning_compress.memory.scratch import ScratchFile
@@ -80,7 +81,7 @@ def probe(device: torch.device, folder: Path, rounds: int = 5) -> Machine:
         rates |= _of_solving(device, rate)
         rates |= _of_disk(folder, rate)
         if is_cuda:
-            rates |= _of_link(device, rate)
+            rates |= {**_of_link(device, rate), **STARTS}
     total = torch.cuda.get_device_properties(device).total_memory if is_cuda else None
     return Machine(socket.gethostname(), device.type, rates, total)
 
@@ -113,8 +114,10 @@ def _of_solving(device: torch.device, rate: Measure) -> dict[str, Rate]:
 
     solved = algorithm.solve(weight, {InputGram: gram}, args, torch.bfloat16, [size])
     module = QuantizedModule("probe", QuantizationScheme(targets=["Linear"], weights=args), solved, None, None)
-    units = sum(algorithm.costs(size, size))
-    return {"solve": rate(units, solve), "packing": rate(weight.numel(), lambda: pack(module))}
+    packing = {"packing": rate(weight.numel(), lambda: pack(module))}
+    if device.type == "cuda":
+        return packing  # a solve is calls and products there
+    return {"solve": rate(sum(algorithm.costs(size, size)), solve), **packing}
 
 
 def _of_disk(folder: Path, rate: Measure) -> dict[str, Rate]:
@@ -154,9 +157,11 @@ def _of_disk(folder: Path, rate: Measure) -> dict[str, Rate]:
 
 
 def _of_link(device: torch.device, rate: Measure) -> dict[str, Rate]:
-    """Between pinned memory and the device, one way and both at once."""
+    """Between pinned memory and the device, one way and both at once; and of pinning."""
     size = 256 << 20
+    start = time.perf_counter()
     here = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    pinning = Rate(len(here) * size / (time.perf_counter() - start), "measured")
     there = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
     streams = [torch.cuda.Stream(device) for _ in range(2)]
 
@@ -176,6 +181,7 @@ def _of_link(device: torch.device, rate: Measure) -> dict[str, Rate]:
         "to_device": rate(size, lambda: to_device(0)),
         "to_host": rate(size, lambda: to_host(1)),
         "duplex": rate(2 * size, both),
+        "pinning": pinning,
     }
 
 

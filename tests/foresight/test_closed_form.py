@@ -87,6 +87,9 @@ def test_calibration(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> Non
             taken = {kind: max(each.num_bytes for each in found if each.moment.what == kind) for kind in KINDS}
             forms = calibration_forms(sizes, job, depth)
             assert forms == pytest.approx(taken, rel=0.03)
+        solves = [each.work for row in run.table for each in row.moments if each.what == "solve"]
+        assert solves
+        assert all(work.keys() == {"call", "product float32", "packing"} and min(work.values()) for work in solves)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
