@@ -1,9 +1,10 @@
 """How well `Gptq.costs` tells what solves of other shapes take, from the rate of the one that `probe` measures.
 
-    python benchmarks/solve_costs.py [--device cpu] [--repeats 3]
+    python benchmarks/solve_costs.py [--device cpu] [--repeats 3] [--methods searched corrected ...]
 
 Seconds (the least of the repeats; on a CPU one core's processor time) of weights as language models have them, random,
-GPTQ to 4 bits with searched scales and without, and what the costs make of the rate at the probe's shape over what it
+GPTQ to 4 bits: with searched scales, without, corrected (of what outputs lack, or by inputs; strength and ridge
+chosen), by GPTAQ, and with rounds of refitting; and what the costs make of the rate at the probe's shape over what it
 took.
 """
 
@@ -14,7 +15,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 
 from lightning_compress.algorithms.gptq import Gptq
-from lightning_compress.statistics import InputGram
+from lightning_compress.statistics import Beside, Drift, InputDrift, InputGram, OutputDrift, Statistic
 
 SMALL = (
     (960, 576, 64),
@@ -35,19 +36,47 @@ SHAPES = {  # first: the probe's
 }
 
 
+METHODS: dict[str, tuple[Gptq, type[Drift] | None]] = {
+    "searched": (Gptq(), None),
+    "min-max": (Gptq(scale_search=False), None),
+    "corrected": (Gptq(correct="residual"), OutputDrift),
+    "by inputs": (Gptq(correct="inputs"), InputDrift),
+    "gptaq": (Gptq(correct="gptaq"), InputDrift),
+    "refit 1": (Gptq(refit=1), None),
+    "refit 2": (Gptq(refit=2), None),
+    "corrected, refit chosen": (Gptq(correct="residual", refit=None), OutputDrift),
+}
+
+
+def gathered(
+    drift: type[Drift] | None, num_rows: int, num_channels: int, device: torch.device
+) -> dict[type[Statistic], Statistic]:
+    """Sums over random tokens, of which a half is held out."""
+    x = torch.randn(2 * num_channels, num_channels, device=device)
+    if drift is None:
+        gram = InputGram(num_channels, device)
+        gram.update(x)
+        return {InputGram: gram}
+    found = drift(num_channels, device, num_rows)
+    width = num_channels if drift is InputDrift else num_rows
+    for number, part in enumerate(x.chunk(2)):
+        found.update(part, Beside(torch.randn(len(part), width, device=device), held_out=number == 1))
+    return {drift: found}
+
+
 def seconds(
-    algorithm: Gptq, num_rows: int, num_channels: int, group_size: int, repeats: int, device: torch.device
+    method: str, num_rows: int, num_channels: int, group_size: int, repeats: int, device: torch.device
 ) -> float:
     """Of the processor, or of a GPU, at least."""
-    gram = InputGram(num_channels, device)
-    gram.update(torch.randn(2 * num_channels, num_channels, device=device))
+    algorithm, drift = METHODS[method]
+    statistics = gathered(drift, num_rows, num_channels, device)
     weight = torch.randn(num_rows, num_channels, device=device)
     args = QuantizationArgs(num_bits=4, strategy="group", group_size=group_size)
     clock = time.process_time if device.type == "cpu" else time.perf_counter
     taken = []
     for _ in range(1 + repeats):
         start = clock()
-        algorithm.solve(weight, {InputGram: gram}, args, torch.bfloat16)
+        algorithm.solve(weight, statistics, args, torch.bfloat16)
         if device.type == "cuda":
             torch.cuda.synchronize()
         taken.append(clock() - start)
@@ -58,6 +87,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=list(SHAPES))
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     if device.type == "cpu":
@@ -65,17 +95,15 @@ def main() -> None:
     else:
         print(torch.cuda.get_device_name())
     torch.manual_seed(0)
-    print(f"{'rows':>6}{'channels':>10}{'group':>7}{'search':>8}{'seconds':>10}{'foreseen/taken':>16}")
-    rate = 0.0
-    for is_searched in (True, False):
-        algorithm = Gptq(scale_search=is_searched)
-        for num_rows, num_channels, group_size in SHAPES[device.type]:
-            taken = seconds(algorithm, num_rows, num_channels, group_size, arguments.repeats, device)
-            units = sum(algorithm.costs(num_rows, num_channels))
-            rate = rate or units / taken
-            said = "yes" if is_searched else "no"
+    shapes, algorithm = SHAPES[device.type], METHODS["searched"][0]
+    rate = sum(algorithm.costs(*shapes[0][:2])) / seconds("searched", *shapes[0], arguments.repeats, device)
+    print(f"{'method':24}{'rows':>6}{'channels':>10}{'group':>7}{'seconds':>10}{'foreseen/taken':>16}")
+    for method in arguments.methods:
+        for num_rows, num_channels, group_size in shapes:
+            taken = seconds(method, num_rows, num_channels, group_size, arguments.repeats, device)
+            units = sum(METHODS[method][0].costs(num_rows, num_channels))
             print(
-                f"{num_rows:6}{num_channels:10}{group_size:7}{said:>8}{taken:10.4f}{units / rate / taken:16.2f}",
+                f"{method:24}{num_rows:6}{num_channels:10}{group_size:7}{taken:10.4f}{units / rate / taken:16.2f}",
                 flush=True,
             )
 

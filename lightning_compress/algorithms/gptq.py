@@ -69,7 +69,7 @@ from lightning_compress.errors import SolveError
 from lightning_compress.statistics import Drift, InputDrift, InputGram, Statistic, matrix_bytes, row_products
 
 CORRECTS = ("none", "inputs", "residual", "qronos", "gptaq")
-_ONE_BY_ONE, _SEARCHED = 1100, 450
+_ONE_BY_ONE, _SEARCHED, _REFITTED = 1100, 450, 1500
 _NOT_CORRECTED = (
     "Not corrected: it is an expert, or called several times, or inside a module that cannot be traced, or reads what "
     "such a module does."
@@ -173,8 +173,8 @@ class Gptq(Algorithm):
             serial, rows = serial + 3 * num_channels**3, rows + 2 * num_rows * num_channels**2
         elif self.correct != "none":  # factors and judged outputs for every ridge, and the last; a solution per row
             serial += 4 * num_channels**3 / 3 + 12 * min(num_rows, JUDGED) * num_channels**2
-            rows += 4 * num_rows * num_channels**2
-        return serial, rows + self._most_rounds * 6 * num_rows * num_channels**2
+            rows += (1.5 if self.corrects_residual else 4) * num_rows * num_channels**2
+        return serial, rows + self._most_rounds * num_rows * num_channels * (2.6 * num_channels + _REFITTED)
 
     def calls(self, num_rows: int, num_channels: int, tiling: Tiling) -> float:
         # measured on an H100 (`benchmarks/solve_costs.py`), widths of 256 to 14336
