@@ -168,7 +168,7 @@ class Gptq(Algorithm):
         # channel costs calls, on each rank, that would do a million of them
         per_weight = _ONE_BY_ONE + (_SEARCHED if self.scale_search else 0)
         serial = num_channels**3 / 3 + 1e6 * num_channels
-        rows = num_rows * num_channels * (num_channels + per_weight)
+        rows: float = num_rows * num_channels * (num_channels + per_weight)
         if self.correct == "gptaq":  # three triangular solves, and a product per row
             serial, rows = serial + 3 * num_channels**3, rows + 2 * num_rows * num_channels**2
         elif self.correct != "none":  # factors and judged outputs for every ridge, and the last; a solution per row
