@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 Options = ParamSpec("Options")
 _MISSING = "<p>The figure needs matplotlib: <code>pip install 'lightning-compress[report]'</code></p>"
-_LANES = ("disk", "to_device", "compute", "mapping", "solve", "to_host", "writing")
+_LANES = ("disk", "to_device", "pinning", "compute", "mapping", "solve", "to_host", "writing")
 
 
 def figure(

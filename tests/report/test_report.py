@@ -246,14 +246,14 @@ def test_names_that_are_no_text(saved: tuple[Report, Path], tmp_path: Path) -> N
 
 
 def test_weights_are_read_before_the_run_that_needs_them() -> None:
-    """In the picture of a plan's lanes. Seen to fail: with reading drawn from the run on, and without a lane of
-    `mapping`."""
+    """In the picture of a plan's lanes. Seen to fail: with reading drawn from the run on, and without lanes of
+    `mapping` and `pinning`."""
     axes = pytest.importorskip("matplotlib.figure").Figure().add_subplot()
-    lanes = {"disk": 4.0, "compute": 1.0, "mapping": 0.5, "writing": 0.5}
+    lanes = {"disk": 4.0, "pinning": 0.1, "compute": 1.0, "mapping": 0.5, "writing": 0.5}
     seconds = {"run_s": 1.0, "solve_s": 0.0, "write_s": 0.5}
     subgraphs = [{"onload_s": 4.0, **seconds, "lanes": lanes}, {"onload_s": 2.5, **seconds, "lanes": lanes}]
     lanes_figure.__wrapped__(axes, subgraphs, [])  # type: ignore[attr-defined]
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["disk", "compute", "mapping", "writing"]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["disk", "pinning", "compute", "mapping", "writing"]
     disk = [bar for bar in axes.patches if bar.get_y() == -0.4]
     assert [(bar.get_x(), bar.get_x() + bar.get_width()) for bar in disk] == [(0.0, 4.0), (4.0, 8.0)]
     assert axes.get_xlim()[0] == 0
