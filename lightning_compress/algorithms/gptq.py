@@ -41,6 +41,7 @@ from lightning_compress.algorithms.base import (
     check_weight,
     drift_of,
     input_gram,
+    runs,
     stacks,
 )
 from lightning_compress.algorithms.correction import (
@@ -173,14 +174,15 @@ class Gptq(Algorithm):
             serial, rows = serial + 3 * num_channels**3, rows + 2 * num_rows * num_channels**2
         elif self.correct != "none":  # factors and judged outputs for every ridge, and the last; a solution per row
             serial += 4 * num_channels**3 / 3 + 12 * min(num_rows, JUDGED) * num_channels**2
-            rows += (1.5 if self.corrects_residual else 4) * num_rows * num_channels**2
+            # by inputs or by outputs, as the calibration mostly has it (`statistics.drift_form`)
+            rows += (4 if 4 * num_rows >= 3 * num_channels else 1.5) * num_rows * num_channels**2
         return serial, rows + self._most_rounds * num_rows * num_channels * (2.6 * num_channels + _REFITTED)
 
     def calls(self, num_rows: int, num_channels: int, tiling: Tiling) -> float:
         # measured on an H100 (`benchmarks/solve_costs.py`), widths of 256 to 14336
-        tiles = len(tiling.row_tiles(num_rows))
-        stacks = -(-num_rows // tiling.stack_rows(num_channels))
-        walk = num_channels / min(self.block_size, num_channels) * (27 * stacks + 11 * tiles)
+        heights = [tile.stop - tile.start for tile in tiling.row_tiles(num_rows)]
+        together = runs(heights, heights, tiling.stack_rows(num_channels))
+        walk = -(-num_channels // self.block_size) * (27 * len(together) + 11 * len(heights))
         search = calls_of_search(num_rows, tiling) * self.scale_search
         return 185 + search + walk * (1 + self._most_rounds)
 

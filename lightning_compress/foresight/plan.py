@@ -151,20 +151,21 @@ def foreseen(candidate: Candidate, machine: Machine, waiting: Waiting, ranks: in
     parts: list[Foreseen] = []
     late = 0.0
     pinned, started = 0, set[str]()
-    most = _worst(candidate, machine, waiting, host)
+    most, pinned_of = _worst(candidate, machine, waiting, host), _pinned(candidate, machine, waiting)
     again = _mapped_again(candidate, machine, waiting, host)
     for number, row in enumerate(candidate.table):
         beside = zip(row.moments, again, strict=False)  # goes on where it was
         steps = [Lanes(each, waiting, machine, ranks, extra) for each, extra in beside if each.what == "batch"]
         part = _part(candidate, machine, row, steps, late if number else None, most[row.name])
-        if machine.device == "cuda":
-            part, pinned = _for_the_first_time(part, machine, pinned, started)
         parts.append(part)
+        if machine.device == "cuda":  # nothing else goes on meanwhile
+            parts[-1] = _for_the_first_time(part, machine, pinned_of[number] - pinned, started)
+            pinned = max(pinned, pinned_of[number])
         late = 0.0
         if candidate.choice.prefetch_depth and number + 1 < len(candidate.table):
             read_s, send_s = bringing(candidate, candidate.table[number + 1], machine)
             busy = (read_s + sum(step.file for step in steps), send_s + sum(step.up for step in steps))
-            late = max(0.0, *(each - parts[-1].run_s - parts[-1].solve_s for each in busy))
+            late = max(0.0, *(each - part.run_s - part.solve_s for each in busy))
     places = dict.fromkeys(place for row in most.values() for place in row)
     peaks_of_places = {place: max(sum(row[place].values()) for row in most.values()) for place in places}
     in_file = max(waiting.shares(moment.waiting)[2] for row in candidate.table for moment in row.moments) * ranks
@@ -216,12 +217,20 @@ def _part(
     )
 
 
-def _for_the_first_time(part: Foreseen, machine: Machine, pinned: int, started: set[str]) -> tuple[Foreseen, int]:
-    """With what is done once: to pin more host memory than the `pinned` bytes that there are, and to load what the
-    device computes with. With the bytes that are pinned then."""
-    host = part.peaks["host"]
-    takes = sum(host.get(each, 0) for each in ("weights", "prefetch", "waiting", "in_flight"))
-    more_s = max(0, takes - pinned) / machine.rate("pinning")
+def _pinned(candidate: Candidate, machine: Machine, waiting: Waiting) -> list[int]:
+    """For each subgraph the bytes of host memory that are pinned: weights on their way, and what waits."""
+    found = dict.fromkeys(range(len(candidate.table)), 0)
+    places = (number for number, row in enumerate(candidate.table) for _ in row.moments)
+    for number, peak in zip(places, peaks_of(candidate, machine, "host", waiting), strict=False):  # then the end
+        size = sum(peak.parts.get(each, 0) for each in ("weights", "prefetch", "waiting", "in_flight"))
+        found[number] = max(found[number], size)
+    return list(found.values())
+
+
+def _for_the_first_time(part: Foreseen, machine: Machine, more: int, started: set[str]) -> Foreseen:
+    """With what is done once: to pin `more` bytes of host memory than there are, and to load what the device computes
+    with."""
+    more_s = max(0, more) / machine.rate("pinning")
     start_s = {"run": 0.0, "solve": 0.0}
     for phase, lane in (("run", "compute"), ("solve", "solve")):
         if part.lanes.get(lane) and phase not in started:
@@ -229,7 +238,7 @@ def _for_the_first_time(part: Foreseen, machine: Machine, pinned: int, started: 
             start_s[phase] = 1 / machine.rate(f"start {phase}")
     lanes = {**part.lanes, **({"pinning": more_s} if more_s else {})}
     run_s, solve_s = part.run_s + more_s + start_s["run"], part.solve_s + start_s["solve"]
-    return replace(part, run_s=run_s, solve_s=solve_s, lanes=lanes), max(pinned, takes)
+    return replace(part, run_s=run_s, solve_s=solve_s, lanes=lanes)
 
 
 COPIED = 3.5e9

@@ -23,6 +23,8 @@ On a CPU rest_m has what a process takes beyond its tensors (see `memory.budget.
 that the C heap keeps free, a fraction k of what a run has in it, so c counts (1 + k) times; and with the least, where
 what the heap gives back has to be mapped again, which is counted when the programme is solved.
 
+On the host of a GPU what waits there is pinned, once: seconds of the moment with the most.
+
 All activations in memory is a programme of its own (no s, and nothing on its way to the file). Subgraphs that are alike
 share their variables. The least time has many solutions where computing is the longest lane, so a second programme
 minimizes the seconds of file and link within half a percent of it.
@@ -132,6 +134,8 @@ def _solved(
     )
     _bound(programme, budgets, candidate, machine, resources, spare)
     seconds: dict[int, float] = {}
+    if machine.device == "cuda":
+        seconds[_pinning(programme, budgets, candidate, machine)] = 1
     traffic: dict[int, float] = {}
     for number, count in _distinct(candidate):
         total, moved = _subgraph(programme, budgets, candidate, machine, resources, number)
@@ -144,6 +148,24 @@ def _solved(
     second = programme.minimized(traffic) or first
     on_device, on_host = (int(second.values[budget] + 0.5) for budget in (budgets.device, budgets.host))
     return Waiting(on_device, on_host if spills else None), dict(first.prices)
+
+
+def _pinning(programme: LinearProgramme, budgets: "_Budgets", candidate: Candidate, machine: Machine) -> int:
+    """The variable of the seconds in which host memory is pinned, once: that of the moment which needs the most."""
+    pinning, rate = programme.variable(), machine.rate("pinning")
+    ratio = rounding(candidate.table, torch.device(machine.device))
+    found = peaks_of(candidate, machine, "host", Waiting(0, 0))
+    most = max(peak.moment.waiting for peak in found)
+    names = ("weights", "prefetch", "waiting", *(("in_flight",) if budgets.file else ()))
+    for peak in found:
+        others_s = sum(peak.parts.get(each, 0) for each in names) / rate
+        programme.at_most({pinning: -1}, -others_s)
+        if budgets.file and peak.moment.waiting == most:
+            programme.at_most({pinning: -1, budgets.host: ratio / rate}, -others_s)
+        elif not budgets.file:
+            all_s = ratio * peak.moment.waiting / rate
+            programme.at_most({pinning: -1, budgets.device: -ratio / rate}, -others_s - all_s)
+    return pinning
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from lightning_compress.memory.heap import LARGEST_IN_HEAP
 
 Work = Mapping[str, float]
 """Amounts by kind: FLOP of `product float32` or `attention bfloat16`, bytes of `elementwise`, a number of `call`s, on a
-CPU bytes of new blocks that are too large for the C heap as `mapping`; of a solve `solve` (see `Algorithm.costs`),
-weights to be packed as `packing`, bytes of `writing`."""
+CPU bytes of new blocks that are too large for the C heap as `mapping`; of a solve on a CPU `solve` (see
+`Algorithm.costs`), weights to be packed as `packing`, bytes of `writing`."""
 
 _GROUPED = {
     "aten._grouped_mm": 1,

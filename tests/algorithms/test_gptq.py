@@ -16,6 +16,7 @@ from lightning_compress.algorithms.base import Solved, split
 from lightning_compress.algorithms.gptq import Gptq, factorize
 from lightning_compress.algorithms.rows import here
 from lightning_compress.algorithms.rtn import Rtn
+from lightning_compress.algorithms.tiling import ON_GPU
 from lightning_compress.errors import NonFiniteError, SolveError
 from lightning_compress.statistics import InputGram
 
@@ -193,6 +194,16 @@ def test_options_are_checked() -> None:
         Gptq(block_size=0)
     with pytest.raises(ValueError, match="damping"):
         Gptq(damping=-0.1)
+
+
+def test_calls_on_a_gpu() -> None:
+    """Eight stacks of four tiles through 64 blocks; one tile through a block and a part of one; three times."""
+    plain = Gptq(scale_search=False)
+    assert plain.calls(57344, 8192, ON_GPU) == 185 + 64 * (8 * 27 + 32 * 11)
+    assert plain.calls(200, 200, ON_GPU) == 185 + 2 * (27 + 11)
+    assert Gptq(scale_search=False, refit=2).calls(200, 200, ON_GPU) == 185 + 3 * 2 * (27 + 11)
+    assert Gptq().calls(200, 200, ON_GPU) - plain.calls(200, 200, ON_GPU) == 350 + 200
+    assert Rtn().calls(4096, 4096, ON_GPU) == Rtn(scale_search=True).calls(4096, 4096, ON_GPU) - 350 - 2 * 200
 
 
 def test_the_weight_is_not_modified_and_may_require_grad() -> None:

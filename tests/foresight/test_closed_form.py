@@ -1,5 +1,6 @@
 """The formulas against the run on fake tensors, for a decoder of a usual shape; and what they do not know."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -90,6 +91,10 @@ def test_calibration(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> Non
         solves = [each.work for row in run.table for each in row.moments if each.what == "solve"]
         assert solves
         assert all(work.keys() == {"call", "product float32", "packing"} and min(work.values()) for work in solves)
+    on_ranks = measured(target, resolve(recipe, target.root), replace(job, ranks=2), cuda, verifies=False).table
+    shared = [each.work for row in on_ranks for each in row.moments if each.what == "solve"]
+    calls, calls_of_two = (sum(work["call"] for work in found) for found in (solves, shared))
+    assert calls / 2 < calls_of_two < calls, "ranks share row tiles, and each makes the calls of a factor"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

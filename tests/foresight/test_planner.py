@@ -163,24 +163,26 @@ def test_whether_the_heap_keeps_anything_is_chosen_by_time() -> None:
         assert slow.peaks["host"] <= host
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(("device", "pinning"), [("cpu", math.inf), ("cuda", math.inf), ("cuda", 10.0)])
 @pytest.mark.parametrize(("load", "depth"), [("disk", 1), ("disk", 0), ("memory", 2)])
 @pytest.mark.parametrize("flops", [100, 900])
 @pytest.mark.parametrize("loaded", [(), ((52,),)])
 def test_no_other_budgets_of_activations_are_faster(
-    device: str, load: str, depth: int, flops: float, loaded: tuple[tuple[int, ...], ...]
+    device: str, pinning: float, load: str, depth: int, flops: float, loaded: tuple[tuple[int, ...], ...]
 ) -> None:
     """Against all of a grid of budgets that fit. Seen to fail: with the moments of solves not bounding what may wait,
-    without the disk's limit, and with values of 52 bytes taking that much of pinned memory and not 64."""
+    without the disk's limit, with values of 52 bytes taking that much of pinned memory and not 64, and with a programme
+    that pins for nothing."""
+    there_is = machine(device, pinning=pinning)
     given, has_gpu = candidate(load, depth, flops=flops), device == "cuda"
     given = replace(given, table=tuple(replace(row, requests=Requests((), loaded)) for row in given.table))
     grid = itertools.product(range(0, 101, 5) if has_gpu else [0], [None, *range(0, 101, 5)])
-    all_plans = [foreseen(given, machine(device), Waiting(size, rest)) for size, rest in grid]
+    all_plans = [foreseen(given, there_is, Waiting(size, rest)) for size, rest in grid]
     of_device = (160, 190, 230) if has_gpu else (None,)
     for on_device, on_host, on_disk in itertools.product(of_device, (1150, 1200, 1260), (200, 260, 320)):
         there = Resources(on_device, on_host, on_disk)
         fitting = [plan for plan in all_plans if fits(plan, there)]
-        found = best(given, machine(device), there)
+        found = best(given, there_is, there)
         if found is None:
             assert not fitting
             continue
@@ -217,9 +219,9 @@ def test_where_computing_takes_longest_the_disk_is_spared() -> None:
 
 def test_more_of_anything_is_never_slower() -> None:
     given = [candidate(load, depth) for load in ("disk", "memory") for depth in (0, 1)]
-    for device in ("cpu", "cuda"):
+    for there in (machine("cpu"), machine("cuda"), machine("cuda", pinning=10.0)):
         times = [
-            [plan.total_s for plan in plans(given, machine(device), Resources(200 + more, 1130 + more, 300 + more))][:1]
+            [plan.total_s for plan in plans(given, there, Resources(140 + more, 1130 + more, 300 + more))][:1]
             for more in range(0, 200, 20)
         ]
         found = [time[0] for time in times if time]
@@ -233,7 +235,7 @@ def test_the_least_is_that_of_the_fastest_plan(device: str) -> None:
     kinds = itertools.product(("disk", "memory"), (0, 1), ((100, 100), (300, 60), (500, 20)))
     given = [candidate(load, depth, flops=flops, waiting=waiting) for load, depth, (flops, waiting) in kinds]
     given = [in_heap(each) for each in given] if device == "cpu" else given
-    there = machine(device, mapping=50.0)
+    there = machine(device, mapping=50.0, pinning=20.0)
     found = []
     of_device = (130, 200) if device == "cuda" else (None,)
     for on_device, on_host, on_disk in itertools.product(of_device, range(1060, 1400, 40), (200, 500)):

@@ -253,7 +253,13 @@ def test_weights_are_read_before_the_run_that_needs_them() -> None:
     seconds = {"run_s": 1.0, "solve_s": 0.0, "write_s": 0.5}
     subgraphs = [{"onload_s": 4.0, **seconds, "lanes": lanes}, {"onload_s": 2.5, **seconds, "lanes": lanes}]
     lanes_figure.__wrapped__(axes, subgraphs, [])  # type: ignore[attr-defined]
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["disk", "pinning", "compute", "mapping", "writing"]
+    assert [label.get_text() for label in axes.get_yticklabels()] == [
+        "disk",
+        "pinning",
+        "compute",
+        "mapping",
+        "writing",
+    ]
     disk = [bar for bar in axes.patches if bar.get_y() == -0.4]
     assert [(bar.get_x(), bar.get_x() + bar.get_width()) for bar in disk] == [(0.0, 4.0), (4.0, 8.0)]
     assert axes.get_xlim()[0] == 0
