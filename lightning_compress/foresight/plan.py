@@ -7,6 +7,7 @@ the next subgraph come while this one runs and is solved; what they are late the
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from typing import final
 
 import torch
@@ -151,14 +152,15 @@ def foreseen(candidate: Candidate, machine: Machine, waiting: Waiting, ranks: in
     parts: list[Foreseen] = []
     late = 0.0
     pinned, started = 0, set[str]()
-    most, pinned_of = _worst(candidate, machine, waiting, host), _pinned(candidate, machine, waiting)
-    again = _mapped_again(candidate, machine, waiting, host)
+    most, on_cpu = _worst(candidate, machine, waiting, host), machine.device == "cpu"
+    again = _mapped_again(candidate, machine, waiting, host) if on_cpu else repeat(0.0)
+    pinned_of = [] if on_cpu else _pinned(candidate, machine, waiting)
     for number, row in enumerate(candidate.table):
         beside = zip(row.moments, again, strict=False)  # goes on where it was
         steps = [Lanes(each, waiting, machine, ranks, extra) for each, extra in beside if each.what == "batch"]
         part = _part(candidate, machine, row, steps, late if number else None, most[row.name])
         parts.append(part)
-        if machine.device == "cuda":  # nothing else goes on meanwhile
+        if not on_cpu:  # nothing else goes on meanwhile
             parts[-1] = _for_the_first_time(part, machine, pinned_of[number] - pinned, started)
             pinned = max(pinned, pinned_of[number])
         late = 0.0

@@ -155,16 +155,16 @@ def _pinning(programme: LinearProgramme, budgets: "_Budgets", candidate: Candida
     pinning, rate = programme.variable(), machine.rate("pinning")
     ratio = rounding(candidate.table, torch.device(machine.device))
     found = peaks_of(candidate, machine, "host", Waiting(0, 0))
-    most = max(peak.moment.waiting for peak in found)
     names = ("weights", "prefetch", "waiting", *(("in_flight",) if budgets.file else ()))
-    for peak in found:
-        others_s = sum(peak.parts.get(each, 0) for each in names) / rate
-        programme.at_most({pinning: -1}, -others_s)
-        if budgets.file and peak.moment.waiting == most:
-            programme.at_most({pinning: -1, budgets.host: ratio / rate}, -others_s)
-        elif not budgets.file:
-            all_s = ratio * peak.moment.waiting / rate
-            programme.at_most({pinning: -1, budgets.device: -ratio / rate}, -others_s - all_s)
+    others = [sum(peak.parts.get(each, 0) for each in names) for peak in found]
+    waits = [peak.moment.waiting for peak in found]
+    programme.at_most({pinning: -1}, -max(others) / rate)
+    if budgets.file:
+        beside = max(other for other, waiting in zip(others, waits, strict=True) if waiting == max(waits))
+        programme.at_most({pinning: -1, budgets.host: ratio / rate}, -beside / rate)
+    else:
+        takes = max(other + ratio * waiting for other, waiting in zip(others, waits, strict=True))
+        programme.at_most({pinning: -1, budgets.device: -ratio / rate}, -takes / rate)
     return pinning
 
 
