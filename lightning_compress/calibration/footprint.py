@@ -209,9 +209,8 @@ class _Meter:
     def _work_of_all(self, step: Step) -> Work:
         """The work of all batches, that of the largest being known; the others' is in the ratio of their sizes."""
         ratio = sum(self._numbers) / max(numel(self._largest), 1)
-        of_python = 0 if self._is_on_cpu else _CALLS_PER_NODE * len(step.nodes)
-        calls = (self._work.work["call"] + of_python) * len(self._numbers)
-        return {**times(self._work.work, ratio), "call": calls}
+        calls = self._work.work["call"] + (0 if self._is_on_cpu else _CALLS_PER_NODE * len(step.nodes))
+        return {**times(self._work.work, ratio), "call": calls * len(self._numbers)}
 
     @property
     def _diverging(self) -> frozenset[fx.Node]:
@@ -289,10 +288,10 @@ class _Meter:
         self._memory.stands_for([results + added, *in_pieces(packing, packing // PACKING * 4)])
         size = self._run.collective.size
         serial, shared = (number * cost for cost in assignment.algorithm.costs(num_rows, num_channels))
-        whole = max(number / size, 1.0)  # groups that a rank solves, of each so many rows
-        calls = assignment.algorithm.calls(-(-num_rows * number // round(size * whole)), num_channels, tiling)
-        on_gpu = {"call": whole * calls, "product float32": serial + shared / size}
-        solving = {"solve": serial + shared / size} if self._is_on_cpu else on_gpu
+        parts = max(number, size)  # that ranks share: whole groups, or rows of one
+        calls = parts / size * assignment.algorithm.calls(-(-num_rows * number // parts), num_channels, tiling)
+        cost = serial + shared / size
+        solving = {"solve": cost} if self._is_on_cpu else {"call": calls, "product float32": cost}
         moment = Moment(
             "solve",
             ", ".join(name for group in groups for name in group.members),

@@ -171,8 +171,7 @@ def test_no_other_budgets_of_activations_are_faster(
     device: str, pinning: float, load: str, depth: int, flops: float, loaded: tuple[tuple[int, ...], ...]
 ) -> None:
     """Against all of a grid of budgets that fit. Seen to fail: with the moments of solves not bounding what may wait,
-    without the disk's limit, with values of 52 bytes taking that much of pinned memory and not 64, and with a programme
-    that pins for nothing."""
+    without the disk's limit, and with values of 52 bytes taking that much of pinned memory and not 64."""
     there_is = machine(device, pinning=pinning)
     given, has_gpu = candidate(load, depth, flops=flops), device == "cuda"
     given = replace(given, table=tuple(replace(row, requests=Requests((), loaded)) for row in given.table))
@@ -227,6 +226,16 @@ def test_more_of_anything_is_never_slower() -> None:
         found = [time[0] for time in times if time]
         assert found == sorted(found, reverse=True)
         assert len(set(found)) > 1
+
+
+@pytest.mark.parametrize(("flops", "pinning"), [(300, 10.0), (3000, 2.0)])
+def test_more_host_memory_is_not_pinned_where_the_file_is_faster(flops: float, pinning: float) -> None:
+    """Seen to fail: with a programme that pins for nothing."""
+    there = machine("cuda", pinning=pinning)
+    found = [best(candidate(flops=flops), there, Resources(160, host, 1000)) for host in range(1120, 1440, 20)]
+    times = [plan.total_s for plan in found if plan is not None]
+    assert len(times) > 5
+    assert all(later <= SLACK * min(times[:number]) for number, later in enumerate(times) if number), times
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
