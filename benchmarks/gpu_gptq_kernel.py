@@ -11,13 +11,13 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from unittest import mock
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 
-from lightning_compress.algorithms import gptq_triton
+from lightning_compress.algorithms import kernels
 from lightning_compress.algorithms.base import runs
 from lightning_compress.algorithms.factor import factorize
 from lightning_compress.algorithms.nearest_plane import nearest_plane, quantize_block
@@ -48,16 +48,22 @@ def block(num_channels: int, num_rows: int, repeats: int) -> None:
     grid = make_grid(ARGS, (num_rows, 128), torch.bfloat16)
     scale = torch.full((1, 1, num_rows), 0.008, device="cuda")
     groups = torch.zeros(num_channels, dtype=torch.int64, device="cuda")
-    target, codes, delta = weight.clone(), torch.empty_like(weight), torch.zeros_like(weight)
+    target, rounded, delta = weight.clone(), torch.empty_like(weight), torch.zeros_like(weight)
+    codes = torch.empty(weight.shape, dtype=torch.int8, device="cuda")
+    pivots, added = torch.ones(1, num_channels, device="cuda"), torch.zeros(1, dtype=torch.float64, device="cuda")
+    error = torch.zeros(1, num_rows, dtype=torch.float64, device="cuda")
 
-    def run(function: Callable[..., None], factor: torch.Tensor, *heights: Sequence[int]) -> Callable[[], None]:
-        others = (scale, None, groups, grid, codes)
-        return lambda: function(target.copy_(weight), weight, factor, *others, delta.zero_(), *heights)
+    def without_kernel() -> None:
+        of_block = (scale, None, groups, grid, rounded, delta.zero_())
+        quantize_block(target.copy_(weight), weight, lower[None], *of_block, [num_rows])
 
-    eager = median_us(run(quantize_block, lower[None], [num_rows]), max(repeats // 5, 3))
-    eager_codes = codes.clone()
-    fused = median_us(run(gptq_triton.quantize_block, lower), repeats)
-    different = float((codes != eager_codes).float().mean())
+    def with_kernel() -> None:
+        stored = (scale, None, groups, grid.low, grid.high)
+        of_block = (pivots, added, *stored, codes, delta.zero_(), error)
+        kernels.quantize_block(target.copy_(weight), weight, lower[None], *of_block)
+
+    eager, fused = median_us(without_kernel, max(repeats // 5, 3)), median_us(with_kernel, repeats)
+    different = float((codes != rounded).float().mean())
     print(f"{num_channels:>8} {num_rows:>8} {eager:>12.0f} {fused:>12.0f} {eager / fused:>8.1f}x {different:>10.1e}")
 
 
@@ -78,7 +84,7 @@ def whole(name: str, num_rows: int, num_channels: int) -> None:
         return codes
 
     fused, ours = median_us(run, 5), torch.cat(run())
-    with mock.patch.object(gptq_triton, "usable", return_value=False):
+    with mock.patch.object(kernels, "usable", return_value=False):
         eager, theirs = median_us(run, 3), torch.cat(run())
     different = float((ours != theirs).float().mean())
     ratio = eager / fused
@@ -90,7 +96,7 @@ def main() -> None:
     parser.add_argument("--channels", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=50)
     options = parser.parse_args()
-    if not (torch.cuda.is_available() and gptq_triton.AVAILABLE):
+    if not (torch.cuda.is_available() and kernels.AVAILABLE):
         sys.exit("This benchmark needs a CUDA device and Triton.")
     torch.manual_seed(0)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, 4 bits, groups of 128, medians")

@@ -42,6 +42,20 @@ def test_gram_is_the_mean_of_outer_products(num_channels: int) -> None:
     assert gram.num_tokens == 500
 
 
+def test_wider_blocks_of_a_gpu_make_the_same_gram() -> None:
+    """Seen to fail: with the diagonal of the first block only; with spans of the other kind."""
+    x = torch.randn(300, 1500, generator=torch.Generator().manual_seed(0))
+    with AsOnCuda():
+        gram = InputGram(1500, "cpu")
+    of_cpu = InputGram(1500, "cpu")
+    (entries, _), (of_cpu_entries, _) = gram.reductions()["gram"], of_cpu.reductions()["gram"]
+    assert len(entries) == 1024**2 + 476 * 1500 > len(of_cpu_entries)
+    for each in (gram, of_cpu):
+        each.update(x)
+    torch.testing.assert_close(gram.matrix(), of_cpu.matrix())
+    assert torch.equal(gram.diagonal(), gram.matrix().diagonal())
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gram_of_low_precision_inputs_is_that_of_their_values(dtype: torch.dtype) -> None:
     x = correlated(64, 48).to(dtype)

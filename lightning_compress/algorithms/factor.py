@@ -67,10 +67,11 @@ def factorize(gram: Tensor, damping: float, activation_order: bool = True, by_ro
 
 
 def _reordered(gram: Tensor, order: Tensor) -> Tensor:
-    """The Gram [I, I] with rows and columns in `order`, by panels: whole, a third matrix would exist for a moment."""
-    result = torch.empty_like(gram)
-    for panel, rows in zip(result.split(PANEL), order.split(PANEL), strict=True):
-        torch.index_select(gram.index_select(0, rows), 1, order, out=panel)
+    """The Gram [I, I] with rows and columns in `order`; on a CPU by panels: whole, a third matrix would exist for a
+    moment, which on a GPU there is anyway while the factor is made."""
+    result, panel = torch.empty_like(gram), PANEL if gram.device.type == "cpu" else len(gram)
+    for part, rows in zip(result.split(panel), order.split(panel), strict=True):
+        torch.index_select(gram.index_select(0, rows), 1, order, out=part)
     return result
 
 

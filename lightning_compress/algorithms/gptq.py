@@ -23,14 +23,12 @@ the factorization fails (the user would not know): damping is raised, and said t
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import final
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
-from lightning_compress.algorithms import gptq_triton
 from lightning_compress.algorithms.base import (
     Algorithm,
     Factor,
@@ -182,9 +180,9 @@ class Gptq(Algorithm):
         # measured on an H100 (`benchmarks/solve_costs.py`), widths of 256 to 14336
         heights = [tile.stop - tile.start for tile in tiling.row_tiles(num_rows)]
         together = runs(heights, heights, tiling.stack_rows(num_channels))
-        walk = -(-num_channels // self.block_size) * (27 * len(together) + 11 * len(heights))
+        walk = -(-num_channels // self.block_size) * (14 * len(together) + 7 * len(heights))
         search = calls_of_search(num_rows, tiling) * self.scale_search
-        return 185 + search + walk * (1 + self._most_rounds)
+        return 185 + 40 * len(heights) + search + walk * (1 + self._most_rounds)
 
     def prepare_bytes(
         self, num_rows: int, num_channels: int, args: QuantizationArgs, kinds: Kinds, tiling: Tiling
@@ -291,7 +289,7 @@ class Gptq(Algorithm):
 
     @torch.no_grad()
     def solve_parts(self, parts: Sequence[Part]) -> list[Solved]:
-        return [solved for stack in _stacks(parts) for solved in self._solve_stack(stack)]
+        return [solved for stack in stacks(parts) for solved in self._solve_stack(stack)]
 
     def _solve_stack(self, stack: Sequence[Part]) -> list[Solved]:
         """Tiles that go through the channels together."""
@@ -351,14 +349,6 @@ class Gptq(Algorithm):
         if self.refit is not None:
             return self.refit
         return ROUNDS if prepared.correction is not None and prepared.correction.judge is not None else 0
-
-
-def _stacks(parts: Sequence[Part]) -> list[list[Part]]:
-    """Those of one weight together, where the kernel for GPUs runs, which knows one factor; else of several."""
-    if not parts or not gptq_triton.usable(parts[0].weight):
-        return stacks(parts)
-    of_one = groupby(parts, lambda part: id(part.prepared))
-    return [stack for _, group in of_one for stack in stacks(list(group))]
 
 
 def _factor_of(part: Part) -> Factor:

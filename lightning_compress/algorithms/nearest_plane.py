@@ -2,8 +2,8 @@
 
 Layout: everything is [I, T, H], channels by tiles by the rows of each, so that a channel is one contiguous vector over
 all rows. Three levels: products with all earlier blocks (of `block_size` channels), products within the block, and
-within 16 channels each error is passed on at once. On a GPU with Triton, one kernel does the two inner levels
-(`gptq_triton`).
+within 16 channels each error is passed on at once. On a GPU with Triton, one kernel does the two inner levels, and the
+sums of errors (`kernels`).
 
 Alternative not taken: compiling the inner level for the CPU with Numba, a large dependency for where solving matters
 least.
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_compress.algorithms import gptq_triton
+from lightning_compress.algorithms import kernels
 from lightning_compress.algorithms.base import Factor
 from lightning_compress.algorithms.scales import Grid, Scales
 from lightning_compress.algorithms.threads import one_thread
@@ -57,22 +57,26 @@ def _walk(
     num_channels, _, num_rows = places.shape
     delta = torch.zeros_like(places)  # w - q
     codes = torch.empty(places.shape, dtype=torch.int8, device=places.device)
-    target, rounded = places.new_empty(2, min(block_size, num_channels), len(tiles), num_rows)
     row_error = torch.zeros(len(tiles), num_rows, dtype=torch.float64, device=places.device)
     of_tiles = factors[:1] if all(factor is factors[0] for factor in factors) else factors
+    pivots = torch.stack([factor.pivots for factor in of_tiles])
+    added = torch.tensor([factor.added for factor in of_tiles], dtype=torch.float64, device=places.device)
+    target, rounded = places.new_empty(2, min(block_size, num_channels), len(tiles), num_rows)
     for end in range(num_channels, 0, -block_size):
         start = max(end - block_size, 0)
         t, q, w, d = target[: end - start], rounded[: end - start], places[start:end], delta[start:end]
         for place, (height, factor) in enumerate(zip(heights, factors, strict=True)):
             lower, earlier = factor.lower[end:, start:end], delta[end:, place, :height]
             torch.addmm(w[:, place, :height], lower.t(), earlier, out=t[:, place, :height])
-        within = torch.stack([factor.lower[start:end, start:end] for factor in of_tiles])
-        block = (scale, zero_point, groups[start:end], grid, q, d)
-        if len(within) == 1 and gptq_triton.usable(places):
-            gptq_triton.quantize_block(t, w, within[0], *block)
-        else:
-            with one_thread():  # sharing out a channel's rows gains nothing, and loses beside other work
-                quantize_block(t, w, within, *block, heights)
+        corners = [factor.lower[start:end, start:end] for factor in of_tiles]
+        within = torch.stack(corners) if len(corners) > 1 else corners[0][None]
+        stored = (scale, zero_point, groups[start:end])
+        if kernels.usable(places):
+            found = (codes[start:end], d, row_error)
+            kernels.quantize_block(t, w, within, pivots[:, start:end], added, *stored, grid.low, grid.high, *found)
+            continue
+        with one_thread():  # sharing out a channel's rows gains nothing, and loses beside other work
+            quantize_block(t, w, within, *stored, grid, q, d, heights)
         codes[start:end].copy_(q)
         t.sub_(w).add_(d).square_()
         for place, (height, factor) in enumerate(zip(heights, factors, strict=True)):

@@ -27,7 +27,6 @@ class Tiling:
         stacked_rows, stacked_weights: what is solved together has at most so many rows, or weights, whichever is more.
         searched: weights of which scales are searched at a time, with several copies of them in float32.
         copies_factor: the factor of a Gram is not made in its place.
-        joins_weights: weights with factors of their own are solved together; the kernel for GPUs knows one factor.
     """
 
     most_rows: int
@@ -36,7 +35,6 @@ class Tiling:
     stacked_weights: int
     searched: int
     copies_factor: bool
-    joins_weights: bool
 
     def row_tiles(self, num_rows: int) -> list[slice]:
         """Tiles of nearly equal height that cover the rows; a function of their number alone.
@@ -66,8 +64,8 @@ class Tiling:
         return max(self.stacked_rows, self.stacked_weights // num_channels)
 
 
-ON_CPU = Tiling(512, 384, 2048, 3 << 20, 1 << 18, copies_factor=False, joins_weights=True)
-ON_GPU = Tiling(2048, 1536, 8192, 64 << 20, 16 << 20, copies_factor=True, joins_weights=False)
+ON_CPU = Tiling(512, 384, 2048, 3 << 20, 1 << 18, copies_factor=False)
+ON_GPU = Tiling(2048, 1536, 8192, 64 << 20, 16 << 20, copies_factor=True)
 
 
 def tiling_of(device: torch.device) -> Tiling:

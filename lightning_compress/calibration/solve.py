@@ -254,8 +254,7 @@ def stacked_groups(
     batches: list[list[Group]] = []
     for found in alike:
         weight = root.get_submodule(found[0].members[0]).get_parameter("weight")
-        most = tiling.stack_rows(weight.shape[1]) if tiling.joins_weights else 0
-        batches += runs(found, [_num_rows(group, root) for group in found], most)
+        batches += runs(found, [_num_rows(group, root) for group in found], tiling.stack_rows(weight.shape[1]))
     return batches
 
 

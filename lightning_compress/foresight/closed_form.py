@@ -15,6 +15,7 @@ from lightning_compress.foresight.jobs import CalibrationJob, FineTuningJob, Inf
 from lightning_compress.foresight.layouts import Layout
 from lightning_compress.foresight.optimizers import state_bytes
 from lightning_compress.graph.configs import size_in, varies
+from lightning_compress.statistics.sums import BLOCK_ON_GPU
 
 LOSS = {2: (10, 12), 4: (8, 12)}
 """Bytes per token and word of the vocabulary of the causal language model's loss, by the bytes of a logit: forward
@@ -107,13 +108,13 @@ def calibration_forms(sizes: Decoder, job: CalibrationJob, depth: int) -> dict[s
     numel = sum(rows * columns for rows, columns in _linear_shapes(sizes))
     layer = size * (numel + 2 * hidden)
     head = size * (sizes.vocabulary + 1) * hidden  # what is ahead of the last layer
-    beside = (4 * inner + 1024) * inner  # the Gram: see `statistics.sums`
+    beside = _gram_bytes(inner)
     # the residual and the norm's result come, the residual and down's input go, but from the last layer
     coming = tokens * 2 * hidden * size
     passing = coming + tokens * (hidden + inner) * size
     ahead, at_the_end = depth * layer, (depth - 1) * layer + head if depth else 0
     # what came; the gate's activation, up and their product
-    batch = tokens * (2 * hidden * size + inner * 3 * size) + 1024 * inner
+    batch = tokens * (2 * hidden * size + inner * 3 * size) + 4 * min(BLOCK_ON_GPU, inner) * inner
     # the weight's rows; the Gram, its factor and what that is made of, in float32; or the first two, codes of all rows,
     # and those of a stack with errors in float32, or of a tile six float32 copies and what is tried for each group of
     # 128, while scales are searched
@@ -136,7 +137,12 @@ def _attending(sizes: Decoder, job: CalibrationJob) -> int:
     pairs, tokens = job.max_length**2, job.batch_size * job.max_length
     scores = job.batch_size * sizes.heads * pairs * (4 + 4 + 1) + 5 * pairs
     per_token = 6 * sizes.queries + 3 * sizes.keys + 4 * sizes.hidden
-    return scores + 4 * tokens * per_token + (4 * sizes.hidden + 1024) * sizes.hidden
+    return scores + 4 * tokens * per_token + _gram_bytes(sizes.hidden)
+
+
+def _gram_bytes(num_channels: int) -> int:
+    """Of the blocks of rows of `statistics.sums.GramSum`, float64, each up to its own end."""
+    return 4 * num_channels * (num_channels + min(BLOCK_ON_GPU, num_channels))
 
 
 def finetuning_phases(sizes: Decoder, job: FineTuningJob) -> list[Phase]:

@@ -240,8 +240,8 @@ class Experts(nn.Module):
 
     def linears(self, number: int, projections: tuple[str, ...]) -> list[nn.Linear]:
         """Some projections of an expert."""
-        expert = self.get_submodule(str(number))
-        return [cast(nn.Linear, getattr(expert, name)) for name in projections]
+        expert = cast(nn.Module, self._modules[str(number)])  # `get_submodule` takes long for so many calls
+        return [cast(nn.Linear, expert._modules[name]) for name in projections]
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """As the module that this replaces: hidden states [T, H], chosen experts [T, k] and their weights [T, k]; or

@@ -46,7 +46,7 @@ class InputGram(Statistic):
                 "but needs [tokens, channels]."
             )
         number = 2 if beside is not None and beside.held_out else 1  # of the sums that this is a term of
-        self._counts[:number] += x.shape[0]
+        self._counts[:number].add_(x.shape[0])
         if x.shape[0] == 0:
             return
         if not self._is_empty and self._grams[0].sum.quantum is None:

@@ -22,7 +22,9 @@ from typing import final
 import torch
 from torch import Tensor
 
-_BLOCK = 256  # columns per block of a Gram: narrow enough to skip most of the upper half, wide enough for fast products
+BLOCK_ON_CPU, BLOCK_ON_GPU = 256, 1024
+"""Columns per block of a Gram: narrow enough to skip most of the upper half, wide enough for fast products; a GPU has
+done with the one of an expert's few tokens before the next is called."""
 _LIFT = 1 + 2.0**-47
 _QUANTUM_BITS = 34  # the largest entry of the first batch is at most so many bits above the quantum
 
@@ -72,25 +74,33 @@ class GramSum:
 
     def __init__(self, num_channels: int, device: torch.device | str) -> None:
         self.num_channels = num_channels
-        self.sum = ExactSum(sum(_sizes(num_channels)), device)
+        is_on_gpu = torch.empty(0, device=device).is_cuda  # a fake tensor may say so of a CPU
+        self.spans = _spans(num_channels, BLOCK_ON_GPU if is_on_gpu else BLOCK_ON_CPU)
+        self.sum = ExactSum(sum(self._sizes), device)
+
+    @property
+    def _sizes(self) -> list[int]:
+        """Entries of every row block."""
+        return [(end - start) * end for start, end in self.spans]
 
     @cached_property
     def blocks(self) -> list[Tensor]:
         """Views of the sum."""
-        parts = self.sum.values.split(_sizes(self.num_channels))
-        return [part.view(-1, end) for part, (_, end) in zip(parts, _spans(self.num_channels), strict=True)]
+        parts = self.sum.values.split(self._sizes)
+        return [part.view(-1, end) for part, (_, end) in zip(parts, self.spans, strict=True)]
 
     def diagonal(self) -> Tensor:
         """float64 [I]."""
         self.sum.read()
-        starts = [start for start, _ in _spans(self.num_channels)]
-        return torch.cat([block[:, start:].diagonal() for start, block in zip(starts, self.blocks, strict=True)])
+        return torch.cat(
+            [block[:, start:].diagonal() for (start, _), block in zip(self.spans, self.blocks, strict=True)]
+        )
 
     def mean(self, count: int) -> Tensor:
         """Over so many tokens, float32 [I, I], exactly symmetric; all zeros when there were none."""
         self.sum.read()
         gram = torch.empty(self.num_channels, self.num_channels, device=self.sum.values.device)
-        for (start, end), block in zip(_spans(self.num_channels), self.blocks, strict=True):
+        for (start, end), block in zip(self.spans, self.blocks, strict=True):
             torch.div(block, max(count, 1), out=gram[start:end, :end])
             gram[:start, start:end] = gram[start:end, :start].t()
             corner = gram[start:end, start:end].tril_()
@@ -104,7 +114,7 @@ def add_gram(x: Tensor, to: Sequence[GramSum]) -> None:
     in_halves = _has_tensor_cores_for(x)
     x = x if in_halves else x.float()
     with full_float32(x.device):
-        for number, (start, end) in enumerate(_spans(x.shape[1])):
+        for number, (start, end) in enumerate(to[0].spans):
             left, right = x[:, start:end].t(), x[:, :end]
             product = torch.mm(left, right, out_dtype=torch.float32) if in_halves else left @ right
             for gram, factor in zip(to, factors, strict=True):
@@ -139,26 +149,18 @@ def row_products(weight: Tensor, gram: Tensor | None) -> Tensor:
 
 
 def matrix_bytes(num_channels: int) -> int:
-    """At most alive inside `InputGram.matrix`, with its result: a block of rows in both precisions beside it."""
-    return 4 * num_channels**2 + 24 * _BLOCK * num_channels
+    """At most alive inside `InputGram.matrix`, with its result: a block of rows in both precisions beside it (on a GPU,
+    which converts as it writes, less)."""
+    return 4 * num_channels**2 + 24 * BLOCK_ON_CPU * num_channels
 
 
-def _spans(num_channels: int) -> list[tuple[int, int]]:
+def _spans(num_channels: int, block: int) -> list[tuple[int, int]]:
     """Start and end of every column block.
 
-    >>> _spans(600)
+    >>> _spans(600, 256)
     [(0, 256), (256, 512), (512, 600)]
     """
-    return [(start, min(start + _BLOCK, num_channels)) for start in range(0, num_channels, _BLOCK)]
-
-
-def _sizes(num_channels: int) -> list[int]:
-    """Entries of every row block of a Gram.
-
-    >>> _sizes(300)
-    [65536, 13200]
-    """
-    return [(end - start) * end for start, end in _spans(num_channels)]
+    return [(start, min(start + block, num_channels)) for start in range(0, num_channels, block)]
 
 
 @contextmanager

@@ -199,11 +199,11 @@ def test_options_are_checked() -> None:
 def test_calls_on_a_gpu() -> None:
     """Eight stacks of four tiles through 64 blocks; one tile through a block and a part of one; three times."""
     plain = Gptq(scale_search=False)
-    assert plain.calls(57344, 8192, ON_GPU) == 185 + 64 * (8 * 27 + 32 * 11)
-    assert plain.calls(200, 200, ON_GPU) == 185 + 2 * (27 + 11)
-    assert Gptq(scale_search=False, refit=2).calls(200, 200, ON_GPU) == 185 + 3 * 2 * (27 + 11)
-    assert Gptq().calls(200, 200, ON_GPU) - plain.calls(200, 200, ON_GPU) == 350 + 200
-    assert Rtn().calls(4096, 4096, ON_GPU) == Rtn(scale_search=True).calls(4096, 4096, ON_GPU) - 350 - 2 * 200
+    assert plain.calls(57344, 8192, ON_GPU) == 185 + 32 * 40 + 64 * (8 * 14 + 32 * 7)
+    assert plain.calls(200, 200, ON_GPU) == 185 + 40 + 2 * (14 + 7)
+    assert Gptq(scale_search=False, refit=2).calls(200, 200, ON_GPU) == 185 + 40 + 3 * 2 * (14 + 7)
+    assert Gptq().calls(200, 200, ON_GPU) - plain.calls(200, 200, ON_GPU) == 120
+    assert Rtn().calls(4096, 4096, ON_GPU) == Rtn(scale_search=True).calls(4096, 4096, ON_GPU) - 2 * 120
 
 
 def test_the_weight_is_not_modified_and_may_require_grad() -> None:
