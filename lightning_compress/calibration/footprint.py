@@ -37,7 +37,7 @@ from lightning_compress.calibration.flow import Values, run_step
 from lightning_compress.calibration.loop import Calibration
 from lightning_compress.calibration.observe import Statistics, begin_statistics, observing
 from lightning_compress.calibration.reference import differences
-from lightning_compress.calibration.repeats import of_another, one_of_each, repeated, widths
+from lightning_compress.calibration.repeats import of_another, one_of_each, repeated, structures, widths
 from lightning_compress.calibration.requests import in_pieces, storages, tensors_of
 from lightning_compress.calibration.solve import bytes_together, stacked_groups
 from lightning_compress.calibration.stand_ins import LikeQuantizing, failures_allowed
@@ -106,14 +106,14 @@ class _Meter:
     """Follows the run on fake tensors; one subgraph after the other, step by step."""
 
     def __init__(self, run: Calibration, batches: Sequence[Sequence[Tensor]]) -> None:
-        self._run = run
+        self._run, self._flow = run, run.flow
         self._root = run.flow.root
+        self._structure = structures(self._root)
         self._brought = {
             part.name: run.flow.store.away_bytes(part.modules, part.tensors) for part in run.flow.subgraphs
         }
         self._statistics: Statistics = {}
         self._memory = LiveMemory(on_cuda=run.flow.device.type == "cuda")
-        self._flow = run.flow
         self._largest = max(batches, key=numel, default=())
         self._numbers = [numel(batch) for batch in batches]
         self._sizes: list[Mapping[sympy.Symbol, int | float]] = []
@@ -253,7 +253,7 @@ class _Meter:
             return 0
         for width in widths(self._run.flow.subgraphs, index):
             before = self._starts.get(index - width)
-            nodes = None if before is None else repeated(self._run, index, width, before)
+            nodes = None if before is None else repeated(self._run, index, width, before, self._structure)
             if before is not None and nodes is not None and self.cached == {nodes.get(node, node) for node in before}:
                 self._flow.cache.rename(0, nodes)
                 return width

@@ -12,6 +12,7 @@ from lightning_compress.distributed.collective import Collective
 from lightning_compress.graph.experts import sizes_of
 from lightning_compress.graph.leaf import first_tensor, leaf_input, takes_a_value
 from lightning_compress.graph.masks import TokenMask
+from lightning_compress.graph.names import Names
 from lightning_compress.graph.reads import like
 from lightning_compress.graph.shadow import Key
 from lightning_compress.graph.stages import Source, Step, quantizable_calls
@@ -213,7 +214,7 @@ def stretches(step: Step) -> list[tuple[tuple[fx.Node, ...], list[Source]]]:
     A value is observed right before the first module that reads it, because the model may change it in place afterwards
     (`x += f(x)`). What is read inside an opaque leaf is observed while that one call runs.
     """
-    solved = frozenset(name for group in step.solve for name in group.members)
+    solved = Names(name for group in step.solve for name in group.members)
     calls = [{source for _, source in quantizable_calls(node, solved)} for node in step.nodes]
     ends: dict[int, list[Source]] = {len(step.nodes): []}
     for source in step.observe:

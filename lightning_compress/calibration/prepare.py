@@ -29,6 +29,7 @@ from lightning_compress.errors import (
 from lightning_compress.graph.aliases import memory_of
 from lightning_compress.graph.buffers import KeptBuffers
 from lightning_compress.graph.masks import TokenMask, masks_of_sounds, row_mask_for, token_mask_for
+from lightning_compress.graph.names import Names
 from lightning_compress.graph.products import slow_dtypes
 from lightning_compress.graph.shadow import Key, Shadow
 from lightning_compress.graph.stages import Schedule, Source, Subgraph, datafree_subgraphs, quantizable_calls, subgraphs
@@ -268,7 +269,7 @@ def _masks(traced: Traced, needs: Mapping[Source, Any], data: CalibrationSet) ->
 
 def _reached(resolved: ResolvedRecipe, traced: Traced, target: Target) -> ResolvedRecipe:
     """The recipe without what the model never calls; see `without` for errors."""
-    names = frozenset(resolved.assignments)
+    names = Names(resolved.assignments)
     called = {name for node in traced.graph.nodes for name, _ in quantizable_calls(node, names)}
     never = [name for name in resolved.assignments if name not in called and name not in traced.only_read]
     reasons = dict.fromkeys(traced.only_read, "its weight is read by other code, which never calls it")
@@ -296,7 +297,7 @@ def _warn_of_unseen(traced: Traced, parts: Sequence[Subgraph], resolved: Resolve
         )
     groups = [group for part in parts for step in part.steps for group in step.solve]
     seen = {name: set(group.sources) for group in groups if group.sources for name in group.members}
-    names = frozenset(seen)
+    names = Names(seen)
     calls = (call for node in traced.graph.nodes for call in quantizable_calls(node, names))
     unseen = Counter(name for name, source in calls if source not in seen[name])
     unseen = Counter({name: n for name, n in unseen.items() if _reads_statistics(resolved.assignments[name])})

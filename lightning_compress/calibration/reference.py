@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from lightning_compress.calibration.solve import InputHook
 from lightning_compress.graph.execute import execute
 from lightning_compress.graph.leaf import Leaf
+from lightning_compress.graph.names import Names
 from lightning_compress.graph.residual import Residual, residuals
 from lightning_compress.graph.shadow import Key, SecondRun, diverging_nodes
 from lightning_compress.graph.stages import Group, Source, Subgraph, quantizable_calls
@@ -93,7 +94,7 @@ def reference_for(
         sizes: of each source the channels, and the rows of all modules that read it.
         num_batches: of the calibration set.
     """
-    solved = frozenset(name for part in parts for name in part.solved)
+    solved = Names(name for part in parts for name in part.solved)
     last_calls = {
         name: index
         for index, part in enumerate(parts)

@@ -6,8 +6,9 @@ and are followed by readers at the same distance.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from itertools import islice
 from typing import Any, final
 
@@ -47,7 +48,13 @@ def widths(parts: Sequence[Subgraph], index: int) -> list[int]:
     return list(dict.fromkeys((1, index - last)))
 
 
-def repeated(run: Calibration, index: int, width: int, cached: set[Key]) -> dict[Key, Key] | None:
+Structure = list[tuple[object, ...]]
+"""What decides how a module runs, but for the values of its tensors."""
+
+
+def repeated(
+    run: Calibration, index: int, width: int, cached: set[Key], structure: Callable[[str], Structure]
+) -> dict[Key, Key] | None:
     """The nodes of as many subgraphs as `width` from `index` on by those of as many before them, and what both read
     from outside; None where the two are not alike.
 
@@ -56,12 +63,13 @@ def repeated(run: Calibration, index: int, width: int, cached: set[Key]) -> dict
         index: of a subgraph.
         width: how many are compared.
         cached: the values that wait when the earlier ones begin.
+        structure: see `structures`.
     """
     parts = run.flow.subgraphs
     earlier, later = parts[max(index - width, 0) : index], parts[index : index + width]
     if [len(part.steps) for part in earlier] != [len(part.steps) for part in later]:
         return None
-    match = _Match(run)
+    match = _Match(run, structure)
     steps = ([step for part in found for step in part.steps] for found in (earlier, later))
     pairs = list(zip(*steps, strict=True))
     if not all(match.steps(one, other) for one, other in pairs):
@@ -87,10 +95,10 @@ def repeated(run: Calibration, index: int, width: int, cached: set[Key]) -> dict
 class _Match:
     """Nodes of one subgraph and of the next that correspond; grows from step to step."""
 
-    def __init__(self, run: Calibration) -> None:
+    def __init__(self, run: Calibration, structure: Callable[[str], Structure]) -> None:
         self.nodes: dict[fx.Node, fx.Node] = {}
         self._run = run
-        self._root = run.flow.root
+        self._structure = structure
 
     def steps(self, one: Step, other: Step) -> bool:
         if len(one.nodes) != len(other.nodes) or one.keep != other.keep or len(one.solve) != len(other.solve):
@@ -121,7 +129,7 @@ class _Match:
 
     def _targets(self, one: object, other: object) -> bool:
         if isinstance(one, Leaf) and isinstance(other, Leaf) and one.within is None and other.within is None:
-            return _structure(self._root, one.weights_of) == _structure(self._root, other.weights_of)
+            return self._structure(one.weights_of) == self._structure(other.weights_of)
         return one == other
 
     def _sources(self, ours: tuple[Source, ...], theirs: tuple[Source, ...]) -> bool:
@@ -150,15 +158,19 @@ class _Match:
             and all(
                 assignments[mine].algorithm == assignments[yours].algorithm
                 and assignments[mine].scheme == assignments[yours].scheme
-                and _structure(self._root, mine) == _structure(self._root, yours)
+                and self._structure(mine) == self._structure(yours)
                 for mine, yours in zip(one.members, other.members, strict=True)
             )
         )
 
 
-def _structure(root: nn.Module, name: str) -> list[tuple[object, ...]]:
-    """What decides how a module runs, but for the values of its tensors."""
-    found: list[tuple[object, ...]] = []
+def structures(root: nn.Module) -> Callable[[str], Structure]:
+    """That of each module, by its name; asked of it once."""
+    return cache(partial(_structure, root))
+
+
+def _structure(root: nn.Module, name: str) -> Structure:
+    found: Structure = []
     for path, module in root.get_submodule(name).named_modules():
         tensors = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
         sizes = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}

@@ -23,7 +23,7 @@ A module that is called several times is solved once, on the inputs of all its c
 them; later calls run with the result.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
@@ -34,6 +34,7 @@ from torch import fx
 
 from lightning_compress.graph.aliases import memory_of
 from lightning_compress.graph.leaf import Grouped, takes_a_value
+from lightning_compress.graph.names import Names
 from lightning_compress.graph.trace import Leaf, Traced, leaf_input
 from lightning_compress.graph.values import concrete, depends_on_values, is_symbolic
 
@@ -201,7 +202,7 @@ def _count_writes(graph: fx.Graph) -> None:
             node.meta[_WRITES] = sum(at < memory.position[node] for at in writes)
 
 
-def quantizable_calls(node: fx.Node, quantizable: Set[str]) -> Calls:
+def quantizable_calls(node: fx.Node, quantizable: Names) -> Calls:
     """The quantizable modules that executing `node` calls, each with where its input can be seen."""
     if not isinstance(node.target, Leaf):
         return ()
@@ -213,11 +214,11 @@ def quantizable_calls(node: fx.Node, quantizable: Set[str]) -> Calls:
         if x.op == "get_attr" or node.target.hooked:  # no value of the run is what it multiplies: it is watched instead
             return ((name, Source(node, name)),)
         return ((name, Source(x, writes=node.meta.get(_WRITES, 0))),)
-    owners = tuple(f"{owner}." for owner in node.target.modules)
-    return tuple((inner, Source(node, inner)) for inner in sorted(quantizable) if f"{inner}.".startswith(owners))
+    inside = {name for owner in node.target.modules for name in quantizable.within(owner)}
+    return tuple((name, Source(node, name)) for name in sorted(inside))
 
 
-def _expert_calls(node: fx.Node, grouped: Grouped, quantizable: Set[str]) -> Iterator[tuple[str, Source]]:
+def _expert_calls(node: fx.Node, grouped: Grouped, quantizable: Names) -> Iterator[tuple[str, Source]]:
     x, token, counts = node.args
     assert isinstance(x, fx.Node)
     assert isinstance(token, fx.Node)
@@ -246,7 +247,8 @@ def _sources(groups: Iterable[Group]) -> tuple[Source, ...]:
 def _staged(nodes: Sequence[fx.Node], unsolved: set[str], key: GroupKey, recompute: bool = False) -> list[Step]:
     steps: list[Step] = []
     start = 0
-    all_calls = [quantizable_calls(node, unsolved) for node in nodes]
+    names = Names(unsolved)
+    all_calls = [quantizable_calls(node, names) for node in nodes]
     for position, node in enumerate(nodes):
         calls = [call for call in all_calls[position] if call[0] in unsolved]
         if not calls:
@@ -287,7 +289,8 @@ def _depends(size: int | torch.SymInt) -> bool:
 
 
 def _block(nodes: Sequence[fx.Node], unsolved: set[str], key: GroupKey) -> list[Step]:
-    groups = _grouped((call for node in nodes for call in quantizable_calls(node, unsolved)), key)
+    names = Names(unsolved)
+    groups = _grouped((call for node in nodes for call in quantizable_calls(node, names)), key)
     unsolved.difference_update(name for group in groups for name in group.members)
     if not groups:
         return [Step(tuple(nodes))]

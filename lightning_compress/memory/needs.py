@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal, final
 
 from lightning_compress.memory.work import Work
@@ -104,7 +105,7 @@ class Needs:
     moments: tuple[Moment, ...]
     requests: Requests = field(default=Requests(), compare=False, repr=False)
 
-    @property
+    @cached_property
     def pinned(self) -> int:
         """Bytes of pinned memory that its weights take on their way to a device."""
         return max(self.weights, sum(map(pinned_bytes, self.requests.weights))) if self.weights else 0

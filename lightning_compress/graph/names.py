@@ -1,0 +1,32 @@
+"""Names of modules, of which those inside another are found at once."""
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from typing import final
+
+
+@final
+class Names:
+    """Qualified names of some modules.
+
+    >>> names = Names(["mlp.up", "mlp", "mlp.down", "mlp_norm"])
+    >>> "mlp.up" in names, list(names.within("mlp")), list(names.within("mlp.act"))
+    (True, ['mlp', 'mlp.down', 'mlp.up'], [])
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = frozenset(names)
+        self._in_order = sorted(self._names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def within(self, owner: str) -> Iterator[str]:
+        """The module that has the name `owner`, and those below it."""
+        if owner in self._names:
+            yield owner
+        prefix = f"{owner}."
+        for at in range(bisect_left(self._in_order, prefix), len(self._in_order)):
+            if not self._in_order[at].startswith(prefix):
+                return
+            yield self._in_order[at]
