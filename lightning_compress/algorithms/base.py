@@ -202,8 +202,9 @@ class Algorithm(ABC):
         relative to one another, and to other algorithms'. On a GPU about float32 FLOP, beside `calls`."""
 
     @abstractmethod
-    def calls(self, num_rows: int, num_channels: int, tiling: Tiling) -> float:
-        """How many operators' time goes by on a GPU until a weight [O, I] is solved, beside that of large products."""
+    def calls(self, num_rows: int, num_channels: int, tiling: Tiling, number: int = 1) -> float:
+        """How many operators' time goes by on a GPU until so many weights [O, I] are solved together, beside that of
+        large products."""
 
     @abstractmethod
     def prepare_bytes(

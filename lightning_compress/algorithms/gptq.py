@@ -176,13 +176,13 @@ class Gptq(Algorithm):
             rows += (4 if 4 * num_rows >= 3 * num_channels else 1.5) * num_rows * num_channels**2
         return serial, rows + self._most_rounds * num_rows * num_channels * (2.6 * num_channels + _REFITTED)
 
-    def calls(self, num_rows: int, num_channels: int, tiling: Tiling) -> float:
+    def calls(self, num_rows: int, num_channels: int, tiling: Tiling, number: int = 1) -> float:
         # measured on an H100 (`benchmarks/solve_costs.py`), widths of 256 to 14336
-        heights = [tile.stop - tile.start for tile in tiling.row_tiles(num_rows)]
+        heights = number * [tile.stop - tile.start for tile in tiling.row_tiles(num_rows)]
         together = runs(heights, heights, tiling.stack_rows(num_channels))
         walk = -(-num_channels // self.block_size) * (14 * len(together) + 7 * len(heights))
-        search = calls_of_search(num_rows, tiling) * self.scale_search
-        return 185 + 40 * len(heights) + search + walk * (1 + self._most_rounds)
+        search = number * calls_of_search(num_rows, tiling) * self.scale_search
+        return number * 185 + 40 * len(heights) + search + walk * (1 + self._most_rounds)
 
     def prepare_bytes(
         self, num_rows: int, num_channels: int, args: QuantizationArgs, kinds: Kinds, tiling: Tiling
@@ -225,7 +225,8 @@ class Gptq(Algorithm):
         stored = num_rows * (13 * num_groups(num_channels, args) + 32)
         targets = 2 * 4 * num_rows * num_channels if self._corrects(kinds) else 0  # what is quantized, and M
         searching = scales_bytes(max(heights), num_channels, args, self.scale_search, tiling)
-        solving = targets + stored + max(matrices + blocks, searching)
+        transposing = (8 * len(heights) + 4) * (num_rows // len(heights)) * num_channels  # float32, and one tile more
+        solving = targets + stored + max(matrices + blocks, transposing, searching)
         codes = num_rows * num_channels * (2 + self._most_rounds)  # of every round, and of the result
         measuring = targets + 5 * 4 * num_rows * num_channels if self._corrects(kinds) else 0
         refitting = 0 if not self._most_rounds else refit_bytes(num_rows, num_channels, num_groups(num_channels, args))

@@ -236,13 +236,13 @@ def moments(
 ) -> tuple[Tensor, Tensor]:
     """The contract of `scales.moments`."""
     num_scales, num_rows, num_groups = candidates.shape
-    cross, square = torch.empty_like(candidates), torch.empty_like(candidates)
+    cross, square = candidates.new_empty(2, *candidates.shape)
     channels = min(triton.next_power_of_2(group_size), _CHANNELS_AT_ONCE)
     with torch.cuda.device_of(weight):
         _moments_kernel[(triton.cdiv(num_rows, _ROWS_PER_PROGRAM), num_groups)](
             weight.contiguous(),
             weighting.contiguous(),
-            candidates,
+            candidates.contiguous(),
             candidates if zero_point is None else zero_point.contiguous(),
             cross,
             square,

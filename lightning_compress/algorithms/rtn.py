@@ -58,8 +58,8 @@ class Rtn(Algorithm):
     def costs(self, num_rows: int, num_channels: int) -> tuple[float, float]:
         return 0.0, (900 if self.scale_search else 250) * num_rows * num_channels
 
-    def calls(self, num_rows: int, num_channels: int, tiling: Tiling) -> float:
-        return 100 + calls_of_search(num_rows, tiling) * self.scale_search
+    def calls(self, num_rows: int, num_channels: int, tiling: Tiling, number: int = 1) -> float:
+        return number * (100 + calls_of_search(num_rows, tiling) * self.scale_search)
 
     def prepare_bytes(
         self, num_rows: int, num_channels: int, args: QuantizationArgs, kinds: Kinds, tiling: Tiling

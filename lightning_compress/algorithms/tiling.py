@@ -25,6 +25,7 @@ class Tiling:
         most_rows: of a tile.
         least_rows: of a tile where a weight has up to four.
         stacked_rows, stacked_weights: what is solved together has at most so many rows, or weights, whichever is more.
+        joined: entries of the Grams of weights that are solved together, at most; those of one alone may have more.
         searched: weights of which scales are searched at a time, with several copies of them in float32.
         copies_factor: the factor of a Gram is not made in its place.
     """
@@ -33,6 +34,7 @@ class Tiling:
     least_rows: int
     stacked_rows: int
     stacked_weights: int
+    joined: int
     searched: int
     copies_factor: bool
 
@@ -63,9 +65,17 @@ class Tiling:
         """
         return max(self.stacked_rows, self.stacked_weights // num_channels)
 
+    def joined_weights(self, num_rows: int, num_channels: int) -> int:
+        """At most so many weights [O, I], each with a Gram of its own, are solved together.
 
-ON_CPU = Tiling(512, 384, 2048, 3 << 20, 1 << 18, copies_factor=False)
-ON_GPU = Tiling(2048, 1536, 8192, 64 << 20, 16 << 20, copies_factor=True)
+        >>> ON_GPU.joined_weights(1536, 2048), ON_GPU.joined_weights(2048, 768), ON_GPU.joined_weights(4096, 14336)
+        (8, 42, 1)
+        """
+        return max(min(self.stack_rows(num_channels) // num_rows, self.joined // num_channels**2), 1)
+
+
+ON_CPU = Tiling(512, 384, 2048, 3 << 20, 48 << 20, 1 << 18, copies_factor=False)
+ON_GPU = Tiling(2048, 1536, 8192, 64 << 20, 32 << 20, 16 << 20, copies_factor=True)
 
 
 def tiling_of(device: torch.device) -> Tiling:

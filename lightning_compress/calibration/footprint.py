@@ -288,8 +288,8 @@ class _Meter:
         self._memory.stands_for([results + added, *in_pieces(packing, packing // PACKING * 4)])
         size = self._run.collective.size
         serial, shared = (number * cost for cost in assignment.algorithm.costs(num_rows, num_channels))
-        parts = max(number, size)  # that ranks share: whole groups, or rows of one
-        calls = parts / size * assignment.algorithm.calls(-(-num_rows * number // parts), num_channels, tiling)
+        mine, own_rows = -(-number // size), -(-num_rows * number // max(number, size))  # whole groups, or rows of one
+        calls = assignment.algorithm.calls(own_rows, num_channels, tiling, mine)
         cost = serial + shared / size
         solving = {"solve": cost} if self._is_on_cpu else {"call": calls, "product float32": cost}
         moment = Moment(

@@ -249,12 +249,13 @@ def _costs(group: Group, root: nn.Module, resolved: ResolvedRecipe) -> tuple[flo
 def stacked_groups(
     groups: Sequence[Group], root: nn.Module, resolved: ResolvedRecipe, tiling: Tiling
 ) -> list[list[Group]]:
-    """Consecutive groups that are solved together: with as many rows, of one scheme and width, as are one stack."""
+    """Consecutive groups, of one scheme and shape, that are solved together (see `Tiling.joined_weights`)."""
     alike = [list(found) for _, found in groupby(groups, lambda group: _kind(group, root, resolved))]
     batches: list[list[Group]] = []
     for found in alike:
         weight = root.get_submodule(found[0].members[0]).get_parameter("weight")
-        batches += runs(found, [_num_rows(group, root) for group in found], tiling.stack_rows(weight.shape[1]))
+        number = tiling.joined_weights(_num_rows(found[0], root), weight.shape[1])
+        batches += [found[start : start + number] for start in range(0, len(found), number)]
     return batches
 
 

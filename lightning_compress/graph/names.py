@@ -2,6 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from typing import final
 
 
@@ -16,7 +17,10 @@ class Names:
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = frozenset(names)
-        self._in_order = sorted(self._names)
+
+    @cached_property
+    def _in_order(self) -> list[str]:
+        return sorted(self._names)
 
     def __contains__(self, name: object) -> bool:
         return name in self._names

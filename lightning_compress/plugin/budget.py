@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -16,6 +17,7 @@ from lightning_compress.calibration.observe import Statistics, begin_statistics
 from lightning_compress.calibration.prepare import cached_inputs
 from lightning_compress.errors import BudgetError
 from lightning_compress.export.layout import rest_sizes
+from lightning_compress.graph.cuda import AsOnCuda
 from lightning_compress.graph.sizes import binding, traced_bytes
 from lightning_compress.graph.trace import Traced, flatten_batch
 from lightning_compress.memory.budget import Budgets, Fit, MemoryUse, fit, gib
@@ -101,7 +103,8 @@ def _check_widths(run: Calibration) -> None:
         case = (shape, kinds, assignments[name].algorithm, id(assignments[name].scheme))  # of experts few
         if case not in known:
             statistics: Statistics = {}
-            begin_statistics(sources[:1], run.needs, run.sizes, torch.device("meta"), statistics)
+            with nullcontext() if device.type == "cpu" else AsOnCuda():  # blocks of Grams are wider there
+                begin_statistics(sources[:1], run.needs, run.sizes, torch.device("meta"), statistics)
             of = (*shape, assignments[name].weights, kinds, tiling_of(device))
             workspace = assignments[name].algorithm.workspace_bytes(*of)
             known[case] = statistics_bytes(statistics.values()) + workspace

@@ -197,12 +197,14 @@ def test_options_are_checked() -> None:
 
 
 def test_calls_on_a_gpu() -> None:
-    """Eight stacks of four tiles through 64 blocks; one tile through a block and a part of one; three times."""
+    """Eight stacks of four tiles through 64 blocks; one tile through a block and a part of one; three times; eight
+    weights of a tile each, which go together."""
     plain = Gptq(scale_search=False)
     assert plain.calls(57344, 8192, ON_GPU) == 185 + 32 * 40 + 64 * (8 * 14 + 32 * 7)
     assert plain.calls(200, 200, ON_GPU) == 185 + 40 + 2 * (14 + 7)
     assert Gptq(scale_search=False, refit=2).calls(200, 200, ON_GPU) == 185 + 40 + 3 * 2 * (14 + 7)
     assert Gptq().calls(200, 200, ON_GPU) - plain.calls(200, 200, ON_GPU) == 120
+    assert plain.calls(1536, 2048, ON_GPU, number=8) == 8 * (185 + 40) + 16 * (14 + 8 * 7)
     assert Rtn().calls(4096, 4096, ON_GPU) == Rtn(scale_search=True).calls(4096, 4096, ON_GPU) - 2 * 120
 
 

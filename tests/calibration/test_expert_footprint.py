@@ -26,16 +26,22 @@ def job_of_experts(schedule: str, rows: int = 8, num_layers: int = 2, **settings
 
 
 def test_what_experts_are_solved_together() -> None:
-    """As many as have the rows that go through the channels together (256 of gates and ups, of downs too)."""
+    """As many as have the rows that go through the channels together (256 of gates and ups, of downs too), and
+    Grams (of 256 channels, of 128) that may be there at once."""
     job = job_of_experts("staged", num_layers=1)
     root, resolved = job.run.flow.root, job.run.resolved
     with job.modules.in_place():
         steps = [step.solve for part in job.run.flow.subgraphs for step in part.steps]
         sizes = {
             tiling: [len(each) for groups in steps for each in stacked_groups(groups, root, resolved, tiling)]
-            for tiling in (ON_CPU, ON_GPU, replace(ON_GPU, stacked_rows=800, stacked_weights=0))
+            for tiling in (
+                ON_CPU,
+                ON_GPU,
+                replace(ON_GPU, stacked_rows=800, stacked_weights=0),
+                replace(ON_GPU, joined=3 << 16),
+            )
         }
-    assert list(sizes.values()) == [[1, 1, 8, 8], [1, 1, 8, 8], [1, 1, 3, 3, 2, 3, 3, 2]]
+    assert list(sizes.values()) == [[1, 1, 8, 8], [1, 1, 8, 8], [1, 1, 3, 3, 2, 3, 3, 2], [1, 1, 3, 3, 2, 8]]
 
 
 @pytest.mark.parametrize("schedule", ["staged", "block"])
