@@ -113,8 +113,9 @@ def calibration_forms(sizes: Decoder, job: CalibrationJob, depth: int) -> dict[s
     coming = tokens * 2 * hidden * size
     passing = coming + tokens * (hidden + inner) * size
     ahead, at_the_end = depth * layer, (depth - 1) * layer + head if depth else 0
-    # what came; the gate's activation, up and their product
-    batch = tokens * (2 * hidden * size + inner * 3 * size) + 4 * min(BLOCK_ON_GPU, inner) * inner
+    # what came; the gate's activation, up and their product, or the last and a block of its Gram in float32
+    product = 4 * min(BLOCK_ON_GPU, inner) * inner
+    batch = tokens * 2 * hidden * size + max(3 * tokens * inner * size, tokens * inner * size + product)
     # the weight's rows; the Gram, its factor and what that is made of, in float32; or the first two, codes of all rows,
     # and those of a stack with errors in float32, or of a tile six float32 copies and what is tried for each group of
     # 128, while scales are searched
