@@ -208,7 +208,8 @@ class ActivationCache:
         return self._on_device + self._on_host
 
     def _keep(self, batch: int, values: Mapping[Key, object], *, spill: bool) -> None:
-        waiting = [leaf.held for leaf in self._leaves(self._values[batch])]
+        again = self._make_room(batch, values)
+        waiting = [leaf.held for leaf in [*self._leaves(self._values[batch]), *again]]
         known = {_identity(held.place): held for held in waiting if isinstance(held.place, Tensor)}
 
         def kept(key: Key, leaf: object) -> object:
@@ -225,9 +226,17 @@ class ActivationCache:
             return _View(held, leaf.dtype, tuple(leaf.shape), tuple(leaf.stride()), int(leaf.storage_offset()))
 
         new = {key: pytree.tree_map(partial(kept, key), value) for key, value in values.items()}
-        for key in new:
-            self._drop(self._values[batch].pop(key, None))
+        self._drop(again)
         self._values[batch].update(new)
+
+    def _make_room(self, batch: int, values: Mapping[Key, object]) -> list[_View]:
+        """Drop what `values` replace, but for what is in the same storages: that is given, to be dropped later."""
+        stored = {_identity(leaf) for leaf in _tensors(list(values.values()))}
+        replaced = self._leaves([self._values[batch].pop(key, None) for key in values])
+        places = (leaf.held.place for leaf in replaced)
+        again = [isinstance(place, Tensor) and _identity(place) in stored for place in places]
+        self._drop([leaf for leaf, stays in zip(replaced, again, strict=True) if not stays])
+        return [leaf for leaf, stays in zip(replaced, again, strict=True) if stays]
 
     def _is_apart(self, key: Key, leaf: Tensor) -> bool:
         """Whether a copy is kept of a tensor, which is a small part of its storage."""

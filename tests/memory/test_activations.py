@@ -208,6 +208,24 @@ def test_values_wait_on_the_device_then_on_the_host_then_in_the_file() -> None:
     assert cache.moved == {"disk_write": 3 * size, "disk_read": 2 * size, "to_host": 6 * size, "to_device": 4 * size}
 
 
+def test_what_is_replaced_makes_room_for_what_replaces_it() -> None:
+    """Values that were rewritten in place in a copy, as on a device. Seen to fail: with the new one kept before the
+    old one is dropped, for which there is no room."""
+    (a,) = nodes(1)
+    value = torch.randn(1 << 15)
+    cache = ActivationCache([{}], device=CPU, budget=value.nbytes)
+    cache.store(0, {a: value})
+    for _ in range(2):
+        (loaded,) = cache.load(0, {a}, copy=True).values()
+        assert isinstance(loaded, Tensor)
+        cache.store(0, {a: loaded.add_(1)})
+        assert cache.num_bytes == value.nbytes
+    assert cache.moved["disk_write"] == 0
+    assert torch.equal(cache.load(0, {a})[a], value + 1 + 1)  # type: ignore[arg-type]
+    cache.store(0, {a: cache.load(0, {a})[a]})
+    assert cache.num_bytes == value.nbytes, "in the same storage"
+
+
 def test_copies_wait_for_what_may_still_read_the_memory_that_they_get(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was loaded before is dropped by then, and kernels that read it may still have to run. Seen to fail: without
     `give_back`, where nothing is stored between two loads."""
