@@ -42,6 +42,7 @@ class Decoder:
         heads: of the queries.
         num_parameters: of the whole model.
         itemsize: bytes of a parameter and of an activation.
+        is_tied: the input's embeddings are the output's, too.
     """
 
     hidden: int
@@ -53,6 +54,7 @@ class Decoder:
     heads: int
     num_parameters: int
     itemsize: int
+    is_tied: bool
 
 
 def decoder(config: Any, num_parameters: int, itemsize: int) -> Decoder | None:
@@ -71,7 +73,8 @@ def decoder(config: Any, num_parameters: int, itemsize: int) -> Decoder | None:
     hidden, intermediate, layers, vocabulary, heads = sizes
     head_dim = getattr(config, "head_dim", None) or hidden // heads
     keys = head_dim * (getattr(config, "num_key_value_heads", None) or heads)
-    return Decoder(hidden, intermediate, layers, vocabulary, heads * head_dim, keys, heads, num_parameters, itemsize)
+    sides, is_tied = (heads * head_dim, keys, heads), bool(config.tie_word_embeddings)
+    return Decoder(hidden, intermediate, layers, vocabulary, *sides, num_parameters, itemsize, is_tied)
 
 
 def inference_phases(sizes: Decoder, job: InferenceJob) -> list[Phase]:
@@ -154,26 +157,29 @@ def finetuning_phases(sizes: Decoder, job: FineTuningJob) -> list[Phase]:
     tokens = job.batch_size * job.length
     computed = 2 if job.precision == "bf16-mixed" else size
     layer = tokens * _kept_per_token(sizes, computed)
-    kept = sizes.layers * layer
-    if job.gradient_checkpointing:
-        kept = sizes.layers * tokens * sizes.hidden * size
-    if computed < size:
-        kept += computed * sizes.num_parameters  # copies that autocast makes
+    of_layers = sizes.layers * (tokens * sizes.hidden * size if job.gradient_checkpointing else layer)
+    embeddings = sizes.vocabulary * sizes.hidden
+    kept = of_layers + tokens * ((4 + size + computed) * sizes.hidden + 4)  # the last norm's
     before, after = (tokens * sizes.vocabulary * each for each in LOSS[computed])
+    if computed < size:  # copies that autocast makes, and the last norm's result beside its copy
+        kept += computed * (sizes.num_parameters - (0 if sizes.is_tied else embeddings))
+        before += tokens * sizes.hidden * size
     if job.optimizer == "adamw_8bit":
         states = state_bytes(sizes.num_parameters)
     else:
         states = {"adamw": 2, "sgd_momentum": 1, "sgd": 0}[job.optimizer] * weights
-    largest = sizes.vocabulary * sizes.hidden * size
+    largest = embeddings * size
     copies = (
         {"foreach": weights, "single": 2 * largest, "fused": 0}[job.implementation] if job.optimizer == "adamw" else 0
     )
     earlier = weights if job.accumulate > 1 else 0  # gradients
     again = layer if job.gradient_checkpointing else 0
+    # the embeddings' gradient comes last: behind the first layer's; if tied, beside that of the output and their sum
+    last = max(again, 2 * largest) if sizes.is_tied else max(again - largest, 0)
     return [
         Phase("forward", weights, earlier, states, working=kept + before),
         Phase("backward", weights, earlier, states, working=kept + after),
-        Phase("backward", weights, gradients=weights, optimizer=states, working=again),
+        Phase("backward", weights, gradients=weights, optimizer=states, working=last),
         Phase("step", weights, gradients=weights, optimizer=states, stepping=copies),
     ]
 
@@ -195,9 +201,11 @@ def _adapter_phases(sizes: Decoder, job: FineTuningJob) -> list[Phase]:
     else:
         states = {"adamw": 2, "sgd_momentum": 1, "sgd": 0}[job.optimizer] * trained
     layer = tokens * _kept_beside_adapters(sizes, rank)
-    kept = sizes.layers * (tokens * sizes.hidden * size if job.gradient_checkpointing else layer)
+    norm = tokens * sizes.hidden * 4  # of the last one; the first keeps nothing, but where layers keep their inputs
+    kept = sizes.layers * tokens * sizes.hidden * size + norm if job.gradient_checkpointing else sizes.layers * layer
     again = layer if job.gradient_checkpointing else 0
     before, after = (tokens * sizes.vocabulary * each for each in LOSS[size])
+    before += tokens * sizes.hidden * size  # the last norm's result
     largest = 4 * max(numels)
     copies = (
         {"foreach": trained, "single": 2 * largest, "fused": 0}[job.implementation] if job.optimizer == "adamw" else 0
@@ -240,7 +248,8 @@ def _kept_per_token(sizes: Decoder, computed: int) -> int:
     keep; queries, keys, values and the output of attention, and the logarithms of its sums; gate, its activation, up,
     and their product.
     """
-    norms = 2 * ((4 + sizes.itemsize + computed) * sizes.hidden + 4)
+    readers = 5 if computed < sizes.itemsize else 2  # of the two results: autocast makes a copy for each linear layer
+    norms = 2 * ((4 + sizes.itemsize) * sizes.hidden + 4) + readers * computed * sizes.hidden
     attention = (2 * sizes.queries + 2 * sizes.keys) * computed + 4 * sizes.heads
     return norms + attention + 4 * sizes.intermediate * computed
 

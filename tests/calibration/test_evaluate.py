@@ -41,8 +41,15 @@ def on_disk(model: nn.Module, folder: Path) -> tuple[nn.Module, Placement]:
     return empty, Placement(CPU, weight_source(empty, folder), activation_budget=0)
 
 
-@pytest.mark.parametrize("slow", [frozenset(), frozenset({torch.bfloat16})], ids=["fast", "slow"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "slow"),
+    [
+        (torch.float32, frozenset()),
+        (torch.bfloat16, frozenset()),
+        (torch.bfloat16, frozenset({torch.bfloat16})),
+    ],
+    ids=["float32", "bfloat16", "slow bfloat16"],
+)
 @pytest.mark.parametrize("make", [token_batches, ragged_batches, lambda: padded(token_batches())])
 def test_outputs_are_the_models_own(
     make: Callable[[], Batches],
@@ -54,7 +61,7 @@ def test_outputs_are_the_models_own(
     """Bit for bit, from memory, and from disk with activations in a file, also where the CPU is slow at a type. Seen to
     fail with the last layer's step run twice, with batches taken in reverse, and with products of their own type."""
     monkeypatch.setattr(products, "_slow_on_cpu", lambda: slow)
-    model, batches = tiny_llama(3, dtype=dtype), make()
+    model, batches = tiny_llama(2, dtype=dtype), make()
     with torch.no_grad(), in_float32(slow):
         expected = [model(**batch).logits for batch in batches]
     empty, placement = on_disk(model, tmp_path)

@@ -132,7 +132,8 @@ def be_late() -> None:
 
 
 def run(name: str, stop_after: int, folder: Path) -> dict[str, Any]:
-    """A case on this rank."""
+    """A case on this rank, which draws the same numbers whatever cases were before."""
+    torch.manual_seed(0)
     model, batches, given, options = CASES[name]()
     if name == "disk":
         weights = folder / f"weights-{dist.get_rank()}"  # each node may have a copy of its own

@@ -46,16 +46,16 @@ FINE_TUNING: dict[str, dict[str, Any]] = {
 }
 
 
-def llama(dtype: torch.dtype) -> tuple[LlamaForCausalLM, Decoder]:
-    """Half the width of Llama-3-8B and 12 of its 32 layers, without values."""
+def llama(dtype: torch.dtype, *, is_tied: bool = False) -> tuple[LlamaForCausalLM, Decoder]:
+    """Half the width of Llama-3-8B and 4 of its 32 layers, without values."""
     config = LlamaConfig(
         vocab_size=32000,
         hidden_size=2048,
         intermediate_size=7168,
-        num_hidden_layers=12,
+        num_hidden_layers=4,
         num_attention_heads=16,
         num_key_value_heads=4,
-        tie_word_embeddings=False,
+        tie_word_embeddings=is_tied,
     )
     with parameters_on_meta():
         model = LlamaForCausalLM._from_config(config, dtype=dtype)
@@ -109,15 +109,17 @@ def test_inference(dtype: torch.dtype, job: InferenceJob) -> None:
     assert worst(forms) == pytest.approx(worst(found), rel=0.03)
 
 
+@pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("options", FINE_TUNING)
-def test_fine_tuning(dtype: torch.dtype, options: str) -> None:
-    """Seen to fail: without autocast's copies; with attention's output kept twice."""
-    model, sizes = llama(dtype)
-    job = FineTuningJob(2, 1024, **FINE_TUNING[options])
+def test_fine_tuning(dtype: torch.dtype, options: str, is_tied: bool) -> None:
+    """Seen to fail: without autocast's copies, or with one for linear layers that share their input; with attention's
+    output kept twice; without the last norm; with one gradient of tied embeddings, of few tokens."""
+    model, sizes = llama(dtype, is_tied=is_tied)
+    job = FineTuningJob(2, 256 if is_tied else 1024, **FINE_TUNING[options])
     with on_fakes(model):
         found = finetune(model, job, LiveMemory())
-    assert worst(finetuning_phases(sizes, job)) == pytest.approx(worst(found), rel=0.03)
+    assert worst(finetuning_phases(sizes, job)) == pytest.approx(worst(found), rel=0.01)
 
 
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -142,14 +144,14 @@ def test_adapters(dtype: torch.dtype, options: str) -> None:
     forms = finetuning_phases(sizes, job)
     for name in ("forward", "backward", "step"):
         real, form = (max((p for p in of if p.name == name), key=lambda p: p.peak) for of in (found, forms))
-        assert form.peak == pytest.approx(real.peak, rel=0.03), name
+        assert form.peak == pytest.approx(real.peak, rel=0.01), name
         assert form.weights == pytest.approx(real.weights, rel=0.003)
         assert form.optimizer == pytest.approx(real.optimizer, rel=0.005)
     assert forms[-1].gradients == found[-1].gradients
 
 
 def test_adapters_without_one() -> None:
-    sizes = Decoder(768, 3072, 12, 50272, 768, 768, 12, 125_000_000, 2)
+    sizes = Decoder(768, 3072, 12, 50272, 768, 768, 12, 125_000_000, 2, False)
     assert finetuning_phases(sizes, FineTuningJob(method="lora"))
     assert not finetuning_phases(sizes, FineTuningJob(method="lora", precision="bf16-mixed"))
     assert not finetuning_phases(sizes, FineTuningJob(method="lora", lora_targets=["q_proj"]))
@@ -164,5 +166,5 @@ def test_other_architectures_have_none() -> None:
 
 def test_llmem() -> None:
     """OPT-125m, as the paper has it: 16 bytes per parameter but for what it measures, and activations."""
-    sizes = Decoder(768, 3072, 12, 50272, 768, 768, 12, 125_000_000, 2)
+    sizes = Decoder(768, 3072, 12, 50272, 768, 768, 12, 125_000_000, 2, False)
     assert llmem(sizes, FineTuningJob(2, 10)) == 14 * 125_000_000 + 13 * 20 * 768 * 2 + 20 * 50272 * 2
