@@ -174,12 +174,13 @@ def finetuning_phases(sizes: Decoder, job: FineTuningJob) -> list[Phase]:
     )
     earlier = weights if job.accumulate > 1 else 0  # gradients
     again = layer if job.gradient_checkpointing else 0
-    # the embeddings' gradient comes last: behind the first layer's; if tied, beside that of the output and their sum
-    last = max(again, 2 * largest) if sizes.is_tied else max(again - largest, 0)
+    # the embeddings' gradient comes last, behind the first layer's; if tied, the output's waits for it, for their sum
+    last = largest + max(again, 2 * largest) if sizes.is_tied else max(again, largest)
+    after = max(after, largest) if sizes.is_tied else after
     return [
         Phase("forward", weights, earlier, states, working=kept + before),
         Phase("backward", weights, earlier, states, working=kept + after),
-        Phase("backward", weights, gradients=weights, optimizer=states, working=last),
+        Phase("backward", weights, gradients=earlier or weights - largest, optimizer=states, working=last),
         Phase("step", weights, gradients=weights, optimizer=states, stepping=copies),
     ]
 

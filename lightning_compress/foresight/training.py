@@ -117,7 +117,7 @@ class _Observed:
         meter: WorkMeter | None,
     ) -> None:
         self._parameters, self._memory, self._meter, self._accumulates = parameters, memory, meter, job.accumulate > 1
-        self._weights, self._states = follow(model, memory), 0
+        self._weights, self._states, self._gradients = follow(model, memory), 0, 0
         self._found: list[tuple[Phase, bool]] = []
         self._works: dict[tuple[str, bool], Counter[str]] = {}
         self.optimizer, self.is_later = _optimizer(parameters, job), False
@@ -132,8 +132,10 @@ class _Observed:
         self.note("backward")
 
     def note(self, name: str) -> None:
-        """Keep the worst moment since the last one, as one of a part of the job."""
-        gradients = num_bytes(parameter.grad for parameter in self._parameters)
+        """Keep the worst moment since the last one, as one of a part of the job. A gradient made since then is working
+        memory in it: at the worst it may not be there yet, and ranks that share gradients have it whole at first."""
+        before, self._gradients = self._gradients, num_bytes(parameter.grad for parameter in self._parameters)
+        gradients = min(before, self._gradients)
         if name == "step":
             self._states = num_bytes(pytree.tree_leaves([dict(state) for state in self.optimizer.state.values()]))
         phase = Phase(name, self._weights, gradients, self._states)
