@@ -73,7 +73,7 @@ def decoder(config: Any, num_parameters: int, itemsize: int) -> Decoder | None:
     hidden, intermediate, layers, vocabulary, heads = sizes
     head_dim = getattr(config, "head_dim", None) or hidden // heads
     keys = head_dim * (getattr(config, "num_key_value_heads", None) or heads)
-    sides, is_tied = (heads * head_dim, keys, heads), bool(config.tie_word_embeddings)
+    sides, is_tied = (heads * head_dim, keys, heads), bool(getattr(config, "tie_word_embeddings", False))
     return Decoder(hidden, intermediate, layers, vocabulary, *sides, num_parameters, itemsize, is_tied)
 
 
