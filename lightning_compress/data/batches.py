@@ -10,7 +10,7 @@ make the statistics depend on how many ranks there are (docs/multi_node.md).
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, cast, final
 
 import torch
@@ -29,6 +29,7 @@ Batch = dict[str, Tensor]
 log = logging.getLogger(__name__)
 
 _DOCUMENTS_AT_A_TIME = 64
+_CHARACTERS_AT_A_TIME = 2**20  # a tokenizer takes some 150 bytes for each
 _SHORTEST_DOCUMENT = 2  # tokens: one to read and one to predict
 
 
@@ -127,12 +128,27 @@ def _encode(documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase) -
     remaining = (document for document in documents if document is not None)
     adds_special = bool(tokenizer("")["input_ids"])
     ending = [] if adds_special or tokenizer.eos_token_id is None else [cast(int, tokenizer.eos_token_id)]
-    while few := list(islice(remaining, _DOCUMENTS_AT_A_TIME)):
-        are_chats = not isinstance(few[0], str)
-        texts = [_render(document, tokenizer) for document in few]
+    first = next(remaining, None)
+    if first is None:
+        return
+    are_chats = not isinstance(first, str)
+    for texts in _at_a_time(_render(document, tokenizer) for document in chain([first], remaining)):
         encoded = tokenizer(texts, add_special_tokens=not are_chats, verbose=False)["input_ids"]
         for ids in cast(list[list[int]], encoded):
             yield torch.tensor(ids if are_chats else ids + ending, dtype=torch.int64)
+
+
+def _at_a_time(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Texts in groups of at most so many, and so many characters in all unless one alone has more."""
+    group: list[str] = []
+    for text in texts:
+        num_characters = sum(map(len, group))
+        if group and (len(group) == _DOCUMENTS_AT_A_TIME or num_characters + len(text) > _CHARACTERS_AT_A_TIME):
+            yield group
+            group = []
+        group.append(text)
+    if group:
+        yield group
 
 
 def _render(document: Document, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -90,7 +90,7 @@ class DocsConfig(TokensConfig):
 @final
 @dataclass(frozen=True)
 class TextConfig(TokensConfig):
-    """Plain text files in UTF-8, one document each.
+    """Plain text files in UTF-8, one document each; a file of more than 65536 characters is several, cut between lines.
 
     files: their paths.
     """

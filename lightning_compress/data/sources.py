@@ -31,6 +31,8 @@ _Scope = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 # Every 20th document is held out.
 _TEST_EVERY = 20
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+# Characters of a document that is part of a text file: a tokenizer takes some 150 bytes for each of those it reads.
+_LONGEST = 2**16
 _LOADERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
@@ -48,7 +50,7 @@ def load_documents(config: TokensConfig) -> Sequence[Document]:
             held_out = config.split == "test"
             return [text for i, text in enumerate(documents) if (i % _TEST_EVERY == _TEST_EVERY - 1) == held_out]
         case TextConfig():
-            return [_read_text(path) for path in config.files]
+            return [part for path in config.files for part in _parts(_read_text(path))]
         case HfConfig():
             return _column(load_rows(config), config)
         case _:
@@ -106,6 +108,18 @@ def _read_text(path: str) -> str:
         return Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise CalibrationDataError(f"data.files: {path!r} is not text in UTF-8 ({error}).") from error
+
+
+def _parts(text: str) -> Iterator[str]:
+    """A text as documents of at most `_LONGEST` characters: behind an empty line, else a line, else anywhere."""
+    begin = 0
+    while len(text) - begin > _LONGEST:
+        most = begin + _LONGEST
+        borders = (text.rfind(border, begin, most) + len(border) for border in ("\n\n", "\n"))
+        end = next((each for each in borders if each > begin + len("\n\n")), most)
+        yield text[begin:end]
+        begin = end
+    yield text[begin:]
 
 
 def load_rows(config: HfConfig | MultimodalConfig) -> datasets.Dataset:

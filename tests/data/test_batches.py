@@ -1,8 +1,10 @@
 """Batches of token ids: determinism, packing, padding, and what the errors say."""
 
+import json
 import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pytest
@@ -137,6 +139,25 @@ def test_every_document_is_read_where_few_are_long(
     config = TextConfig(files=documents, num_samples=2, max_length=4, batch_size=2)
     letters = [set("".join(text_of(batches(replace(config, seed=s), tokenizer)[0], tokenizer))) for s in range(20)]
     assert any(len(seen & set("abcdfghij")) > 1 for seen in letters)
+
+
+def test_a_tokenizer_reads_no_more_at_a_time_than_so_many_characters(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes 150 bytes of memory for each of them."""
+    rows = ["w" * 600_000, "x" * 500_000, "y" * 1_100_000, *["z"] * 100]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    sizes: list[tuple[int, int]] = []
+    whole = PreTrainedTokenizerFast.__call__
+
+    def counted(self: PreTrainedTokenizerFast, text: Any, **options: Any) -> Any:
+        sizes.append((len(text), sum(map(len, text))))
+        return whole(self, text, **options)
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", counted)
+    evaluation_dataloader(HfConfig(path=str(path), num_samples=10**6), tokenizer)
+    assert sizes[1:] == [(1, 600_000), (1, 500_000), (1, 1_100_000), (64, 64), (36, 36)]
 
 
 def test_chats_go_through_the_template(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:

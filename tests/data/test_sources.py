@@ -59,6 +59,25 @@ def test_text_files_are_documents_in_the_order_given(tmp_path: Path) -> None:
     assert load_documents(TextConfig(files=tuple(map(str, paths)))) == ["tëxt of b.txt", "tëxt of a.txt"]
 
 
+@pytest.mark.parametrize(
+    ("text", "lengths"),
+    [
+        ("x" * 70_000 + "\n\n", [65536, 4466]),  # nowhere else to cut
+        ("a line\n" * 20_000, [7 * 9362, 7 * 9362, 7 * 1276]),
+        (("a line\n" * 300 + "\n") * 40, [2101 * 31, 2101 * 9]),  # between paragraphs
+        ("\n" * 65537, [65536, 1]),
+        ("x" * 65536, [65536]),
+        ("", [0]),
+    ],
+)
+def test_a_long_text_file_is_several_documents(tmp_path: Path, text: str, lengths: list[int]) -> None:
+    """So that no tokenizer has to hold what it knows of all of it at once."""
+    (tmp_path / "long.txt").write_text(text)
+    documents = load_documents(TextConfig(files=(str(tmp_path / "long.txt"),)))
+    assert list(map(len, documents)) == lengths
+    assert "".join(map(str, documents)) == text
+
+
 def test_text_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"data.files: '/no/such.txt' is not a file"):
         load_documents(TextConfig(files=("/no/such.txt",)))
