@@ -7,8 +7,8 @@ experts, of which 8 run; vocabulary 151936) with random weights in bfloat16 on d
 standard library's sources. The machine is measured once (`lightning-compress probe`); then, for every case,
 `lightning-compress plan` (`staged`; batches of 8, 16 or 32) and `compress plan=FILE`, with `w4a16_gptq`, in processes
 of their own. DEVICE is the card that is planned for; PyTorch is then refused more memory than such a card has
-beside its context. Prints, and writes as JSON, seconds and peaks, foreseen and measured, and seconds of the command as a
-whole.
+beside its context. Prints, and writes as JSON, seconds and peaks, foreseen and measured, and the seconds of the whole
+command.
 """
 
 import argparse
