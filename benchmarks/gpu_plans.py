@@ -19,6 +19,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -71,34 +72,56 @@ def write_text(file: Path, num_bytes: int) -> None:
     file.write_text(text[:num_bytes])
 
 
-def run_case(folder: Path, model: str, num_layers: int, num_samples: int, device: str | None) -> dict[str, Any]:
-    source, out, file = folder / f"{model}-{num_layers}", folder / "out", folder / "plan.json"
-    write_model(source, model, num_layers)
-    shutil.rmtree(out, ignore_errors=True)
-    text = folder / "text.txt"
-    if not text.exists():
-        write_text(text, 12 * 2**20)
-    data = ("data=text", f"data.files=[{text}]", f"data.num_samples={num_samples}", f"data.max_length={LENGTH}")
+@dataclass(frozen=True)
+class Case:
+    """MODEL:LAYERS:SAMPLES[:DEVICE], and where its files are."""
+
+    text: str
+    folder: Path
+
+    @property
+    def parts(self) -> tuple[str, int, int, str | None]:
+        model, num_layers, num_samples, *device = self.text.split(":")
+        return model, int(num_layers), int(num_samples), device[0] if device else None
+
+    @property
+    def model(self) -> Path:
+        return self.folder / "-".join(self.text.split(":")[:2])
+
+    @property
+    def plan(self) -> Path:
+        return self.folder / f"{self.text.replace(':', '-')}.json"
+
+    @property
+    def data(self) -> tuple[str, ...]:
+        files = f"data.files=[{self.folder / 'text.txt'}]"
+        return ("data=text", files, f"data.num_samples={self.parts[2]}", f"data.max_length={LENGTH}")
+
+
+def plan_case(case: Case) -> float:
+    """Write the model and its plan; seconds of planning."""
+    model, num_layers, _, device = case.parts
+    write_model(case.model, model, num_layers)
     choices = ("choices.schedule=[staged]", "choices.batch_size=[8,16,32]", "choices.prefetch_depth=[1]")
-    budgets, limit = ((), 0) if device is None else ((f"device={device}",), parse_bytes(device) - CONTEXT)
-    plan = (f"model.path={source}", *data, *choices, "choices.load=[disk]", *budgets, f"json={file}")
-    plan_s = command(0, "plan", *plan, f"output_dir={folder}")
-    command_s = command(limit, "compress", f"model.path={source}", *data, f"plan={file}", f"output_dir={out}")
-    report = json.loads((out / "report.json").read_text())
-    planned = json.loads(file.read_text())
-    return {
-        "case": ":".join(str(part) for part in (model, num_layers, num_samples, device) if part),
-        "choice": planned["best"]["choice"],
-        "waiting": planned["best"]["waiting"],
-        "plan_s": plan_s,
-        "command_s": command_s,
-        "comparison": report["comparison"],
-        "report": report,
-    }
+    budgets = () if device is None else (f"device={device}",)
+    where = (f"json={case.plan}", f"output_dir={case.folder}")
+    return command(0, "plan", f"model.path={case.model}", *case.data, *choices, "choices.load=[disk]", *budgets, *where)
+
+
+def run_case(case: Case) -> dict[str, Any]:
+    """Follow the plan; what was foreseen and found."""
+    device, out = case.parts[3], case.folder / "out"
+    shutil.rmtree(out, ignore_errors=True)
+    limit = 0 if device is None else parse_bytes(device) - CONTEXT
+    given = (f"model.path={case.model}", *case.data, f"plan={case.plan}", f"output_dir={out}")
+    command_s = command(limit, "compress", *given)
+    report, plan = (json.loads(file.read_text()) for file in (out / "report.json", case.plan))
+    best = {key: plan["best"][key] for key in ("choice", "waiting")}
+    return {"case": case.text, **best, "command_s": command_s, "comparison": report["comparison"], "report": report}
 
 
 def print_case(found: dict[str, Any]) -> None:
-    print(f"{found['case']}: planned in {found['plan_s']:.1f} s, the command took {found['command_s']:.1f} s")
+    print(f"{found['case']}: the command took {found['command_s']:.1f} s")
     print(f"  {found['choice']} {found['waiting']}")
     for row in found["comparison"]:
         scale = 2**30 if row["unit"] == "B" else 1
@@ -121,10 +144,11 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
     print(f"{torch.cuda.get_device_name()}, probed in {command(0, 'probe', f'output_dir={folder}'):.1f} s", flush=True)
+    write_text(folder / "text.txt", 6 * 2**20)
     found = []
-    for case in arguments.cases:
-        model, num_layers, num_samples, *device = case.split(":")
-        found.append(run_case(folder, model, int(num_layers), int(num_samples), device[0] if device else None))
+    for case in (Case(text, folder) for text in arguments.cases):
+        print(f"{case.text}: planned in {plan_case(case):.1f} s")
+        found.append(run_case(case))
         print_case(found[-1])
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(found))
