@@ -82,8 +82,8 @@ class Solved:
     @property
     def error(self) -> float:
         """Relative output error tr((W-Q) C (W-Q)ᵀ) / tr(W C Wᵀ); 0 where there is no output at all."""
-        energy = float(self.row_energy.sum())
-        return float(self.row_error.sum()) / energy if energy > 0 else 0.0
+        error, energy = torch.stack([self.row_error.sum(), self.row_energy.sum()]).tolist()  # a GPU is waited for once
+        return float(error / energy) if energy > 0 else 0.0
 
 
 @final
@@ -368,7 +368,7 @@ def check_weight(weight: Tensor, args: QuantizationArgs) -> None:
 def is_finite(tensor: Tensor) -> bool:
     """Whether there is neither NaN nor Inf in it; ten times as fast as looking at every value (on a CPU)."""
     values = tensor.float() if tensor.itemsize == 1 else tensor  # of float8 torch finds no ends
-    return values.numel() == 0 or all(bool(torch.isfinite(end)) for end in values.aminmax())
+    return values.numel() == 0 or bool(torch.isfinite(torch.stack(values.aminmax())).all())
 
 
 def input_gram(statistics: Mapping[type[Statistic], Statistic]) -> InputGram | None:

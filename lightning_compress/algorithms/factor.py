@@ -5,6 +5,7 @@ a tile has the same shape, and so the same last bits, wherever it is made. What 
 corners, 3 PANEL / I of the work. Alternative not taken: to share out columns of a triangular inverse; there is none.
 """
 
+import math
 from functools import partial
 from itertools import pairwise
 
@@ -30,12 +31,12 @@ def factorize(gram: Tensor, damping: float, activation_order: bool = True, by_ro
         SolveError: it is zero, or cannot be factorized with any admitted damping.
     """
     num_channels, diagonal = len(gram), gram.diagonal()
-    if not bool(torch.isfinite(diagonal).all()):  # no entry of a Gram is larger than its diagonal
+    mean = float(diagonal.mean(dtype=torch.float64))
+    if not math.isfinite(mean):  # no entry of a Gram is larger than its diagonal
         raise NonFiniteError(
             f"The Gram of {num_channels} input channels holds NaN or Inf: activations overflowed during calibration. "
             "Run the model in bfloat16 or float32, or exclude the module with `ignore`."
         )
-    mean = float(diagonal.mean(dtype=torch.float64))
     if mean <= 0:
         raise SolveError(
             f"All {num_channels} input channels were zero in every calibration token that it saw (of a module that is "
@@ -85,7 +86,7 @@ def cholesky(matrix: Tensor, added: float, by_rows: ByRows = here) -> Tensor | N
     matrix.diagonal().add_(added)
     if matrix.device.type != "cpu":
         factor, info = torch.linalg.cholesky_ex(matrix)
-        return factor if int(info) == 0 and bool(torch.isfinite(factor.diagonal()).all()) else None
+        return factor if bool((info == 0) & torch.isfinite(factor.diagonal()).all()) else None
     lower, size = matrix, len(matrix)
     for start in range(0, size, PANEL):
         end = min(start + PANEL, size)

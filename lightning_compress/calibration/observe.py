@@ -152,15 +152,15 @@ def reduce_statistics(sources: Sequence[Source], sizes: Sizes, statistics: Stati
     Experts that saw few tokens lean on what all of them saw. Other sources that no rank has met are left out. Modules
     inside one opaque leaf whose names differ in numbers alone are experts if not all of them saw as many tokens.
     """
-    small: dict[tuple[torch.dtype, Reduction], list[Tensor]] = {}
+    small: dict[tuple[torch.dtype, torch.device, Reduction], list[Tensor]] = {}
     for source in sources:
         for statistic in statistics[source].values():
             for tensor, reduction in statistic.reductions().values():
                 if tensor.nbytes > _SMALL:
                     collective.reduce(tensor, reduction, f"the statistics of {_title(source)}")
                 else:
-                    small.setdefault((tensor.dtype, reduction), []).append(tensor)
-    for (_, reduction), tensors in small.items():
+                    small.setdefault((tensor.dtype, tensor.device, reduction), []).append(tensor)
+    for (*_, reduction), tensors in small.items():
         joined = torch.cat([tensor.flatten() for tensor in tensors])
         collective.reduce(joined, reduction, f"the statistics of {_titles(sources)}")
         for tensor, part in zip(tensors, joined.split([tensor.numel() for tensor in tensors]), strict=True):

@@ -17,7 +17,8 @@ from lightning_compress.recipe.load import load_recipe
 CONTEXT = 600 << 20
 """Bytes of a GPU that its context and workspaces of libraries are assumed to take."""
 FRAGMENTED = 0.08
-"""What the CUDA allocator is assumed to reserve beyond what tensors take, as a fraction."""
+"""What the CUDA allocator is assumed to reserve beyond what tensors take, as a fraction: with segments that expand, as
+the command asks for. Those of fixed size need 0.14 to 0.19 (docs/gpu.md)."""
 
 
 def tensors_on(card_bytes: int) -> int:

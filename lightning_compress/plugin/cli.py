@@ -89,6 +89,8 @@ USAGE = """lightning-compress COMMAND [GROUP=OPTION ...] [KEY=VALUE ...]
 
 def main() -> None:
     """Entry point of the console script."""
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):  # read when a GPU is first used
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     command = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if command in ("-h", "--help"):
         print(USAGE)

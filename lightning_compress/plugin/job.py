@@ -41,6 +41,12 @@ from lightning_compress.recipe.resolve import ResolvedRecipe, named_by, resolve
 from lightning_compress.report.experts import ExpertCoverageWarning, advice, more_samples
 from lightning_compress.report.report import Report
 
+_MORE_MEMORY = (
+    "Of a device that is nearly full a fifth may lie idle in PyTorch's segments of fixed size: start Python with "
+    "PYTORCH_ALLOC_CONF=expandable_segments:True in its environment, as the command lightning-compress does, use "
+    "smaller batches, or give memory.device_budget less."
+)
+
 
 @dataclass(frozen=True)
 class Job:
@@ -222,6 +228,8 @@ def _run(
                 break
     except Exception as error:
         error.add_note(_what_changed(job, records, writer))
+        if isinstance(error, torch.OutOfMemoryError):
+            error.add_note(_MORE_MEMORY)
         raise
     partial = len(records) < len(job.run.flow.subgraphs)
     verification = None

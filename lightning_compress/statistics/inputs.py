@@ -24,7 +24,9 @@ class InputGram(Statistic):
         self, num_channels: int, device: torch.device | str, num_outputs: int = 0, keeps_held_out: bool = False
     ) -> None:
         self._grams = tuple(GramSum(num_channels, device) for _ in range(1 + keeps_held_out))
-        self._counts = torch.zeros(len(self._grams), dtype=torch.int64, device=device)
+        self._counts = torch.zeros(
+            len(self._grams), dtype=torch.int64
+        )  # in host memory: nobody waits for a GPU to know
         self._is_empty = True
         self._prior: Tensor | None = None
 
@@ -81,7 +83,7 @@ class InputGram(Statistic):
         starved = [gram for gram in grams if gram.num_tokens < width]
         if not starved:
             return
-        prior = torch.zeros(width, width, device=grams[0]._counts.device)
+        prior = torch.zeros(width, width, device=grams[0]._grams[0].sum.values.device)
         if not total:
             prior.diagonal().fill_(1)
         for gram in grams:
@@ -122,7 +124,7 @@ class MinMax(Statistic):
     """
 
     def __init__(self, num_channels: int, device: torch.device | str, num_outputs: int = 0) -> None:
-        self._num_tokens = torch.zeros((), dtype=torch.int64, device=device)
+        self._num_tokens = torch.zeros((), dtype=torch.int64)
         self.minimum = torch.full((1,), float("inf"), device=device)
         self.maximum = torch.full((1,), float("-inf"), device=device)
 

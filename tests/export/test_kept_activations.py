@@ -133,8 +133,9 @@ def test_what_cannot_be_kept_or_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     with monkeypatch.context() as patch:  # which has nothing to do with the disk
         patch.setattr(boundary.torch, "save", crowded)
-        with pytest.raises(torch.OutOfMemoryError):
+        with pytest.raises(torch.OutOfMemoryError) as caught:
             run(job("crowded"))
+    assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in caught.value.__notes__[-1]
     stopped(job(), 2)
     (file,) = (tmp_path / "out" / KEPT).glob("*/000000.pt")
     file.write_bytes(file.read_bytes()[:100])

@@ -233,6 +233,18 @@ def test_files_named_like_other_recipes_are_told_apart(tmp_path: Path) -> None:
         assert arguments == ["recipe=w4a16_rtn"]
 
 
+@pytest.mark.parametrize("users", [None, "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_segments_of_a_gpu_expand_unless_the_user_has_said_how(
+    users: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = {} if users is None else {users: "max_split_size_mb:512"}
+    monkeypatch.setattr(cli.os, "environ", environment)
+    monkeypatch.setattr(sys, "argv", ["lightning-compress", "--help"])
+    cli.main()
+    expected = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if users is None else {users: "max_split_size_mb:512"}
+    assert environment == expected
+
+
 def test_help_lists_commands_groups_and_options(tmp_path: Path) -> None:
     assert "evaluate" in run_command("--help", cwd=tmp_path).stdout
     text = run_command("compress", "--help", cwd=tmp_path).stdout
