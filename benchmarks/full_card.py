@@ -3,8 +3,8 @@
     python benchmarks/full_card.py [--budgets none 293 80]    # a minute each on a CPU
 
 There is no GPU in it. A run on the CPU says what it asks a device for: what computes, and on a stream of its own what
-is copied there (activations beyond --budgets MiB wait in host memory, as do weights). That is replayed within a limit, at
-which free memory is given back before a request fails, with segments of fixed size (PyTorch's default) and with one
+is copied there (activations beyond --budgets MiB wait in host memory, as do weights). That is replayed within a limit,
+at which free memory is given back before a request fails, with segments of fixed size (PyTorch's default) and with one
 segment per stream that expands (`PYTORCH_ALLOC_CONF=expandable_segments:True`). Llama-3-8B's proportions at a quarter
 of the width (1024, 3584 inside, vocabulary 32064, 3 layers; 16 batches of 4096 tokens), `w4a16_gptq`; so bytes and the
 allocator's own sizes are a sixteenth. After `c10/cuda/CUDACachingAllocator.cpp`.
