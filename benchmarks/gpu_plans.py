@@ -31,7 +31,8 @@ from transformers import AutoModelForCausalLM
 from lightning_compress.memory.tracker import parse_bytes
 
 COMMAND = """
-import sys, torch
+import os, sys, torch
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as the command does, before a GPU is used
 limit = int(sys.argv.pop(1))
 if limit:
     torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)

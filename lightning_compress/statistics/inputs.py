@@ -24,9 +24,7 @@ class InputGram(Statistic):
         self, num_channels: int, device: torch.device | str, num_outputs: int = 0, keeps_held_out: bool = False
     ) -> None:
         self._grams = tuple(GramSum(num_channels, device) for _ in range(1 + keeps_held_out))
-        self._counts = torch.zeros(
-            len(self._grams), dtype=torch.int64
-        )  # in host memory: nobody waits for a GPU to know
+        self._counts = torch.zeros(len(self._grams), dtype=torch.int64)  # in host memory: read without waiting
         self._is_empty = True
         self._prior: Tensor | None = None
 
