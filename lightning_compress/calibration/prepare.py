@@ -29,7 +29,7 @@ from lightning_compress.errors import (
 from lightning_compress.graph.aliases import memory_of
 from lightning_compress.graph.buffers import KeptBuffers
 from lightning_compress.graph.masks import TokenMask, masks_of_sounds, row_mask_for, token_mask_for
-from lightning_compress.graph.names import Names
+from lightning_compress.graph.names import Names, module_named
 from lightning_compress.graph.products import slow_dtypes
 from lightning_compress.graph.shadow import Key, Shadow
 from lightning_compress.graph.stages import Schedule, Source, Subgraph, datafree_subgraphs, quantizable_calls, subgraphs
@@ -119,7 +119,7 @@ def prepare(
     parts = subgraphs(
         traced,
         frozenset(resolved.assignments),
-        lambda name: group_key(resolved.assignments[name], target.root.get_submodule(name)),
+        lambda name: group_key(resolved.assignments[name], module_named(target.root, name)),
         schedule,
     )
     shares = assign([num_elements(batch) for batch in data.batches], collective.size)
@@ -235,7 +235,7 @@ def _sizes(parts: Sequence[Subgraph], root: nn.Module) -> dict[Source, tuple[int
     """Of each source the channels, and the rows of all modules that read it."""
     found: dict[Source, tuple[int, int]] = {}
     for group in (group for part in parts for step in part.steps for group in step.solve):
-        shapes = [root.get_submodule(name).get_parameter("weight").shape for name in group.members]
+        shapes = [module_named(root, name).get_parameter("weight").shape for name in group.members]
         for source in group.sources:
             _, outputs = found.get(source, (0, 0))
             found[source] = shapes[0][1], outputs + sum(shape[0] for shape in shapes)

@@ -20,6 +20,7 @@ from lightning_compress.calibration.loop import Calibration
 from lightning_compress.graph.compat import pytree
 from lightning_compress.graph.experts import sizes_of
 from lightning_compress.graph.leaf import Leaf
+from lightning_compress.graph.names import module_named
 from lightning_compress.graph.shadow import Key, Shadow
 from lightning_compress.graph.stages import Group, Rows, Source, Step, Subgraph
 from lightning_compress.graph.values import expression
@@ -171,9 +172,9 @@ def structures(root: nn.Module) -> Callable[[str], Structure]:
 
 def _structure(root: nn.Module, name: str) -> Structure:
     found: Structure = []
-    for path, module in root.get_submodule(name).named_modules():
-        tensors = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
-        sizes = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
+    for path, module in module_named(root, name).named_modules():
+        tensors = {**module._parameters, **module._buffers}
+        sizes = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items() if tensor is not None}
         found.append((path, type(module), sizes, _scalars(vars(module))))
     return found
 

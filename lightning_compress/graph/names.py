@@ -5,6 +5,23 @@ from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import final
 
+from torch import nn
+
+
+def module_named(root: nn.Module, name: str) -> nn.Module:
+    """`root.get_submodule(name)` in a tenth of the time, which of a mixture's modules is seconds.
+
+    >>> layers = nn.Sequential(nn.Sequential(nn.ReLU()))
+    >>> module_named(layers, "0.0"), module_named(layers, "") is layers
+    (ReLU(), True)
+    """
+    module: nn.Module | None = root
+    for child in name.split(".") if name else ():
+        assert module is not None
+        module = module._modules[child]
+    assert module is not None, name
+    return module
+
 
 @final
 class Names:

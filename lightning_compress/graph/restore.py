@@ -16,8 +16,13 @@ MODULE_DICTS = tuple(name for name, value in nn.Module().__dict__.items() if isi
 @contextmanager
 def attributes_restored(root: nn.Module) -> Iterator[None]:
     """Whatever the body changes on modules (caches, rescaled buffers, fake parameters, hooks) is undone after it."""
+    nothing: dict[str, Any] = {}  # which most of them hold: of a mixture's modules that is a million dicts less
     saved = [
-        (module, dict(module.__dict__), [(module.__dict__[name], dict(module.__dict__[name])) for name in MODULE_DICTS])
+        (
+            module,
+            dict(module.__dict__),
+            [(found, dict(found) if found else nothing) for found in map(module.__dict__.__getitem__, MODULE_DICTS)],
+        )
         for module in root.modules()
     ]
     try:

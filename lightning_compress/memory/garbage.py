@@ -1,4 +1,4 @@
-"""Python's collector of reference cycles, which stops a rank, and so all of them."""
+"""Python's collector of reference cycles, which stops a rank, and so all of them, and slows planning down."""
 
 import gc
 from collections.abc import Iterator

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_compress.graph.awaited import substituted
+from lightning_compress.graph.names import module_named
 from lightning_compress.memory.buffers import make_writable
 from lightning_compress.memory.heap import trim_heap
 from lightning_compress.memory.source import Load, WeightSource
@@ -219,7 +220,7 @@ class WeightStore:
         """The tensors of the modules (with their children), and those named; each once."""
         found: dict[int, Tensor] = {}
         for name in modules:
-            module = self._root.get_submodule(name)
+            module = module_named(self._root, name)
             found.update({id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())})
         for name in tensors:
             owner, _, key = name.rpartition(".")

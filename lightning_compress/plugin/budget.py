@@ -18,6 +18,7 @@ from lightning_compress.calibration.prepare import cached_inputs
 from lightning_compress.errors import BudgetError
 from lightning_compress.export.layout import rest_sizes
 from lightning_compress.graph.cuda import AsOnCuda
+from lightning_compress.graph.names import module_named
 from lightning_compress.graph.sizes import binding, traced_bytes
 from lightning_compress.graph.trace import Traced, flatten_batch
 from lightning_compress.memory.budget import Budgets, Fit, MemoryUse, fit, gib
@@ -146,7 +147,7 @@ def at_the_end(run: Calibration, data: CalibrationSet | None, verifies: bool) ->
             (end,) = (node for node in run.flow.traced.graph.nodes if node.op == "output")
             outputs = _nbytes(run.flow.traced, end.all_input_nodes, data)
         on_host = _loaded_bytes(root, run.resolved) + 3 * outputs  # of both models, and their difference
-        work = {"packing": sum(root.get_submodule(n).get_parameter("weight").numel() for n in run.resolved.assignments)}
+        work = {"packing": sum(module_named(root, n).get_parameter("weight").numel() for n in run.resolved.assignments)}
         rows.append(Needs("the checkpoint", 0, (Moment("verification", "", on_host=on_host, work=work),)))
     return rows
 
@@ -167,7 +168,7 @@ def _loaded_bytes(root: nn.Module, resolved: ResolvedRecipe) -> int:
     """Of a second model, whose modules hold packed weights and, once they have run, those weights as they were."""
     dense: int = sum(tensor.nbytes for tensor in root.state_dict(keep_vars=True).values() if isinstance(tensor, Tensor))
     packed: int = sum(
-        root.get_submodule(name).get_parameter("weight").numel() * assignment.weights.num_bits // 8
+        module_named(root, name).get_parameter("weight").numel() * assignment.weights.num_bits // 8
         for name, assignment in resolved.assignments.items()
     )
     return dense + packed

@@ -18,12 +18,11 @@ from lightning_compress.foresight.jobs import CalibrationJob
 from lightning_compress.graph.stages import Schedule
 from lightning_compress.graph.targets import as_patterns
 from lightning_compress.graph.trace import Traced, flatten_batch, violated_guards
-from lightning_compress.graph.unfold import unfolded
 from lightning_compress.memory.needs import Needs
 from lightning_compress.memory.placement import MemoryConfig, placement
 from lightning_compress.plugin.budget import at_the_end
 from lightning_compress.plugin.samples import samples
-from lightning_compress.recipe.resolve import ResolvedRecipe, named_by
+from lightning_compress.recipe.resolve import ResolvedRecipe
 
 READING = 40 * 10**6
 """Bytes that reading and tokenizing samples leaves in a process which is only planned (Python's documentation)."""
@@ -69,7 +68,7 @@ def measured(
     """The table of a job on a model whose parameters are on the meta device.
 
     Args:
-        target: the model, of transformers.
+        target: the model, of transformers; its experts are unfolded, in the job's number of parts.
         resolved: its recipe.
         job: what is done; every sample has its full length.
         device: where subgraphs run; it need not be here.
@@ -87,7 +86,7 @@ def measured(
         traced = None
     where = replace(placement(memory or MemoryConfig(), device, None), device_activation_budget=0)
     has_data, start = needs_data(resolved), time.perf_counter()
-    with calibrating(target.root), unfolded(target.root, named_by(resolved.recipe), job.expert_parts):
+    with calibrating(target.root):
         try:
             run = prepare(
                 target,

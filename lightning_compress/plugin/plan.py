@@ -30,6 +30,7 @@ from lightning_compress.graph.trace import Traced
 from lightning_compress.graph.unfold import most_experts, unfolded
 from lightning_compress.memory.budget import gib
 from lightning_compress.memory.files import nearest_existing
+from lightning_compress.memory.garbage import no_full_collections
 from lightning_compress.memory.tracker import held_bytes, parse_bytes
 from lightning_compress.plugin.measure import READING, Measured, measured
 from lightning_compress.recipe.resolve import ResolvedRecipe, named_by, resolve
@@ -74,6 +75,7 @@ class Choices:
             )
 
 
+@no_full_collections()
 def plan_calibration(
     model: PreTrainedModel, situation: Situation, choices: Choices, machine: Machine, processor: Any = None
 ) -> Planned:
