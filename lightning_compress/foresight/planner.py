@@ -55,12 +55,22 @@ from lightning_compress.memory.needs import Moment, Waiting
 
 SLACK = 1.005
 """How much longer than the least a plan may take to spare the disk and the link."""
+_AS_FAST = 1.01
+"""Likewise, to bring fewer weights ahead: what reads them beside the run takes its cores and caches, which no lane has
+(up to 7 % of a streamed run on two cores, whose weights were in the page cache)."""
 
 
 def plans(candidates: Sequence[Candidate], machine: Machine, resources: Resources) -> list[Plan]:
     """The best plan of each candidate that fits, the fastest first."""
     found = [plan for candidate in candidates if (plan := best(candidate, machine, resources)) is not None]
     return sorted(found, key=lambda plan: plan.total_s)
+
+
+def simplest_first(found: Sequence[Plan]) -> list[Plan]:
+    """Plans, the fastest first, with that in front which of all that are as fast brings the fewest weights ahead."""
+    as_fast = [plan for plan in found if plan.total_s <= _AS_FAST * found[0].total_s]
+    first = min(as_fast, key=lambda plan: plan.choice.prefetch_depth)
+    return [first, *(plan for plan in found if plan is not first)]
 
 
 def least_s(candidates: Sequence[Candidate], machine: Machine, resources: Resources) -> float:

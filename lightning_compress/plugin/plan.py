@@ -22,7 +22,7 @@ from lightning_compress.foresight.jobs import CalibrationJob, check_images
 from lightning_compress.foresight.machine import Machine, cache_file, load_machine, named_gpu, save_machine
 from lightning_compress.foresight.plan import Candidate, Choice, Plan
 from lightning_compress.foresight.planned import CONTEXT, FRAGMENTED, Planned, Situation, device_to_give
-from lightning_compress.foresight.planner import least_s, plans, smallest
+from lightning_compress.foresight.planner import least_s, plans, simplest_first, smallest
 from lightning_compress.foresight.probe import probe
 from lightning_compress.graph.stages import Schedule
 from lightning_compress.graph.targets import as_patterns
@@ -118,6 +118,7 @@ def plan_calibration(
     given = {"device": resources.device, "host": resources.host, "disk": resources.disk}
     more = {place: replace(resources, **{place: size + (1 << 30)}) for place, size in given.items() if size is not None}
     saved = {place: found[0].total_s - least_s(tried, machine, each) for place, each in more.items()}
+    found = simplest_first(found)
     return Planned(
         model=type(model).__name__,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
