@@ -8,13 +8,16 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
+from lightning_compress import CompressionCallback, SequentialOnloadStrategy
+
+# isort: split
+# behind that, which imports them in two thirds of the time
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Timer
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_compress import CompressionCallback, SequentialOnloadStrategy
 from lightning_compress.plugin.loop import CompressionLoop
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
