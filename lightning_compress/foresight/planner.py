@@ -57,7 +57,7 @@ SLACK = 1.005
 """How much longer than the least a plan may take to spare the disk and the link."""
 _AS_FAST = 1.01
 """Likewise, to bring fewer weights ahead: what reads them beside the run takes its cores and caches, which no lane has
-(up to 7 % of a streamed run on two cores, whose weights were in the page cache)."""
+(1 to 8 % of streamed runs on two cores, whose weights were in the page cache)."""
 
 
 def plans(candidates: Sequence[Candidate], machine: Machine, resources: Resources) -> list[Plan]:

@@ -16,7 +16,7 @@ MODULE_DICTS = tuple(name for name, value in nn.Module().__dict__.items() if isi
 @contextmanager
 def attributes_restored(root: nn.Module) -> Iterator[None]:
     """Whatever the body changes on modules (caches, rescaled buffers, fake parameters, hooks) is undone after it."""
-    nothing: dict[str, Any] = {}  # which most of them hold: of a mixture's modules that is a million dicts less
+    nothing: dict[str, Any] = {}  # as most are: of 25,000 modules of a mixture, 300,000 copies less
     saved = [
         (
             module,
