@@ -1,12 +1,13 @@
 """Plans beside the runs that follow them; and the chosen plan beside all others, run for real.
 
-    python benchmarks/plan_accuracy.py [--budgets none 1.3GiB 1.1GiB 0.95GiB] [--work-dir DIR] [--json FILE]
+    python benchmarks/plan_accuracy.py [--budgets none 1.3GiB 1.1GiB 0.95GiB] [--runs 1] [--work-dir DIR] [--json FILE]
 
 A random Llama in bfloat16 on disk (512 wide, intermediate 1408, 4 layers of 8 heads, vocabulary 32000), 128 samples of
 512 tokens of Python's documentation. The machine is measured (`lightning-compress probe`) and, with --refit, corrected
 by one run. Then for every budget of host memory each way to run (2 schedules, 2 batch sizes, 2 prefetch depths) is
-planned alone with `lightning-compress plan` and run with `compress plan=FILE`, all in turn; the planner's own choice
-among them is what a user would have got. Every run is a process of its own.
+planned alone with `lightning-compress plan` and run with `compress plan=FILE`, all in turn, --runs times over: medians
+of the seconds, the largest peak. The planner's own choice among them is what a user would have got. Every run is a
+process of its own.
 """
 
 import argparse
@@ -62,19 +63,45 @@ def ran(model: Path, file: Path, out: Path) -> dict[str, Any]:
     return found
 
 
-def row(report: dict[str, Any]) -> dict[str, float]:
-    """Foreseen and measured figures of a report's comparison."""
+def row(reports: list[dict[str, Any]]) -> dict[str, Any]:
+    """Foreseen and measured figures of the comparisons in the reports of one plan's runs."""
     names = {"all subgraphs": "loop_s", "run": "run_s", "solve": "solve_s", "peak of the host": "peak"}
-    rows = {names[each["name"]]: each for each in report["comparison"] if each["name"] in names}
-    found = {f"{name}_{side}": each[side] for name, each in rows.items() for side in ("foreseen", "measured")}
-    held = max(part["peaks"]["host"]["held"] for part in report["plan"]["subgraphs"])
-    return {**found, "held": held}
+    found: dict[str, Any] = {}
+    for said, name in names.items():
+        compared = [each for report in reports for each in report["comparison"] if each["name"] == said]
+        of_all = max if name == "peak" else statistics.median
+        found |= {f"{name}_{side}": of_all(each[side] for each in compared) for side in ("foreseen", "measured")}
+        found[f"{name}_runs"] = [each["measured"] for each in compared]
+    return found
+
+
+def measured(model: Path, budget: str, runs: int, folder: Path) -> list[dict[str, Any]]:
+    """All ways under a budget beside the plans that were followed; none if nothing fits."""
+    file = folder / "plan.json"
+    if planned(model, budget, CHOICES, file) is None:
+        print(f"{budget}: nothing fits", flush=True)
+        return []
+    chosen = json.loads(file.read_text())["best"]["choice"]
+    files = {folder / f"plan-{number}.json": choice for number, choice in enumerate(CHOICES)}
+    files = {file: choice for file, choice in files.items() if planned(model, budget, [choice], file) is not None}
+    reports: dict[Path, list[dict[str, Any]]] = {file: [] for file in files}
+    for _ in range(runs):
+        for file in files:
+            reports[file].append(ran(model, file, folder / "out"))
+    rows = [
+        {"budget": budget, **choice, "is_chosen": choice.items() <= chosen.items(), **row(reports[file])}
+        for file, choice in files.items()
+    ]
+    for each in rows:
+        print_row(each)
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work-dir", type=Path, default=Path.home() / ".cache" / "lightning_compress" / "plan")
     parser.add_argument("--budgets", nargs="+", default=["none", "1.3GiB", "1.1GiB", "0.95GiB"])
+    parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--refit", action="store_true")
     parser.add_argument("--json", type=Path, default=Path("outputs/plan_accuracy.json"))
     arguments = parser.parse_args()
@@ -88,18 +115,7 @@ def main() -> None:
         planned(model, "none", CHOICES, file)
         ran(model, file, out)
         command("probe", f"refit=[{out / 'report.json'}]")
-    rows: list[dict[str, Any]] = []
-    for budget in arguments.budgets:
-        if planned(model, budget, CHOICES, file) is None:
-            print(f"{budget}: nothing fits", flush=True)
-            continue
-        chosen = json.loads(file.read_text())["best"]["choice"]
-        for choice in CHOICES:
-            if planned(model, budget, [choice], file) is None:
-                continue
-            is_chosen = all(chosen[key] == value for key, value in choice.items())
-            rows.append({"budget": budget, **choice, "is_chosen": is_chosen, **row(ran(model, file, out))})
-            print_row(rows[-1])
+    rows = [each for budget in arguments.budgets for each in measured(model, budget, arguments.runs, folder)]
     summary(rows)
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
     arguments.json.write_text(json.dumps(rows, indent=2))
@@ -124,7 +140,7 @@ def summary(rows: list[dict[str, Any]]) -> None:
         print(f"{budget}: the chosen plan took {chosen['loop_s_measured'] / best:.3f} of the fastest of {len(here)}")
     errors = [found["loop_s_foreseen"] / found["loop_s_measured"] - 1 for found in rows]
     sizes = [abs(error) for error in errors]
-    print(f"seconds: median error {statistics.median(sizes):.1%}, largest {max(sizes):.1%}, of {len(rows)} runs")
+    print(f"seconds: median error {statistics.median(sizes):.1%}, largest {max(sizes):.1%}, of {len(rows)} plans")
     for schedule in dict.fromkeys(found["schedule"] for found in rows):
         of_it = [error for error, found in zip(errors, rows, strict=True) if found["schedule"] == schedule]
         print(f"  {schedule}: from {min(of_it):+.1%} to {max(of_it):+.1%}, median {statistics.median(of_it):+.1%}")

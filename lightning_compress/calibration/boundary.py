@@ -7,8 +7,11 @@ own and other batches come to them, they are not found, and the activations are 
 """
 
 import pickle
+import re
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 
@@ -63,9 +66,23 @@ def save_boundary(shared: SharedFolder, index: int, flow: Flow, share: Sequence[
             f"{shutil.disk_usage(folder.parent).free / 1e6:.1f} MB are free: {error}. Make room, or do without "
             "(keep_activations=false), and start the same run again: the subgraph itself is finished."
         ) from error
-    for older in folder.iterdir() if shared.is_first else ():
+    for older in _boundaries(folder) if shared.is_first else ():
         if older != final:
             shutil.rmtree(older)
+
+
+def forget_boundaries(folder: Path) -> None:
+    """Remove all that was kept there, and the folder, unless there is something else in it."""
+    for kept in _boundaries(folder):
+        shutil.rmtree(kept, ignore_errors=True)
+    with suppress(OSError):
+        folder.rmdir()
+
+
+def _boundaries(folder: Path) -> list[Path]:
+    """What this module has made there, finished or not."""
+    made = re.compile(r"\d{5,}|\.\d{5,}\.partial")
+    return [path for path in folder.glob("*") if made.fullmatch(path.name)]
 
 
 def restore_boundary(
@@ -82,7 +99,7 @@ def restore_boundary(
         OutputDirectoryError: it cannot be read.
     """
     folder = shared.path
-    kept = {int(path.name): path for path in folder.glob("[0-9]*")} if folder.is_dir() else {}
+    kept = {int(path.name): path for path in _boundaries(folder) if path.name.isdigit()}
     usable = {
         index
         for index, path in kept.items()

@@ -161,19 +161,32 @@ def _json(value: object) -> bytes:
     return json.dumps(value, sort_keys=True, default=str).encode()
 
 
-def start_manifest(folder: Path, given: Mapping[str, str], expert_parts: int) -> None:
-    """Write a new manifest that holds the fingerprints, and in how many parts the run has experts."""
-    header = {"schema": _SCHEMA, "fingerprints": dict(given), "expert_parts": expert_parts}
+@dataclass(frozen=True)
+class Begun:
+    """What may be chosen by what is free as a run begins: one that continues it does the same.
+
+    Attributes:
+        expert_parts: in how many parts it has experts.
+        from_disk: whether it reads its weights from files as it goes.
+    """
+
+    expert_parts: int = 1
+    from_disk: bool = False
+
+
+def start_manifest(folder: Path, given: Mapping[str, str], begun: Begun) -> None:
+    """Write a new manifest that holds the fingerprints, and what the run has chosen."""
+    header = {"schema": _SCHEMA, "fingerprints": dict(given), **asdict(begun)}
     replace_file(folder / MANIFEST, json.dumps(header).encode() + b"\n")
 
 
-def begun_in_parts(folder: Path) -> int | None:
-    """In how many parts a manifest's run has experts; None where no manifest says so."""
+def begun_run(folder: Path) -> Begun | None:
+    """What a manifest's run has chosen; None where no manifest says so."""
     path = folder / MANIFEST
     try:
         header = json.loads(path.read_bytes().partition(b"\n")[0])
-        return int(header.get("expert_parts", 1))
-    except (OSError, ValueError, TypeError, AttributeError):  # `read_manifest` says what is wrong with it
+        return Begun(int(header["expert_parts"]), bool(header["from_disk"]))
+    except (OSError, ValueError, TypeError, KeyError):  # `read_manifest` says what is wrong with it
         return None
 
 
@@ -204,8 +217,8 @@ def differences(folder: Path, given: Mapping[str, str]) -> list[str]:
     return differing + ([] if schema == _SCHEMA else ["the manifest's schema"])
 
 
-def read_manifest(folder: Path, given: Mapping[str, str]) -> list[Finished]:
-    """The lines of an interrupted run, if it was the same run as the one with the `given` fingerprints.
+def read_manifest(folder: Path, given: Mapping[str, str], now: Begun) -> list[Finished]:
+    """The lines of an interrupted run, if it was the same run as the one with the `given` fingerprints, `now` begun.
 
     A last line that was cut off or damaged is dropped from the file; so is everything from the first shard that is not
     there. Other shards are read and compared with their checksums.
@@ -215,15 +228,22 @@ def read_manifest(folder: Path, given: Mapping[str, str]) -> list[Finished]:
     """
     path = folder / MANIFEST
     if differing := differences(folder, given):
+        then, remedy = begun_run(folder), ""
+        if "model" in differing and then is not None and then.from_disk != now.from_disk:
+            where = "read from files as it went" if then.from_disk else "all in memory"
+            load = "disk" if then.from_disk else "memory"
+            remedy = f" Its weights were {where}, and are not now: with model.load={load} it may be the same."
         raise OutputDirectoryError(
-            f"{folder} holds an unfinished run that differs in {' and '.join(differing)}, so it cannot be continued. "
-            f"Give another output_dir, or {_OVER} to start over there."
+            f"{folder} holds an unfinished run that differs in {' and '.join(differing)}, so it cannot be continued."
+            f"{remedy} Give another output_dir, or {_OVER} to start over there."
         )
     lines = [line for line in path.read_bytes().split(b"\n")[:-1] if line]
     finished: list[Finished] = []
     for number, line in enumerate(lines[1:], 2):
         try:
             entry = _parsed(json.loads(line))
+            if entry.record is not None and entry.record.index != len(finished):
+                raise ValueError(f"it is of subgraph {entry.record.index}; did two runs write here at once?")
         except (ValueError, TypeError, KeyError) as error:
             if number == len(lines):
                 break

@@ -12,6 +12,8 @@ MARKER = "lightning_compress.json"
 INCOMPLETE = "INCOMPLETE"
 PLAN = f"{INCOMPLETE}-plan.json"
 """What an unfinished run is planned to be, where it is."""
+CLAIM = ".claim"
+"""Whose the folder is at the moment (see `export.claim`)."""
 
 
 class SavesPretrained(Protocol):
@@ -45,7 +47,7 @@ def check_output_dir(output_dir: Path) -> None:
     ours = (output_dir / MARKER).is_file() or (output_dir / INCOMPLETE).is_file()
     entries = [path.name for path in output_dir.iterdir()] if output_dir.is_dir() else []
     # what a run leaves that is killed before its first subgraph is written, and what its ranks try the folder with
-    first = {name for name in entries if name == PLAN or fnmatch(name, ".*.partial")}
+    first = {name for name in entries if name in (PLAN, CLAIM) or fnmatch(name, ".*.partial")}
     if not ours and not first.issuperset(entries):
         raise OutputDirectoryError(
             f"output_dir {output_dir} exists and was not written by lightning_compress (no {MARKER} in it). "

@@ -11,7 +11,6 @@ in memory.
 """
 
 import json
-import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -29,9 +28,11 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from lightning_compress.calibration.boundary import FOLDER as ACTIVATIONS
+from lightning_compress.calibration.boundary import forget_boundaries
 from lightning_compress.calibration.records import SubgraphRecord
 from lightning_compress.calibration.resume import (
     MANIFEST,
+    Begun,
     Finished,
     Shard,
     append_finished,
@@ -71,6 +72,7 @@ _NOTICE = (
 )
 
 
+_NOTHING_CHOSEN = Begun()
 _PIECE = 32 << 20  # bytes of a file that are sent at a time
 
 
@@ -106,7 +108,7 @@ class CheckpointWriter:
             back, the report); otherwise start over.
         collective: the ranks. All do the same calls; the manifest and what comes at the end are written by the first
             rank of those that share the folder.
-        expert_parts: in how many parts the run has experts; one that continues it begins with as many.
+        begun: what this run has chosen; one that continues it does the same.
 
     Raises:
         OutputDirectoryError: the folder is not ours, is neither one for all ranks nor one on each node, or holds an
@@ -123,7 +125,7 @@ class CheckpointWriter:
         fingerprints: Mapping[str, str],
         resume: bool = True,
         collective: Collective | None = None,
-        expert_parts: int = 1,
+        begun: Begun = _NOTHING_CHOSEN,
     ) -> None:
         check_output_dir(folder)
         self._collective = collective or SingleProcess()
@@ -140,7 +142,7 @@ class CheckpointWriter:
         }
         self._owners = {key: self._owner(part, piece) for part, piece in names for key in self._parts[part][piece]}
         self._packed: dict[str, PackedModule] = {}
-        self._fingerprints, self._expert_parts = fingerprints, expert_parts
+        self._fingerprints, self._now = fingerprints, begun
         holds_finished = (folder / MARKER).is_file() and not (folder / INCOMPLETE).is_file()
         # as the first rank sees it, for what others see of a file system may be older
         self._is_begun, self._lines = self._agreed(self._begun() if resume and self._is_writing else None)
@@ -156,7 +158,7 @@ class CheckpointWriter:
         is_finished = not (self.folder / INCOMPLETE).is_file()
         if is_finished and differences(self.folder, self._fingerprints):
             return None
-        lines = read_manifest(self.folder, self._fingerprints)
+        lines = read_manifest(self.folder, self._fingerprints, self._now)
         if is_finished and len(lines) != len(self._parts):
             return None
         for leftover in (*self.folder.glob(".*.partial"), *self.folder.glob(".tmp*")):  # the latter are of safetensors
@@ -312,8 +314,8 @@ class CheckpointWriter:
         replace_file(self.folder / INCOMPLETE, _NOTICE.encode())
         for path in (self.folder / "config.json", *before):
             path.unlink(missing_ok=True)
-        shutil.rmtree(self.folder / ACTIVATIONS, ignore_errors=True)
-        start_manifest(self.folder, self._fingerprints, self._expert_parts)
+        forget_boundaries(self.folder / ACTIVATIONS)
+        start_manifest(self.folder, self._fingerprints, self._now)
 
     def _owner(self, part: int, piece: int) -> int:
         """The rank that packs and writes a shard, of those that share this one's folder."""

@@ -61,6 +61,35 @@ def free_bytes(folder: Path) -> int:
 
 
 @dataclass(frozen=True)
+class StoredFile:
+    """A file as it was when what is in it was found: it has to be the same when that is read.
+
+    Attributes:
+        path: of the file.
+        size: of all of it, in bytes.
+        changed: when it last was, in nanoseconds (`st_mtime_ns`).
+    """
+
+    path: Path
+    size: int
+    changed: int
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def is_as_found(self, descriptor: int) -> bool:
+        """Whether that is what now is open."""
+        now = os.fstat(descriptor)
+        return (self.size, self.changed) == (now.st_size, now.st_mtime_ns)
+
+
+def stored_file(path: Path) -> StoredFile:
+    """A file as it is now."""
+    now = path.stat()
+    return StoredFile(path, now.st_size, now.st_mtime_ns)
+
+
+@dataclass(frozen=True)
 class StoredTensor:
     """Where a tensor lies: `nbytes` bytes from `offset` of `file` on.
 
@@ -68,7 +97,7 @@ class StoredTensor:
         stride: of elements in the file; None: contiguous.
     """
 
-    file: Path
+    file: StoredFile
     offset: int
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -124,6 +153,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     found: dict[str, StoredTensor] = {}
     for file in _files(folder):
         try:
+            as_found = stored_file(file)
             header = parse_local_safetensors_file_metadata(file)
             with file.open("rb") as opened:
                 start = 8 + int.from_bytes(opened.read(8), "little")
@@ -134,16 +164,17 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
             if info.dtype not in _DTYPES:
                 raise CompressionError(f"{name} in {file} has dtype {info.dtype}, which cannot be read.")
             if name in found and not (folder / INDEX).is_file():  # which lists files of one model
+                other = found[name].file.path.name
                 raise CompressionError(
-                    f"{name} is both in {found[name].file.name} and in {file.name} of {folder}, and no {INDEX} says "
+                    f"{name} is both in {other} and in {file.name} of {folder}, and no {INDEX} says "
                     "which of them is meant. Give the one file, or a folder with one model's files alone."
                 )
-            stored = StoredTensor(file, start + info.data_offsets[0], tuple(info.shape), _DTYPES[info.dtype])
+            stored = StoredTensor(as_found, start + info.data_offsets[0], tuple(info.shape), _DTYPES[info.dtype])
             found[name] = stored
             end = max(end, stored.offset + stored.nbytes)
-        if file.stat().st_size < end:
+        if as_found.size < end:
             raise CompressionError(
-                f"{file} is cut off: it has {file.stat().st_size} bytes, and its header speaks of {end}. Download or "
+                f"{file} is cut off: it has {as_found.size} bytes, and its header speaks of {end}. Download or "
                 "copy it again."
             )
     return found
@@ -193,7 +224,7 @@ def read_tensor(stored: StoredTensor) -> Tensor:
     """Read a tensor into a new buffer in host memory.
 
     Raises:
-        CompressionError: the file ends too early, or cannot be read.
+        CompressionError: see `read_into`.
     """
     buffer = host_buffer(stored.nbytes)
     read_into(stored, buffer)
@@ -211,14 +242,19 @@ def read_into(stored: StoredTensor, buffer: Tensor) -> None:
         buffer: uint8 [nbytes], contiguous.
 
     Raises:
-        CompressionError: the file ends too early, or cannot be read.
+        CompressionError: the file ends too early, cannot be read, or is not the one in which the tensor was found.
     """
     if not stored.nbytes:
         return
     view = memoryview(buffer.numpy())  # type: ignore[arg-type]
     try:
-        descriptor = os.open(stored.file, os.O_RDONLY)
+        descriptor = os.open(stored.file.path, os.O_RDONLY)
         try:
+            if not stored.file.is_as_found(descriptor):  # layers of two models would be one
+                raise CompressionError(
+                    f"{stored.file} has been written to or replaced since this began to read weights from it. "
+                    "Give a checkpoint that nothing writes to (a copy of last.ckpt, say), and start again."
+                )
             pieces = [(view[at : at + _PIECE], stored.offset + at) for at in range(0, stored.nbytes, _PIECE)]
             if len(pieces) == 1:
                 _read_piece(descriptor, *pieces[0])
@@ -257,7 +293,7 @@ def files_fingerprint(tensors: Mapping[str, StoredTensor]) -> str:
 def _sampled(tensors: Mapping[str, StoredTensor]) -> Iterator[bytes]:
     by_file: dict[Path, list[tuple[str, StoredTensor]]] = {}
     for name, stored in tensors.items():
-        by_file.setdefault(stored.file, []).append((name, stored))
+        by_file.setdefault(stored.file.path, []).append((name, stored))
     for file, entries in by_file.items():
         yield f"{file.name} {file.stat().st_size}".encode()
         with file.open("rb") as opened:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_compress.errors import CompressionError
-from lightning_compress.memory.files import StoredTensor
+from lightning_compress.memory.files import StoredFile, StoredTensor, stored_file
 
 _TENSOR_PARTS = {
     ("collections", "OrderedDict"),
@@ -69,7 +69,7 @@ def load_located(file: Path, opened: BinaryIO, first: int = 0) -> tuple[Any, Cal
     Raises:
         CompressionError: not such an archive, of torch's format before 1.6, or cut off.
     """
-    starts = _record_starts(file, opened)
+    starts, as_found = _record_starts(file, opened), stored_file(file)
     try:
         content = torch.load(
             opened,
@@ -79,7 +79,7 @@ def load_located(file: Path, opened: BinaryIO, first: int = 0) -> tuple[Any, Cal
         )
     except Exception as error:
         raise CompressionError(f"{file} cannot be read as a checkpoint: {error}") from error
-    return content, lambda tensor: _located(file, tensor, starts, first)
+    return content, lambda tensor: _located(as_found, tensor, starts, first)
 
 
 def _record_starts(file: Path, opened: BinaryIO) -> frozenset[int]:
@@ -105,7 +105,7 @@ def _record_starts(file: Path, opened: BinaryIO) -> frozenset[int]:
     return frozenset(starts)
 
 
-def _located(file: Path, tensor: Tensor, starts: frozenset[int], first: int) -> StoredTensor:
+def _located(file: StoredFile, tensor: Tensor, starts: frozenset[int], first: int) -> StoredTensor:
     # torch computes the offsets of later records from the first; the archive's own directory is the proof
     start = tensor.untyped_storage()._checkpoint_offset
     if start not in starts:

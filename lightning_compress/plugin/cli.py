@@ -45,6 +45,7 @@ from lightning_compress.plugin.inspect import run_inspect
 from lightning_compress.plugin.job import plan_recipe
 from lightning_compress.plugin.mistyped import check_groups, complete, mistyped
 from lightning_compress.plugin.models import (
+    agreed_from_disk,
     load_config_only,
     load_model,
     memory_options,
@@ -267,7 +268,8 @@ def _compress_among(ranks: Collective, trainer: pl.Trainer, config: DictConfig, 
         keep_plan(planned, output_dir, ranks)
         if _is_first_rank():
             print(f"plan: {described(planned.best)}; foreseen: {minutes(planned.best.total_s)}")
-    from_disk = reads_from_disk(config.model)
+    resumes = config.calibration.resume != "never"
+    from_disk = agreed_from_disk(config.model, trainer, ranks, output_dir if resumes else None)
     weights, device = weights_place(config.model) if from_disk else None, onload_device(trainer)
     options: dict[str, Any] = {
         "recipe": load_recipe(config.recipe),

@@ -22,7 +22,7 @@ from lightning_compress.memory.placement import placement
 from lightning_compress.memory.source import WeightSource
 from lightning_compress.plugin.agreement import check_same
 from lightning_compress.plugin.identity import beyond_made_for
-from lightning_compress.plugin.models import load_model, memory_options, reads_from_disk, weights_place
+from lightning_compress.plugin.models import agreed_from_disk, load_model, memory_options, weights_place
 from lightning_compress.plugin.module import onload_device
 from lightning_compress.plugin.plan import device_kind
 from lightning_compress.plugin.ranks import ranks_of
@@ -38,7 +38,9 @@ def run_evaluate(config: DictConfig) -> float:
     trainer = instantiate(config.trainer, accelerator=kind, logger=False)
     with ranks_of(trainer) as ranks:
         is_folder = Path(config.model.path).is_dir() and has_safetensors(Path(config.model.path))
-        from_disk = reads_from_disk(config.model) or (kind == "cuda" and is_folder and config.model.load == "auto")
+        from_disk = agreed_from_disk(config.model, trainer, ranks) or (
+            kind == "cuda" and is_folder and config.model.load == "auto"
+        )
         model, processor = load_model(config.model, from_disk)
         batches = list(evaluation_dataloader(load_data_config(config.data), tokenizer_of(processor)))
         for note in beyond_made_for(model, batches) if ranks.rank == 0 else ():

@@ -1,10 +1,10 @@
 """One compression from a model to a verified checkpoint, as a generator that a Trainer's loop (or anything else)
 drives."""
 
-import shutil
 import time
 import warnings
 from collections.abc import Generator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,16 +14,17 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
 from lightning_compress.calibration.batches import CalibrationSet
-from lightning_compress.calibration.boundary import FOLDER
+from lightning_compress.calibration.boundary import FOLDER, forget_boundaries
 from lightning_compress.calibration.loop import Calibration, calibrate
 from lightning_compress.calibration.prepare import calibrating, check_layout
 from lightning_compress.calibration.records import UNREACHED, ModuleRecord, SubgraphRecord
-from lightning_compress.calibration.resume import fingerprints
+from lightning_compress.calibration.resume import Begun, fingerprints
 from lightning_compress.calibration.target import Target, find_target
 from lightning_compress.distributed.bars import no_bars
 from lightning_compress.distributed.collective import Collective, SingleProcess
 from lightning_compress.errors import RunWarning, UnreachedModulesWarning, UnsupportedModelError
 from lightning_compress.export.checkpoint import check_output_dir
+from lightning_compress.export.claim import claimed
 from lightning_compress.export.layout import added_to_state
 from lightning_compress.export.verify import ReadBackWarning, Verification, of_all, verify, verify_files, why_unreadable
 from lightning_compress.export.writer import CheckpointWriter, Unwritten
@@ -194,16 +195,17 @@ def run_job(
     Raises:
         OutputDirectoryError: the output folder holds an unfinished run of something else, or cannot be written to.
     """
-    with calibrating(job.target.root), job.modules.in_place():
-        return (yield from _run(job, max_subgraphs, continues))
+    output_dir = job.settings.output_dir if max_subgraphs is None else None
+    claim = nullcontext() if output_dir is None else claimed(output_dir, job.run.collective)
+    with calibrating(job.target.root), job.modules.in_place(), claim:
+        return (yield from _run(job, output_dir, max_subgraphs, continues))
 
 
 def _run(
-    job: Job, max_subgraphs: int | None, continues: Progress | None
+    job: Job, output_dir: Path | None, max_subgraphs: int | None, continues: Progress | None
 ) -> Generator[SubgraphRecord, bool | None, Report]:
     start = time.perf_counter()
     bytes_before = _num_bytes(job.target.root)
-    output_dir = job.settings.output_dir if max_subgraphs is None else None
     writer = None if output_dir is None else _writer(job, output_dir)
     beyond = [] if job.data is None else beyond_made_for(job.target.root, job.data.batches)
     replaced = [_REPLACED.format(writer.folder)] if writer is not None and writer.replaces_finished else []
@@ -236,7 +238,8 @@ def _run(
     if writer is not None and not partial:
         with no_bars():
             writer.close(job.settings.tokenizer)
-            shutil.rmtree(writer.folder / FOLDER, ignore_errors=True)
+            if writer.shared.is_first:
+                forget_boundaries(writer.folder / FOLDER)
             verification = _verified(job, writer.folder)
     total_s = job.prepare_s + time.perf_counter() - start
     report = _report(
@@ -327,7 +330,7 @@ def _writer(job: Job, output_dir: Path) -> CheckpointWriter:
         job.fingerprints,
         resume=job.settings.resume,
         collective=job.run.collective,
-        expert_parts=job.expert_parts,
+        begun=Begun(job.expert_parts, job.source is not None),
     )
 
 

@@ -9,7 +9,7 @@ import torch
 from lightning_compress.calibration.batches import CalibrationSet
 from lightning_compress.calibration.loop import Calibration
 from lightning_compress.calibration.prepare import calibrating, needs_data, prepare
-from lightning_compress.calibration.resume import begun_in_parts
+from lightning_compress.calibration.resume import begun_run
 from lightning_compress.calibration.target import Target
 from lightning_compress.distributed.collective import Collective
 from lightning_compress.errors import BudgetError, CompressionError, OutputDirectoryError
@@ -99,7 +99,8 @@ def _begun(settings: Settings) -> int | None:
     folder = settings.output_dir
     if folder is None or not settings.resume or not is_unfinished(folder):
         return None
-    return begun_in_parts(folder)
+    begun = begun_run(folder)
+    return None if begun is None else begun.expert_parts
 
 
 def _doubled(lay_out: Callable[[int], LaidOut], most: int) -> LaidOut:

@@ -4,12 +4,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import lightning.pytorch as pl
 import torch
 import transformers
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from transformers import PreTrainedModel
 
+from lightning_compress.calibration.resume import begun_run
+from lightning_compress.distributed.collective import Collective
 from lightning_compress.errors import CompressionError
 from lightning_compress.export.checkpoint import check_finished
 from lightning_compress.memory.dequantized import METHODS
@@ -108,8 +111,29 @@ def weights_place(config: DictConfig) -> Path:
     return Path(config.get("weights") or config.path)
 
 
-def reads_from_disk(config: DictConfig) -> bool:
+def agreed_from_disk(
+    config: DictConfig, trainer: pl.Trainer, ranks: Collective, output_dir: Path | None = None
+) -> bool:
+    """As `reads_from_disk` of any of the ranks, each of which would load a model: what is free differs from node to
+    node. What `output_dir` holds is continued, or read back, as it began.
+
+    Raises:
+        CompressionError: an unknown `model.load`.
+    """
+    begun = None if output_dir is None else begun_run(output_dir)
+    here = trainer.world_size // trainer.num_nodes
+    reads = reads_from_disk(config, here, None if begun is None else begun.from_disk)
+    return any(ranks.gather(reads, "comparing where weights are to be"))
+
+
+def reads_from_disk(config: DictConfig, num_copies: int = 1, begun: bool | None = None) -> bool:
     """Whether weights are to be read during the run, as `model.load` says.
+
+    Args:
+        config: of the model.
+        num_copies: that this machine would have to hold.
+        begun: whether a run does that may be continued; left to what is free are others, and one whose weights no
+            longer fit.
 
     Raises:
         CompressionError: an unknown `model.load`.
@@ -121,7 +145,8 @@ def reads_from_disk(config: DictConfig) -> bool:
         return True
     if config.load != "auto" or not folder.is_dir():
         return bool(config.load == "disk")
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors")) > available_bytes() // 2
+    size, free = num_copies * sum(file.stat().st_size for file in folder.glob("*.safetensors")), available_bytes()
+    return size > free // 2 if begun is None else begun or size > free
 
 
 def load_model(config: DictConfig, from_disk: bool) -> tuple[nn.Module, Any]:

@@ -152,11 +152,11 @@ def test_the_fingerprint_is_of_the_weights(folder: Path, tmp_path: Path) -> None
     other = shutil.copytree(folder / "kinds", tmp_path / "kinds")
     assert files_fingerprint(blocks_of(sharded_state_dict(other))) == first
     block = sharded_state_dict(other)["rows"].blocks[0][1]
-    content = block.file.read_bytes()
+    content = block.file.path.read_bytes()
     for sixteenth in range(16):
         start, end = (block.offset + block.nbytes * place // 16 for place in (sixteenth, sixteenth + 1))
         changed = bytes(byte ^ 1 for byte in content[start:end])
-        block.file.write_bytes(content[:start] + changed + content[end:])
+        block.file.path.write_bytes(content[:start] + changed + content[end:])
         assert files_fingerprint(blocks_of(sharded_state_dict(other))) != first
 
 
