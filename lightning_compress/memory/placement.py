@@ -34,7 +34,8 @@ class MemoryConfig:
             of them, or what `host_budget` leaves.
         prefetch_depth: how many subgraphs ahead of the one that computes weights are brought; 0: none. Fewer than asked
             where a budget demands it.
-        scratch_dir: a folder with room for that file; None: the system's temporary folder.
+        scratch_dir: a folder with room for that file; None: the system's temporary folder, or `/var/tmp` where that
+            is in memory.
 
     Raises:
         CompressionError: a size that is none, or a depth that is no number from 0 on.

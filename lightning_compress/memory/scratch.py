@@ -6,6 +6,7 @@ back is reused for tensors of the same size, which is what a run stores layer af
 
 import os
 import tempfile
+import warnings
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,8 +16,28 @@ from typing import final
 import torch
 from torch import Tensor
 
-from lightning_compress.errors import CompressionError, reason
+from lightning_compress.errors import CompressionError, RunWarning, reason
 from lightning_compress.memory.buffers import host_buffer
+
+_DISK = Path("/var/tmp")
+
+
+def is_in_memory(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> bool:
+    """Whether files there take memory (a tmpfs), as Linux says it."""
+    try:
+        device = folder.stat().st_dev
+        lines = [line.split() for line in mounts.read_text(encoding="utf-8").splitlines()]
+    except OSError:
+        return False
+    name = f"{os.major(device)}:{os.minor(device)}"
+    return any(words[2] == name and words[words.index("-") + 1] in ("tmpfs", "ramfs") for words in lines)
+
+
+def _temporary_folder() -> Path:
+    """The system's, which is in memory in some of them; larger files go to `/var/tmp` there."""
+    folder = Path(tempfile.gettempdir())
+    other = is_in_memory(folder) and os.access(_DISK, os.W_OK) and not is_in_memory(_DISK)
+    return _DISK if other else folder
 
 
 @dataclass(frozen=True)
@@ -38,18 +59,19 @@ class ScratchFile:
     One thread does all transfers in the order they were asked for, so a tensor is never read before it is written.
 
     Args:
-        folder: where there is room; None takes the system's temporary folder.
+        folder: where there is room; None takes the system's temporary folder, or `/var/tmp` where that is in memory.
 
     Raises:
         CompressionError: no file can be made there.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        self._folder = folder
+        self._folder = folder or _temporary_folder()
+        self._takes_memory = folder is None and is_in_memory(self._folder)
         try:
-            self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (lives as long as this object)
+            self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 (lives as long as this object)
         except OSError as error:
-            where = "the system's temporary folder" if folder is None else f"scratch_dir={folder}"
+            where = f"the temporary folder {self._folder}" if folder is None else f"scratch_dir={folder}"
             raise CompressionError(
                 f"{where} cannot hold the activations: {reason(error)}. Name a folder that is there and can be written "
                 "to as memory.scratch_dir, or leave activation_budget out."
@@ -66,6 +88,14 @@ class ScratchFile:
         Raises:
             CompressionError: no room.
         """
+        if self._takes_memory and tensor.numel():
+            self._takes_memory = False  # said once
+            warnings.warn(
+                f"Activations wait in the temporary folder {self._folder}, which is in memory itself. Name a folder on "
+                "a disk as memory.scratch_dir to save any.",
+                RunWarning,
+                stacklevel=2,
+            )
         whole = tensor.untyped_storage()
         if whole.nbytes() > 1.5 * tensor.nbytes:
             tensor = tensor.contiguous() if not tensor.is_contiguous() else tensor.clone()
@@ -114,8 +144,7 @@ class ScratchFile:
                     raise OSError("the file ends too early")
                 view, offset = view[count:], offset + count
         except OSError as error:
-            where = self._folder or tempfile.gettempdir()
             raise CompressionError(
-                f"Activations could not be kept in {where} ({self._end / 1e9:.2f} GB there so far): {error}. Make "
-                "room, name another folder as scratch_dir, or raise activation_budget."
+                f"Activations could not be kept in {self._folder} ({self._end / 1e9:.2f} GB there so far): {error}. "
+                "Make room, name another folder as scratch_dir, or raise activation_budget."
             ) from error

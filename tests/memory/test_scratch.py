@@ -1,6 +1,7 @@
 """Activations that wait in a file: the same bits, in the memory that was granted, and nothing left behind."""
 
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,12 @@ from torch import fx, nn
 
 from lightning_compress.calibration.loop import calibrate
 from lightning_compress.calibration.prepare import calibrating
-from lightning_compress.errors import CompressionError
+from lightning_compress.errors import CompressionError, RunWarning
 from lightning_compress.export.writer import Unwritten
-from lightning_compress.memory import activations
+from lightning_compress.memory import activations, scratch
 from lightning_compress.memory.activations import ActivationCache
 from lightning_compress.memory.placement import MemoryConfig
-from lightning_compress.memory.scratch import ScratchFile
+from lightning_compress.memory.scratch import ScratchFile, is_in_memory
 from lightning_compress.memory.tracker import LiveMemory, parse_bytes
 
 LARGE = torch.randn(3, 64, 128)
@@ -25,6 +26,24 @@ LARGE = torch.randn(3, 64, 128)
 def keys(count: int) -> list[fx.Node]:
     graph = fx.Graph()
     return [graph.placeholder(f"v{number}") for number in range(count)]
+
+
+def test_a_temporary_folder_in_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Files there would take the memory that they are to save: others do, where the user names none. Seen to fail."""
+    shared_memory = Path("/dev/shm")
+    assert is_in_memory(shared_memory)
+    assert not is_in_memory(shared_memory, mounts=tmp_path / "none")
+    monkeypatch.setattr(tempfile, "tempdir", str(shared_memory))
+    monkeypatch.setattr(scratch, "_DISK", tmp_path)
+    place = shared_memory if is_in_memory(tmp_path) else tmp_path
+    file = ScratchFile()
+    assert os.fstat(file._file.fileno()).st_dev == place.stat().st_dev
+    monkeypatch.setattr(scratch, "_DISK", shared_memory)
+    file = ScratchFile()
+    with pytest.warns(RunWarning, match=r"wait in the temporary folder /dev/shm, .* memory.scratch_dir"):
+        stored = file.write(LARGE)
+    assert torch.equal(file.read(stored).result(), LARGE)
+    ScratchFile(shared_memory).write(LARGE)  # as the user has said
 
 
 @pytest.mark.parametrize(
