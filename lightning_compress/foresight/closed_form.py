@@ -273,7 +273,7 @@ def deepspeed(num_parameters: int, layout: Layout, largest_layer: int) -> dict[s
     layouts. 18 of a parameter are divided: gradients in half and full precision, weights and two states in full.
 
     After DeepSpeed's `estimate_zero2_model_states_mem_needs` and its counterpart for ZeRO-3 (`deepspeed/runtime/zero`),
-    which has the largest layer's 16-bit weights twice.
+    which has the largest layer's 16-bit weights twice. What is offloaded is the optimizer: 16-bit weights stay.
 
     Args:
         num_parameters: of the model.
@@ -281,13 +281,15 @@ def deepspeed(num_parameters: int, layout: Layout, largest_layer: int) -> dict[s
         largest_layer: numbers of its weights.
 
     >>> deepspeed(100, Layout(data=4, zero=2), 10), deepspeed(100, Layout(data=4, zero=3, offload=True), 10)
-    ({'ZeRO-2, 2 P + 18 P / N': 650}, {'ZeRO-3 with offload, 4 L': 40})
+    ({'ZeRO-2, 2 P + 18 P / N': 650}, {'ZeRO-3 with offload, 4 L + 2 P / N': 90})
     """
     if layout.zero < 2 or layout.tensor * layout.pipeline > 1:
         return {}
     kept, said = (2 * num_parameters, "2 P") if layout.zero == 2 else (4 * largest_layer, "4 L")
+    if layout.offload and layout.zero == 2:
+        return {f"ZeRO-2 with offload, {said}": kept}
     if layout.offload:
-        return {f"ZeRO-{layout.zero} with offload, {said}": kept}
+        return {f"ZeRO-3 with offload, {said} + 2 P / N": kept + 2 * num_parameters // layout.data}
     return {f"ZeRO-{layout.zero}, {said} + 18 P / N": kept + 18 * num_parameters // layout.data}
 
 

@@ -31,12 +31,12 @@ Left out: losses and embeddings that are divided among tensor ranks; the gradien
 and the last stage add up; start-up times of collectives; a slowest rank.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, final
 
-from lightning_compress.foresight.jobs import Phase, parts_of
-from lightning_compress.foresight.layouts import Layout, per_rank, worst_shares
+from lightning_compress.foresight.jobs import parts_of
+from lightning_compress.foresight.layouts import Layout, worst_shares
 from lightning_compress.foresight.machine import Machine
 from lightning_compress.foresight.optimizers import step_bytes
 from lightning_compress.foresight.training import Rehearsal
@@ -183,7 +183,7 @@ def foreseen(task: FineTuningTask, micro: MicroBatch, layout: Layout, machine: M
     phases = micro.rehearsal.phases(accumulate)
     shares = worst_shares(phases, layout, task.largest_layer, task.stages.get(layout.pipeline))
     fullest, _ = max(shares.values(), key=lambda share: share[0].peak)
-    on_host = max(size for _, size in shares.values())
+    on_host = max((there for _, there in shares.values()), key=lambda there: there.peak)
     return Step(
         layout=layout,
         micro_batch=micro.size,
@@ -193,9 +193,9 @@ def foreseen(task: FineTuningTask, micro: MicroBatch, layout: Layout, machine: M
         tokens_per_s=task.batch * task.length / sum(seconds.values()),
         parts=seconds,
         lanes={lane: lane_s for lane, lane_s in busy.items() if lane_s},
-        peaks={"device": fullest.peak, "host": task.ranks * on_host},
+        peaks={"device": fullest.peak, "host": task.ranks * on_host.peak},
         device_parts=parts_of(fullest),
-        host_parts=_host_parts(phases, layout, task, on_host) if on_host else {},
+        host_parts={name: task.ranks * size for name, size in parts_of(on_host).items() if size},
         phase=fullest.name,
     )
 
@@ -287,13 +287,3 @@ def _exchange(machine: Machine, sent: float, to_device: float = 0.0, to_host: fl
     lanes["to_host"] = to_host / machine.rate("to_host")
     lanes["duplex"] = (to_device + to_host) / machine.rate("duplex")
     return lanes
-
-
-def _host_parts(phases: Sequence[Phase], layout: Layout, task: FineTuningTask, on_host: int) -> dict[str, int]:
-    """What of a job's worst moment in host memory waits there, for all ranks."""
-    stage = task.stages.get(layout.pipeline)
-    shares = [(phase, per_rank(phase, layout, task.largest_layer, stage)) for phase in phases]
-    phase, (share, _) = next(each for each in shares if each[1][1] == on_host)
-    there, _ = per_rank(phase, replace(layout, offload=False), task.largest_layer, stage)
-    here = parts_of(share)
-    return {name: task.ranks * (size - here[name]) for name, size in parts_of(there).items() if size > here[name]}

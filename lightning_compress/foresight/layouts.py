@@ -32,7 +32,8 @@ class Layout:
     Attributes:
         data: replicas, among which ZeRO divides.
         zero: stage; 1 divides the optimizer's state, 2 gradients too, 3 weights too.
-        offload: what ZeRO divides waits in host memory, but for weights.
+        offload: what ZeRO divides is in host memory, but for weights; those that the CPU's optimizer updates are there,
+            too.
         tensor: ranks that share each layer.
         pipeline: ranks that share the layers.
     """
@@ -59,16 +60,17 @@ def is_halved(job: InferenceJob | FineTuningJob, itemsize: int, layouts: Iterabl
 
 def per_rank(
     phase: Phase, layout: Layout, largest_layer: int, stage: float | None = None, trained: int = 0
-) -> tuple[Phase, int]:
-    """What one rank has on its device in a phase, and the bytes that it has in host memory for it.
+) -> tuple[Phase, Phase]:
+    """What one rank has on its device in a phase, and what it has in host memory for it.
 
     Args:
         phase: of the job on one rank, with one replica's batch.
         layout: of the ranks.
         largest_layer: bytes of the weights of the largest layer or embedding.
         stage: of the weights, what the largest stage of the pipeline has; None: as much as all others.
-        trained: bytes of all gradients, which replicas without ZeRO have a second time at all times: in the buckets in
-            which `DistributedDataParallel` exchanges them.
+        trained: bytes of all gradients, and so of what is trained. Replicas without ZeRO have them a second time at all
+            times: in the buckets in which `DistributedDataParallel` exchanges them. Beside an offloaded optimizer are
+            the parameters.
     """
     shared = (stage or 1 / layout.pipeline) / layout.tensor
     parts, divided = layout.tensor * layout.pipeline, layout.data if layout.zero >= 1 else 1
@@ -79,11 +81,12 @@ def per_rank(
     buckets = trained if layout.data > 1 and layout.zero == 0 else 0
     gradients = int((phase.gradients + buckets) * shared) // sharing_gradients
     optimizer, stepping = (int(size * shared) // divided for size in (phase.optimizer, phase.stepping))
-    on_host = 0
+    on_host = Phase(phase.name, 0)
     if layout.offload and layout.zero >= 1:
-        on_host, optimizer, stepping = optimizer + stepping, 0, 0
-        if layout.zero >= 2:
-            on_host, gradients = on_host + gradients, 0
+        updated, sent = (int(size * shared) // layout.data for size in (trained, phase.gradients))
+        on_host = Phase(phase.name, updated, sent, optimizer, stepping=stepping)
+        optimizer = stepping = 0
+        gradients = 0 if layout.zero >= 2 else gradients
     share = Phase(
         phase.name,
         weights,
@@ -98,9 +101,9 @@ def per_rank(
 
 def worst_shares(
     phases: Iterable[Phase], layout: Layout, largest_layer: int, stage: float | None = None
-) -> dict[str, tuple[Phase, int]]:
+) -> dict[str, tuple[Phase, Phase]]:
     """By part of the job, of its moments the one with most on a rank's device, as `per_rank` has it."""
-    found: dict[str, tuple[Phase, int]] = {}
+    found: dict[str, tuple[Phase, Phase]] = {}
     moments = list(phases)
     trained = max((phase.gradients for phase in moments), default=0)
     for phase in moments:

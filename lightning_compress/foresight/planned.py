@@ -90,7 +90,8 @@ class Planned:
         machine: whose rates were used.
         best: the plan.
         runners_up: the best plans of other choices, the fastest first.
-        saved_s: seconds that one GiB more of each place would save, whatever is chosen then.
+        saved_s: seconds that one GiB more of each place would save, whatever is chosen then: of every rank's device, of
+            a node's memory, of its disk.
         num_candidates, num_fitting: how many ways to run were looked at, and fit.
         situation: what it is for.
         planning_s: how long planning took.

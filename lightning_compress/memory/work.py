@@ -65,7 +65,8 @@ class WorkMeter(TorchDispatchMode):
             # backward: the output's gradient comes first, and there are five products (scores once more), not two
             is_backward = "backward" in str(packet)
             query, key = args[1:3] if is_backward else args[:2]
-            is_causal = bool(kwargs.get("is_causal", next((arg for arg in args[3:] if isinstance(arg, bool)), False)))
+            at = [each.name for each in func._schema.arguments].index("is_causal")
+            is_causal = bool(args[at] if at < len(args) else kwargs.get("is_causal", False))
             flops = (10 if is_backward else 4) * prod(query.shape) * key.shape[-2] / (2 if is_causal else 1)
             self.work[f"attention {_dtype(query)}"] += flops
         elif packet in flop_registry:

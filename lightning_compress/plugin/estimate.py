@@ -238,8 +238,8 @@ def _rows(
         form = by_form.get(name)
         of_all = {**parts_of(share), TITLES["libraries"]: workspaces}
         rows.append(Row(name, place, of_all, None if form is None else form[0].peak + workspaces))
-        if on_host:
-            rows.append(Row(name, "host", {"offloaded": on_host}))
+        if on_host.peak:
+            rows.append(Row(name, "host", {"offloaded": on_host.peak}))
     return rows
 
 
@@ -372,6 +372,8 @@ def instantiated(config: DictConfig) -> Any:
     """
     kind = get_class(config["_target_"])
     given = {str(key): value for key, value in config.items() if key != "_target_"}
+    words = {field.name for field in fields(kind) if isinstance(field.default, str)}  # Hydra reads true as a bool
+    given |= {key: str(value).lower() for key, value in given.items() if key in words and isinstance(value, bool)}
     known = [field.name for field in fields(kind)]
     unknown = [key for key in given if key not in known]
     if unknown:

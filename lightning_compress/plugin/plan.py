@@ -4,6 +4,7 @@ The model is built from its configuration, without weights; every combination of
 (`plugin.measure`), and placed and timed by `foresight.planner`.
 """
 
+import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
@@ -116,7 +117,10 @@ def plan_calibration(
     if not found:
         raise BudgetError(_nothing_fits(tried, machine, situation))
     given = {"device": resources.device, "host": resources.host, "disk": resources.disk}
-    more = {place: replace(resources, **{place: size + (1 << 30)}) for place, size in given.items() if size is not None}
+    beyond = {"device": 1 << 30, "host": (1 << 30) // situation.together, "disk": 1 << 30}
+    more = {
+        place: replace(resources, **{place: size + beyond[place]}) for place, size in given.items() if size is not None
+    }
     saved = {place: found[0].total_s - least_s(tried, machine, each) for place, each in more.items()}
     found = simplest_first(found)
     return Planned(
@@ -279,10 +283,10 @@ def machine_for(gpu: str | None, device: str, folder: Path) -> Machine:
         CompressionError: an unknown name; no such device.
     """
     if gpu is not None:
-        file = next((file for kind in ("cuda", "cpu") if (file := cache_file(kind)).is_file()), None)
+        file = next((file for kind in ("cuda", "cpu") if (file := record_of(kind)).is_file()), None)
         return named_gpu(gpu, None if file is None else load_machine(file))
     kind = device_kind(device)
-    file = cache_file(kind)
+    file = record_of(kind)
     if file.is_file() and (known := load_machine(file)).is_complete:
         return known
     return probed(kind, folder)
@@ -302,6 +306,14 @@ def device_kind(device: str, key: str = "run_on") -> str:
     return device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def record_of(kind: str) -> Path:
+    """Where what was measured of this host is kept; with each of its kinds of GPU by itself."""
+    if kind == "cpu" or not torch.cuda.is_available():
+        return cache_file(kind)
+    card = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return cache_file(f"{kind}-{re.sub('[^0-9A-Za-z]+', '-', card.name)}-{card.total_memory >> 20}")
+
+
 def probed(kind: str, folder: Path) -> Machine:
     """Measure this machine, and keep it for later plans.
 
@@ -312,7 +324,7 @@ def probed(kind: str, folder: Path) -> Machine:
     existing = nearest_existing(folder)
     try:
         found = probe(device, existing)
-        save_machine(found, cache_file(kind))
+        save_machine(found, record_of(kind))
     except OSError as error:
         raise CompressionError(f"This machine could not be measured in {existing}: {error}") from error
     return found

@@ -27,6 +27,7 @@ from lightning_compress.memory.files import free_bytes, has_safetensors
 from lightning_compress.memory.host import available_bytes, free_on
 from lightning_compress.memory.placement import FORESEEN
 from lightning_compress.memory.tracker import resident_bytes
+from lightning_compress.memory.workspaces import cublas_workspace_bytes
 from lightning_compress.plugin.beforehand import check_ranks
 from lightning_compress.plugin.models import load_config_only, memory_options
 from lightning_compress.plugin.plan import Choices, machine_for, plan_calibration
@@ -132,7 +133,9 @@ def _found(
 def _rank(config: DictConfig, trainer: pl.Trainer, device: torch.device, output_dir: Path, typed: Set[str]) -> Rank:
     memory, here = memory_options(config.memory), trainer.world_size // trainer.num_nodes
     on_device = memory.num_bytes("device_budget", device) if device.type == "cuda" else None
-    if on_device is None and device.type == "cuda":
+    if on_device is not None:
+        on_device = max(on_device - cublas_workspace_bytes(device), 0)
+    elif device.type == "cuda":
         on_device = tensors_on(free_on(device))
     budget = memory.num_bytes("host_budget", device)
     choices = _choices_left(config, typed)
@@ -203,6 +206,8 @@ def with_plan(config: DictConfig, planned: Planned) -> DictConfig:
     without any, near the host memory that is foreseen."""
     choice, waiting = planned.best.choice, planned.best.waiting
     given = {f"{place}_budget": getattr(planned.situation.resources, place) for place in planned.situation.budgets}
+    if given.get("device_budget") is not None:  # which counts them, as a plan does with what else a card has to hold
+        given["device_budget"] += cublas_workspace_bytes(torch.device(planned.machine.device))
     if planned.machine.device == "cpu":
         given = {"host_budget": FORESEEN, **given}
     budgets = {name: size for name, size in given.items() if name in config.memory and config.memory[name] is None}

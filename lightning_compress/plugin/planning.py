@@ -13,7 +13,7 @@ from lightning_compress.errors import CompressionError, nearest, reason
 from lightning_compress.foresight.compare import factors
 from lightning_compress.foresight.generation_cost import Task
 from lightning_compress.foresight.jobs import InferenceJob
-from lightning_compress.foresight.machine import Machine, cache_file, load_machine, save_machine
+from lightning_compress.foresight.machine import Machine, load_machine, save_machine
 from lightning_compress.foresight.plan import Plan
 from lightning_compress.foresight.planned import Planned, Situation, plan_of, tensors_on
 from lightning_compress.memory.files import free_bytes
@@ -22,7 +22,15 @@ from lightning_compress.memory.tracker import resident_bytes
 from lightning_compress.plugin.estimate import check_unquantized, instantiated
 from lightning_compress.plugin.generation import PlannedGeneration, plan_generation
 from lightning_compress.plugin.models import load_config_only, reads_from_disk
-from lightning_compress.plugin.plan import Choices, device_kind, machine_for, plan_calibration, probed, size_of
+from lightning_compress.plugin.plan import (
+    Choices,
+    device_kind,
+    machine_for,
+    plan_calibration,
+    probed,
+    record_of,
+    size_of,
+)
 from lightning_compress.plugin.samples import processor_for
 from lightning_compress.recipe.load import load_recipe
 
@@ -144,7 +152,7 @@ def run_probe(config: DictConfig) -> Machine:
     kind = device_kind(config.run_on)
     if not config.refit:
         return probed(kind, Path(config.output_dir))
-    file = cache_file(kind)
+    file = record_of(kind)
     if not file.is_file():
         raise CompressionError("Nothing was measured yet that could be refitted; run `lightning-compress probe` first.")
     reports = [

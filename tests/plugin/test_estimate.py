@@ -258,7 +258,7 @@ def test_on_a_cpu(estimate: Any) -> None:
 def test_other_architectures(estimate: Any, folder: Path) -> None:
     """Without linear layers in its blocks."""
     GPT2Config(n_embd=64, n_layer=2, n_head=2, vocab_size=100).save_pretrained(folder)
-    found, said = estimate("job=finetuning", "job.length=32", "layout.data=2", "layout.zero=3")
+    found, said = estimate("job=finetuning", "job.length=32", "layout.data=2", "layout.zero=3", "job.precision=true")
     assert "There is no closed form for GPT2LMHeadModel" in said
     assert not any(row["closed_form"] for row in found["rows"])
 
