@@ -202,13 +202,16 @@ def cached_inputs(
     inputs: list[dict[Key, object]] = [
         dict(zip(placeholders, flatten_batch(batch)[0], strict=True)) for batch in batches
     ]
+    rewritten = memory_of(traced.graph).rewritten()
+    if not rewritten.isdisjoint(placeholders):
+        inputs = [dict(zip(values, deepcopy([*values.values()]), strict=True)) for values in inputs]  # not the user's
     for values in inputs:
         twice = [node for node in placeholders if node in diverging]
         values.update({Shadow(node): deepcopy(values[node]) for node in twice})
     return ActivationCache(
         inputs,
         device=placement.device,
-        rewritten=memory_of(traced.graph).rewritten(),
+        rewritten=rewritten,
         device_budget=placement.device_activation_budget,
         budget=placement.activation_budget,
         scratch_dir=placement.scratch_dir,

@@ -98,12 +98,12 @@ class InputQuantizer(InputHook):
     def _quantized(self, module: nn.Module, x: Tensor) -> Tensor:
         if isinstance(x, FakeTensor) or x.numel() == 0:  # compressed-tensors would cache fake constants for good
             return x
-        if self.scale is None:
-            scale, zero_point = compute_dynamic_scales_and_zp(value=x, args=self.args, module=module)
+        rows = x.reshape(1, -1, x.shape[-1]) if self.scale is None and isinstance(module, nn.Linear) else x
+        if self.scale is None:  # compressed-tensors takes the first two dimensions for those of tokens
+            scale, zero_point = compute_dynamic_scales_and_zp(value=rows, args=self.args, module=module)
         else:
-            scale = self.scale.to(x.device)
-            zero_point = None if self.zero_point is None else self.zero_point.to(x.device)
-        quantized: Tensor = fake_quantize(x=x, scale=scale, zero_point=zero_point, args=self.args)
+            scale, zero_point = (each if each is None else each.to(x.device) for each in (self.scale, self.zero_point))
+        quantized: Tensor = fake_quantize(x=rows, scale=scale, zero_point=zero_point, args=self.args).reshape(x.shape)
         if not torch.is_grad_enabled():
             return quantized
         rounded: Tensor = _StraightThrough.apply(x, quantized)  # type: ignore[no-untyped-call]

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
 from transformers import PreTrainedModel
 
 from lightning_compress.errors import UnsupportedModelError
@@ -110,6 +110,8 @@ def _not_logging(module: nn.Module, step: Callable[[Any], Any]) -> Callable[[Any
             for metric in module.modules():
                 if isinstance(metric, Metric):
                     replaced.enter_context(_methods_replaced(metric, _OF_METRICS))
+                elif isinstance(metric, MetricCollection):  # takes members whose states stay alike for one
+                    replaced.enter_context(_methods_replaced(metric, {"update": _nothing}))
             return step(batch)
 
     return quiet

@@ -15,7 +15,7 @@ from transformers import SequenceFeatureExtractor
 
 from lightning_compress.data.config import MultimodalConfig
 from lightning_compress.data.sounds import decoded, undecoded
-from lightning_compress.data.sources import check_columns, is_chat, load_rows
+from lightning_compress.data.sources import check_columns, is_chat, load_rows, without_nulls
 from lightning_compress.errors import CalibrationDataError
 
 _WORD = "image"
@@ -190,7 +190,7 @@ class _Collate:
             tokens += [getattr(self.processor, "audio_token", "")] * num_sounds
             return " ".join([*(token for token in tokens if token), text])
         content = [{"type": "image"}] * num_images + [{"type": "audio"}] * num_sounds + [{"type": "text", "text": text}]
-        chat = [{"role": "user", "content": content}] if isinstance(text, str) else _without_nulls(text)
+        chat = [{"role": "user", "content": content}] if isinstance(text, str) else without_nulls(text)
         rendered: str = self.processor.apply_chat_template(chat, tokenize=False)
         return rendered
 
@@ -199,12 +199,3 @@ def _sampling_rate(processor: Any) -> int | None:
     """Of the sounds that a processor takes; None: it takes none."""
     rate = getattr(getattr(processor, "feature_extractor", processor), "sampling_rate", None)
     return rate if isinstance(rate, int) else None
-
-
-def _without_nulls(value: Any) -> Any:
-    """Columns of structs have every key in every row."""
-    if isinstance(value, list):
-        return [_without_nulls(item) for item in value]
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return value

@@ -67,7 +67,7 @@ def perplexity(
             for batch, logits in zip(mine, found, strict=True):
                 metric.reset()
                 for some, targets in _parts(logits, _targets(batch).to(device)):
-                    metric.update(some.float(), targets)
+                    metric.update(some.double(), targets)  # whose softmax of a logit 104 below the largest is not 0
                 sums.append((float(metric.total_log_probs), int(metric.count)))
     of_all = list(chain(*collective.gather(sums, "the sums for the perplexity")))
     count = sum(number for _, number in of_all)
@@ -124,8 +124,9 @@ def _parts(logits: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _targets(batch: Batch) -> Tensor:
-    """The token after each position [B, L-1], ignored where it is padding."""
+    """The token after each position [B, L-1], ignored where that, or the position, is padding."""
     targets = batch["input_ids"][:, 1:]
     if "attention_mask" not in batch:
         return targets
-    return targets.masked_fill(batch["attention_mask"][:, 1:] == 0, _IGNORED)
+    is_token = batch["attention_mask"] != 0
+    return targets.masked_fill(~(is_token[:, 1:] & is_token[:, :-1]), _IGNORED)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import cast
+from typing import Any, cast
 
 import datasets
 from datasets.exceptions import DatasetGenerationError
@@ -180,3 +180,12 @@ def is_chat(value: object) -> bool:
         and bool(value)
         and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in value)
     )
+
+
+def without_nulls(value: Any) -> Any:
+    """Columns of structs have every key in every row."""
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return value

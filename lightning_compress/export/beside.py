@@ -5,12 +5,15 @@ import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from lightning_compress.calibration.resume import MANIFEST, replace_file
+from lightning_compress.errors import UnsupportedModelError
 from lightning_compress.export.checkpoint import MARKER
+from lightning_compress.graph.restore import assigned
 from lightning_compress.memory.files import INDEX
 
 FILES = "files"
@@ -27,17 +30,48 @@ def config_files(root: nn.Module, folder: Path) -> tuple[dict[str, object], list
         return {}, []
     config: dict[str, object] = {}
 
+    def save_generation(temporary: str, **_: object) -> None:
+        if isinstance(generation, GenerationConfig):
+            generation.to_json_file(Path(temporary) / "generation_config.json", keys_to_pop=["compile_config"])
+
     def save(temporary: str) -> None:
-        root.save_pretrained(temporary, state_dict={})
+        # as it is: published ones have values that are of no use, which some versions refuse to save
+        with assigned(root, "generation_config", SimpleNamespace(save_pretrained=save_generation)):
+            root.save_pretrained(temporary, state_dict={})
         config.update(json.loads((Path(temporary) / "config.json").read_text(encoding="utf-8")))
         for file in (Path(temporary) / "config.json", *Path(temporary).glob("*.safetensors")):
             file.unlink()
 
-    dtype = root.config.dtype
+    generation = getattr(root, "generation_config", None)
+    before = {name: getattr(root.config, name, None) for name in ("dtype", "architectures")}
     try:
         return config, copied(save, folder)
     finally:
-        root.config.dtype = dtype
+        for name, value in before.items():
+            setattr(root.config, name, value)
+
+
+def check_exported(root: nn.Module) -> None:
+    """
+    Raises:
+        UnsupportedModelError: a model's state dict, by which the checkpoint is written, is without some parameters; or
+            transformers does not write its configuration.
+    """
+    state = root.state_dict(keep_vars=True)
+    missing = [name for name, _ in root.named_parameters() if name not in state]
+    if missing:
+        raise UnsupportedModelError(
+            f"`state_dict` of {type(root).__name__} leaves out {len(missing)} parameters ({', '.join(missing[:3])}, "
+            "...), and what is exported is its state. Let it return all of them; what checkpoints of the training are "
+            "not to hold can be taken out in `on_save_checkpoint`."
+        )
+    with tempfile.TemporaryDirectory() as temporary:
+        try:
+            config_files(root, Path(temporary))
+        except Exception as error:  # at the end, when it is needed, would be late
+            raise UnsupportedModelError(
+                f"transformers cannot write the configuration of {type(root).__name__}: {type(error).__name__}: {error}"
+            ) from error
 
 
 def copied(save: Callable[[str], object], folder: Path) -> list[str]:

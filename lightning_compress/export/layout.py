@@ -29,7 +29,7 @@ def packed_bytes(key: str, tensor: Tensor, resolved: ResolvedRecipe) -> int:
         return tensor.nbytes
     args = resolved.assignments[key.rpartition(".")[0]].weights
     scales = tensor.nbytes // args.group_size if args.group_size and args.group_size > 0 else 0
-    return int(tensor.numel() * args.num_bits // 8 + scales)
+    return int(-(-tensor.numel() * args.num_bits // 8) + scales)  # at least one
 
 
 def _is_quantized(key: str, resolved: ResolvedRecipe) -> bool:

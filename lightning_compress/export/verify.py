@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -233,6 +234,7 @@ def _reload(
             computed = dict(root.named_buffers()).keys() - root.state_dict().keys()
             if missing := sorted(found["missing_keys"] - computed):
                 raise CompressionError(f"it does not find {', '.join(missing[:3])} in it")
+            _read_by_rows(model, quantized)
             return model.eval(), f"transformers {name}.from_pretrained"
         except Exception as error:  # whatever it is: the finding is that this reader cannot read it
             reason = str(error)
@@ -244,6 +246,28 @@ def _reload(
     for parameter in empty.parameters():
         parameter.zero_()
     return load_compressed(empty, directory).eval(), reader
+
+
+def _read_by_rows(model: nn.Module, quantized: Sequence[str]) -> None:
+    """Let Linears quantize their inputs per token whatever dimensions those have, as the model in memory and kernels
+    do: compressed-tensors' own forward takes the first two for those of tokens."""
+    for name in quantized:
+        module = model.get_submodule(name)
+        scheme = getattr(module, "quantization_scheme", None)
+        if isinstance(module, nn.Linear) and scheme is not None and scheme.input_activations is not None:
+            shapes: list[torch.Size] = []
+            module.register_forward_pre_hook(partial(_as_rows, shapes))
+            module.register_forward_hook(partial(_as_before, shapes))
+
+
+def _as_rows(shapes: list[torch.Size], module: nn.Module, args: tuple[Tensor]) -> Tensor:
+    (input,) = args
+    shapes.append(input.shape)
+    return input.reshape(1, -1, input.shape[-1])
+
+
+def _as_before(shapes: list[torch.Size], module: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
+    return output.reshape(*shapes.pop()[:-1], -1)
 
 
 def why_unreadable(root: nn.Module, resolved: ResolvedRecipe) -> str | None:

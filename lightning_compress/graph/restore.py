@@ -1,9 +1,9 @@
 """Leave modules as they were."""
 
-import copy
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -67,34 +67,62 @@ def autocast_restored() -> Iterator[None]:
         torch.set_autocast_cache_enabled(is_cached)
 
 
+_CONTAINERS = (OrderedDict, dict, list, set, deque)
+_Container = OrderedDict[Any, Any] | dict[Any, Any] | list[Any] | set[Any] | deque[Any]
+
+
 @contextmanager
 def containers_restored(module: nn.Module) -> Iterator[None]:
-    """Within: lists, dicts and sets that modules keep may be filled (outputs kept for the epoch's end)."""
-    saved: dict[int, tuple[Any, Any]] = {}
+    """Within: lists, dicts and sets that modules keep may be filled (outputs kept for the epoch's end), and attributes
+    set of other objects there (meters)."""
+    saved: dict[int, tuple[_Container, list[Any]]] = {}
 
     def save(value: object) -> None:
-        if not isinstance(value, (list, dict, set, deque)) or id(value) in saved:
-            return
-        saved[id(value)] = (value, copy.copy(value))
-        for item in value.values() if isinstance(value, dict) else value:
-            save(item)
+        if isinstance(value, _CONTAINERS) and id(value) not in saved:
+            saved[id(value)] = (value, _content(value))
+            for item in value.values() if isinstance(value, dict) else value:
+                save(item)
 
     for each in module.modules():
         for name, value in vars(each).items():
             if not name.startswith("_"):  # torch's own are restored as attributes
-                save(value)
+                save(vars(value) if _is_plain(value) else value)
     try:
         yield
     finally:
         for container, content in saved.values():
-            container.clear()
-            (container.extend if isinstance(container, (list, deque)) else container.update)(content)
+            now = _content(container)
+            if len(now) != len(content) or any(map(_is_another, now, content)):
+                kind: Any = next(kind for kind in _CONTAINERS if isinstance(container, kind))
+                kind.clear(container)  # not its own: a ModelOutput has none
+                (kind.extend if kind in (list, deque) else kind.update)(container, content)
+
+
+def _content(container: _Container) -> list[Any]:
+    return list(container.items() if isinstance(container, dict) else container)
+
+
+def _is_another(now: Any, before: Any) -> bool:
+    """Whether what a container holds is not the same; of a dict it is a new pair in any case."""
+    if isinstance(now, tuple) and isinstance(before, tuple) and len(now) == len(before) == 2:
+        return now[0] is not before[0] or now[1] is not before[1]
+    return now is not before
+
+
+def _is_plain(value: object) -> bool:
+    """An object of a class of the user's own."""
+    library = type(value).__module__.partition(".")[0]
+    return hasattr(value, "__dict__") and not isinstance(value, (nn.Module, Tensor, type)) and library not in _LIBRARIES
+
+
+_LIBRARIES = {"builtins", "functools", "lightning", "torch", "transformers", "torchmetrics", "types"}
 
 
 @contextmanager
 def contents_restored(root: nn.Module) -> Iterator[None]:
     """Within: what modules keep beside their parameters may be written to in place (counters, metrics, lists)."""
-    kept = [*root.buffers(), *(value for module in root.modules() for value in vars(module).values())]
+    attributes = [value for module in root.modules() for value in vars(module).values()]
+    kept = [*root.buffers(), *attributes, *chain(*(vars(each).values() for each in attributes if _is_plain(each)))]
     saved = [(tensor, tensor.detach().clone()) for tensor in kept if isinstance(tensor, Tensor) and not tensor.is_meta]
     try:
         with containers_restored(root):

@@ -34,16 +34,25 @@ _TENSOR_PARTS = {
     ("torch.storage", "UntypedStorage"),
 }
 _LOCAL_HEADER_BYTES = 30
+UNFINISHED_KEY = "lightning_compress.unfinished"
+"""In checkpoints that were saved behind a compression that had ended before its time, of weights half of which are
+quantized: callbacks that save at an exception do that."""
 
 
 def stored_state_dict(file: Path) -> dict[str, StoredTensor]:
     """The tensors of the `state_dict` in a Lightning checkpoint, or of the state dict that the file itself is.
 
     Raises:
-        CompressionError: not such a file, of torch's format before 1.6, cut off, or without tensors.
+        CompressionError: not such a file, of torch's format before 1.6, cut off, without tensors, or saved in the midst
+            of a compression.
     """
     with file.open("rb") as opened:
         content, locate = load_located(file, opened)
+    if isinstance(content, dict) and UNFINISHED_KEY in content:
+        raise CompressionError(
+            f"{file} was saved when a compression had not finished: some of its weights are quantized and others are "
+            "not. Give one that was saved in the training."
+        )
     state = content.get("state_dict", content) if isinstance(content, dict) else {}
     found = {
         name: locate(tensor)

@@ -20,6 +20,7 @@ from lightning_compress.errors import CalibrationDataError, CompressionError, Un
 from lightning_compress.export.checkpoint import SavesPretrained, check_output_dir, is_unfinished
 from lightning_compress.graph.stages import Schedule
 from lightning_compress.graph.targets import as_patterns
+from lightning_compress.memory.pickled import UNFINISHED_KEY
 from lightning_compress.memory.placement import MemoryConfig, memory_config
 from lightning_compress.memory.source import is_on_meta
 from lightning_compress.plugin import compat
@@ -37,7 +38,7 @@ from lightning_compress.plugin.job import Job, plan_recipe, prepare_job
 from lightning_compress.plugin.loop import CompressionLoop, bystanders
 from lightning_compress.plugin.module import compressed_module, onload_device, onloads
 from lightning_compress.plugin.progress import STATE_KEY, Progress, from_state
-from lightning_compress.plugin.requeue import TRAINED_KEY, UNFINISHED_KEY, replace_run
+from lightning_compress.plugin.requeue import TRAINED_KEY, replace_run
 from lightning_compress.plugin.settings import Settings, as_folder, check_number
 from lightning_compress.recipe.load import RecipeLike, load_recipe
 from lightning_compress.recipe.refused import adapters
@@ -236,8 +237,8 @@ class CompressionCallback(Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         """Called before every training batch: before the first, what calibration will run is tried on one batch."""
-        if self.when == "after_train" and not self._has_run_step and self._data is not None:
-            self._has_run_step = True
+        is_first, self._has_run_step = not self._has_run_step, True
+        if self.when == "after_train" and is_first and self._data is not None:
             try_step(compressed_module(pl_module), self._data, str(trainer.precision))
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
@@ -278,6 +279,9 @@ class CompressionCallback(Callback):
         """Run the compression stage now; called in place of, or after, the fit loop's own run."""
         self._is_pending = False
         training_loop, pl_module = trainer.fit_loop, trainer.lightning_module
+        every = compat.callbacks(trainer)
+        if trainer.ckpt_path is not None and not self._has_run_step and not is_on_meta(pl_module):
+            compat.take_averages(every, pl_module)
         # all of the module: a `calibration_step` may run dropout that is not the model's
         with (
             calibrating(pl_module),
@@ -295,7 +299,7 @@ class CompressionCallback(Callback):
             loop = CompressionLoop(trainer, job, signals, trial_length, self._continues)
             compat.set_logged_steps(loop, compat.logged_steps(training_loop))
             saves = self.when == "only" and onloads(trainer) and loop.progress is not None
-            present = bystanders(compat.callbacks(trainer), self, checkpoints=saves)
+            present = bystanders(every, self, checkpoints=saves)
             stage = compat.replaced(trainer, fit_loop=loop, callbacks=present, log_every_n_steps=1, should_stop=False)
             with stage, compat.own_steps(present):
                 try:
@@ -306,7 +310,7 @@ class CompressionCallback(Callback):
                 finally:
                     is_whole = loop.report is not None and not loop.report.is_partial
                     self._is_unfinished = job.run.flow.store.has_written and not is_whole
-        compat.forget_averages(compat.callbacks(trainer))
+                    compat.forget_averages(every)
         self.report = loop.report
         if self.report is not None:
             rank_zero_info(self.report.summary())

@@ -67,6 +67,14 @@ def check_class_tree(obj: object) -> None:
         )
 
 
+def take_averages(callbacks: list[Callback], module: pl.LightningModule) -> None:
+    """Where a checkpoint was loaded and no step followed: the averages that it holds as the module's state. To train on
+    `WeightAveraging` has loaded what it had averaged, and puts the averages in place at the end of training only."""
+    for callback in callbacks:
+        if isinstance(callback, WeightAveraging) and callback._average_model is not None:
+            callback._copy_average_to_current(module)
+
+
 def forget_averages(callbacks: list[Callback]) -> None:
     """Averages of weights that were compressed meanwhile: `WeightAveraging` would put them back to validate or save."""
     for callback in callbacks:

@@ -23,6 +23,7 @@ from lightning_compress.calibration.target import Target, find_target
 from lightning_compress.distributed.bars import no_bars
 from lightning_compress.distributed.collective import Collective, SingleProcess
 from lightning_compress.errors import RunWarning, UnreachedModulesWarning, UnsupportedModelError
+from lightning_compress.export.beside import check_exported
 from lightning_compress.export.checkpoint import check_output_dir
 from lightning_compress.export.claim import claimed
 from lightning_compress.export.layout import added_to_state
@@ -98,6 +99,8 @@ def plan_recipe(module: nn.Module, settings: Settings) -> tuple[Target, Resolved
         check_layout(target, resolved, settings.schedule, settings.sequential_targets)
         reason = why_unreadable(target.root, resolved) if settings.output_dir is not None else None
         lost = added_to_state(target.root, target.root.state_dict(keep_vars=True))
+        if settings.output_dir is not None:
+            check_exported(target.root)
     if lost and settings.output_dir is not None:
         warnings.warn(
             f"{', '.join(lost[:3])} of the model's state (`get_extra_state`) is no parameter or buffer, so the "

@@ -21,9 +21,6 @@ from lightning_compress.plugin import compat
 
 TRAINED_KEY = "lightning_compress.trained"
 """In checkpoints of a training's end, at which the compression was about to start."""
-UNFINISHED_KEY = "lightning_compress.unfinished"
-"""In checkpoints that were saved behind a compression that had ended before its time, of weights half of which are
-quantized: callbacks that save at an exception do that."""
 
 
 def replace_run(

@@ -50,6 +50,23 @@ def test_padding_is_not_predicted(model: LlamaForCausalLM) -> None:
     assert measured == pytest.approx(reference(model, rows), rel=1e-4)
 
 
+def test_padding_on_the_left(model: LlamaForCausalLM) -> None:
+    """Seen to fail: the first token of a row was predicted from the padding before it."""
+    rows = [torch.arange(1, 9), torch.arange(20, 25)]
+    padded = torch.stack([rows[0], nn.functional.pad(rows[1], (3, 0))])
+    mask = (torch.arange(8) >= torch.tensor([[0], [3]])).long()
+    measured = perplexity(model, [{"input_ids": padded, "attention_mask": mask}])
+    assert measured == pytest.approx(reference(model, rows), rel=1e-4)
+
+
+def test_a_token_far_below_the_likeliest(model: LlamaForCausalLM) -> None:
+    """As damaged models have them. Seen to fail: infinite, for a float32 softmax there is 0."""
+    model.lm_head.weight.data.mul_(400)
+    row = torch.arange(12)
+    assert reference(model, [row]) > 1e40
+    assert perplexity(model, [{"input_ids": row[None]}]) == pytest.approx(reference(model, [row]), rel=1e-2)
+
+
 @pytest.mark.parametrize("num_positions", [1, 4, 100])
 def test_the_metric_gets_some_positions_at_a_time(
     model: LlamaForCausalLM, num_positions: int, monkeypatch: pytest.MonkeyPatch

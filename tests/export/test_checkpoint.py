@@ -12,14 +12,16 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from compressed_tensors.quantization import QuantizationArgs
 from helpers import compress, compress_in_memory, linears, prepare, recipe, run, saved, tiny_llama, token_batches
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, OPTConfig, OPTForCausalLM
 
+from lightning_compress.calibration.solve import InputQuantizer
 from lightning_compress.calibration.target import find_target
 from lightning_compress.distributed.collective import SingleProcess
-from lightning_compress.errors import CompressionError, OutputDirectoryError
+from lightning_compress.errors import CompressionError, OutputDirectoryError, UnsupportedModelError
 from lightning_compress.export.checkpoint import MARKER, check_output_dir
 from lightning_compress.export.outputs import output_difference
 from lightning_compress.export.packed import load_compressed
@@ -167,6 +169,49 @@ def test_hooks_of_the_user_take_part_in_the_comparison(tmp_path: Path) -> None:
     report = compress(model, id_batches(), recipe(4, ignore=["head"]), tmp_path / "out")
     assert report.verification is not None
     assert report.verification.passed, report.summary()
+
+
+def test_a_configuration_that_cannot_be_written(tmp_path: Path) -> None:
+    """Found before the work. Generation settings that are of no use are written as they are. Seen to fail: both when
+    all shards were there, and at every restart."""
+    model = tiny_llama(2)
+    model.generation_config.temperature = 0.6
+    architectures = model.config.architectures
+    compress(model, token_batches(), recipe(4), tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["temperature"] == 0.6
+    assert model.config.architectures == architectures
+    model = tiny_llama(2)
+    model.config.mine = object()
+    with pytest.raises(UnsupportedModelError, match="transformers cannot write the configuration of LlamaForCausalLM"):
+        prepare(model, token_batches(), recipe(4), tmp_path / "other")
+
+
+def test_a_weight_of_less_than_a_byte(tmp_path: Path) -> None:
+    """Seen to fail: ZeroDivisionError."""
+    report = compress(nn.Sequential(nn.Linear(1, 1)), None, recipe(2, algorithm="rtn", strategy="channel"), tmp_path)
+    assert len(report.modules) == 1
+
+
+def test_tokens_have_scales_of_their_own(tmp_path: Path) -> None:
+    """Also where rows have no dimension for samples, as a model of OPT's kind and experts have them. Seen to fail: one
+    scale for all of them, so that one large token rounded the others to nothing."""
+    quantizer = InputQuantizer(QuantizationArgs(**W8A8_DYNAMIC["input_activations"]), None, None)
+    layer, x = nn.Linear(16, 8), torch.randn(6, 16)
+    x[0] *= 300
+    ((rows,), _), ((batch,), _), ((more,), _) = (
+        quantizer(layer, (given,), {}) for given in (x, x[None], x.reshape(1, 2, 3, 16))
+    )
+    assert torch.equal(rows, batch[0])
+    assert torch.equal(rows, more.reshape(6, 16))
+    assert (rows - x)[1:].norm() < 0.02 * x[1:].norm()
+    sizes = {"hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    model = OPTForCausalLM(OPTConfig(vocab_size=64, word_embed_proj_dim=32, max_position_embeddings=64, **sizes)).eval()
+    model.model.decoder.embed_tokens.weight.data[5] *= 300
+    report = compress(model, token_batches(), {"modifiers": [{"algorithm": "rtn", "scheme": W8A8_DYNAMIC}]}, tmp_path)
+    assert report.verification is not None
+    assert report.verification.passed
+    assert report.verification.loaded_with.startswith("transformers ")
 
 
 def test_wrapped_transformers_models_are_written_without_prefix(tmp_path: Path) -> None:
