@@ -11,6 +11,7 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from lightning_compress.calibration.resume import MANIFEST, replace_file
+from lightning_compress.distributed.bars import no_bars
 from lightning_compress.errors import UnsupportedModelError
 from lightning_compress.export.checkpoint import MARKER
 from lightning_compress.graph.restore import assigned
@@ -65,7 +66,7 @@ def check_exported(root: nn.Module) -> None:
             "...), and what is exported is its state. Let it return all of them; what checkpoints of the training are "
             "not to hold can be taken out in `on_save_checkpoint`."
         )
-    with tempfile.TemporaryDirectory() as temporary:
+    with tempfile.TemporaryDirectory() as temporary, no_bars():
         try:
             config_files(root, Path(temporary))
         except Exception as error:  # at the end, when it is needed, would be late
