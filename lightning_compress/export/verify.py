@@ -234,7 +234,7 @@ def _reload(
             computed = dict(root.named_buffers()).keys() - root.state_dict().keys()
             if missing := sorted(found["missing_keys"] - computed):
                 raise CompressionError(f"it does not find {', '.join(missing[:3])} in it")
-            _read_by_rows(model, quantized)
+            _read_by_rows(model)
             return model.eval(), f"transformers {name}.from_pretrained"
         except Exception as error:  # whatever it is: the finding is that this reader cannot read it
             reason = str(error)
@@ -248,11 +248,10 @@ def _reload(
     return load_compressed(empty, directory).eval(), reader
 
 
-def _read_by_rows(model: nn.Module, quantized: Sequence[str]) -> None:
+def _read_by_rows(model: nn.Module) -> None:
     """Let Linears quantize their inputs per token whatever dimensions those have, as the model in memory and kernels
     do: compressed-tensors' own forward takes the first two for those of tokens."""
-    for name in quantized:
-        module = model.get_submodule(name)
+    for module in model.modules():
         scheme = getattr(module, "quantization_scheme", None)
         if isinstance(module, nn.Linear) and scheme is not None and scheme.input_activations is not None:
             shapes: list[torch.Size] = []
