@@ -3,7 +3,7 @@
 import json
 import tempfile
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -37,11 +37,14 @@ def config_files(root: nn.Module, folder: Path) -> tuple[dict[str, object], list
 
     def save(temporary: str) -> None:
         # as it is: published ones have values that are of no use, which some versions refuse to save
-        with assigned(root, "generation_config", SimpleNamespace(save_pretrained=save_generation)):
+        saves = SimpleNamespace(save_pretrained=save_generation)
+        with nullcontext() if generation is None else assigned(root, "generation_config", saves):
             root.save_pretrained(temporary, state_dict={})
-        config.update(json.loads((Path(temporary) / "config.json").read_text(encoding="utf-8")))
-        for file in (Path(temporary) / "config.json", *Path(temporary).glob("*.safetensors")):
-            file.unlink()
+        written = Path(temporary) / "config.json"
+        if written.is_file():  # on rank 0
+            config.update(json.loads(written.read_text(encoding="utf-8")))
+        for file in (written, *Path(temporary).glob("*.safetensors")):
+            file.unlink(missing_ok=True)
 
     generation = getattr(root, "generation_config", None)
     before = {name: getattr(root.config, name, None) for name in ("dtype", "architectures")}
