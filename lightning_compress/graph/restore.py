@@ -4,6 +4,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
+from math import inf
 from typing import Any
 
 import torch
@@ -77,16 +78,16 @@ def containers_restored(module: nn.Module) -> Iterator[None]:
     set of other objects there (meters)."""
     saved: dict[int, tuple[_Container, list[Any]]] = {}
 
-    def save(value: object) -> None:
+    def save(value: object, depth: float = inf) -> None:
         if isinstance(value, _CONTAINERS) and id(value) not in saved:
             saved[id(value)] = (value, _content(value))
-            for item in value.values() if isinstance(value, dict) else value:
-                save(item)
+            for item in (value.values() if isinstance(value, dict) else value) if depth else ():
+                save(item, depth - 1)
 
     for each in module.modules():
         for name, value in vars(each).items():
             if not name.startswith("_"):  # torch's own are restored as attributes
-                save(vars(value) if _is_plain(value) else value)
+                save(vars(value), depth=1) if _is_plain(value) else save(value)  # which may be a dataset
     try:
         yield
     finally:
