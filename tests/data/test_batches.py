@@ -169,7 +169,8 @@ def test_chats_go_through_the_template(tmp_path: Path, tokenizer: PreTrainedToke
     (batch,) = batches(config, tokenizer)
     assert text_of(batch, tokenizer) == ["[user]hello"] * 3
     # columns of structs have every key in every row: seen to fail
-    tokenizer.chat_template = TEMPLATE.replace("[", "{% if 'tool_calls' in m %}{{ m.tool_calls | length }}{% endif %}[", 1)
+    calls = "{% if 'tool_calls' in m %}{{ m.tool_calls | length }}{% endif %}"
+    tokenizer.chat_template = TEMPLATE.replace("[", f"{calls}[", 1)
     rows = [[{"role": "user", "content": "hello", "tool_calls": None}]] * 3
     datasets.Dataset.from_dict({"chat": rows}).save_to_disk(tmp_path / "nulls")
     (batch,) = batches(replace(config, path=str(tmp_path / "nulls")), tokenizer)
