@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from errno import EACCES, EAGAIN
+from errno import EACCES, EAGAIN, ENOENT, ESTALE
 from pathlib import Path
 
 from lightning_compress.distributed.collective import Collective
@@ -69,20 +69,19 @@ def _claim(folder: Path, patience: float) -> int | None:
                     os.ftruncate(descriptor, 0)
                     os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
                 return descriptor
-        except FileNotFoundError:
-            pass  # whoever had it has removed it meanwhile
         except OSError as error:
-            if error.errno not in (EACCES, EAGAIN):
+            if error.errno in (EACCES, EAGAIN):
+                owner = os.pread(descriptor, 1000, 0).decode(errors="replace")
+                said = f"Another run is writing to output_dir {folder} ({owner or 'it has not said which'})."
+                if time.monotonic() > until:
+                    os.close(descriptor)
+                    raise OutputDirectoryError(f"{said} Wait for it, end it, or give another output_dir.") from error
+                if not has_said:
+                    warnings.warn(f"{said} Waiting {patience:.0f} s for its end.", RunWarning, stacklevel=2)
+                has_said = True
+            elif error.errno not in (ENOENT, ESTALE):  # those: whoever had it has removed it meanwhile
                 path.unlink(missing_ok=True)
                 os.close(descriptor)
                 return None
-            owner = os.pread(descriptor, 1000, 0).decode(errors="replace")
-            said = f"Another run is writing to output_dir {folder} ({owner or 'it has not said which'})."
-            if time.monotonic() > until:
-                os.close(descriptor)
-                raise OutputDirectoryError(f"{said} Wait for it, end it, or give another output_dir.") from error
-            if not has_said:
-                warnings.warn(f"{said} Waiting {patience:.0f} s for its end.", RunWarning, stacklevel=2)
-            has_said = True
         os.close(descriptor)
         time.sleep(_BETWEEN)

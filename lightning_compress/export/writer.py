@@ -270,6 +270,7 @@ class CheckpointWriter:
                     replace_file(self.folder / name, content)
         if self._is_writing:
             with self._writing(f"its state ({INCOMPLETE})"):
+                forget_boundaries(self.folder / ACTIVATIONS)
                 (self.folder / INCOMPLETE).unlink(missing_ok=True)
                 (self.folder / PLAN).unlink(missing_ok=True)
                 sync(self.folder)

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
 from lightning_compress.calibration.batches import CalibrationSet
-from lightning_compress.calibration.boundary import FOLDER, forget_boundaries
+from lightning_compress.calibration.boundary import FOLDER
 from lightning_compress.calibration.loop import Calibration, calibrate
 from lightning_compress.calibration.prepare import calibrating, check_layout
 from lightning_compress.calibration.records import UNREACHED, ModuleRecord, SubgraphRecord
@@ -241,8 +241,6 @@ def _run(
     if writer is not None and not partial:
         with no_bars():
             writer.close(job.settings.tokenizer)
-            if writer.shared.is_first:
-                forget_boundaries(writer.folder / FOLDER)
             verification = _verified(job, writer.folder)
     total_s = job.prepare_s + time.perf_counter() - start
     report = _report(
