@@ -61,9 +61,9 @@ def test_padding_on_the_left(model: LlamaForCausalLM) -> None:
 
 def test_a_token_far_below_the_likeliest(model: LlamaForCausalLM) -> None:
     """As damaged models have them. Seen to fail: infinite, for a float32 softmax there is 0."""
-    model.lm_head.weight.data.mul_(400)
+    model.lm_head.weight.data.mul_(80)
     row = torch.arange(12)
-    assert reference(model, [row]) > 1e40
+    assert 1e60 < reference(model, [row]) < 1e300
     assert perplexity(model, [{"input_ids": row[None]}]) == pytest.approx(reference(model, [row]), rel=1e-2)
 
 

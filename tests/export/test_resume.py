@@ -295,9 +295,9 @@ def test_what_is_not_ours_stays_in_the_folder(tmp_path: Path) -> None:
 
     compress(tiny_llama(3), token_batches(), recipe(4), out, tokenizer=Tokenizer())
     assert (out / "extra" / "tokenizer.json").is_file()
-    all_mine = ("mine.txt", "notes/mine.txt", f"{FOLDER}/mine.txt")
+    all_mine = ("mine.txt", "notes/mine.txt", f"{FOLDER}/notes/mine.txt")
     for mine in all_mine:
-        (out / mine).parent.mkdir(exist_ok=True)
+        (out / mine).parent.mkdir(parents=True, exist_ok=True)
         (out / mine).write_text("mine")
     compress(tiny_llama(2), token_batches(), recipe(3), out)
     assert not (out / "extra" / "tokenizer.json").exists()
