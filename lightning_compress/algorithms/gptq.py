@@ -146,10 +146,9 @@ class Gptq(Algorithm):
     def corrects_residual(self) -> bool:
         return self.correct == "residual"
 
-    @property
-    def _correction(self) -> tuple[float | None, float | None]:
-        """Strength and ridge, where they are given."""
-        return (1.0, self.damping) if self.correct == "qronos" else (self.strength, self.ridge)
+    def _correction(self, damping: float) -> tuple[float | None, float | None]:
+        """Strength and ridge, where they are given, with what the factor was damped by in the end."""
+        return (1.0, damping) if self.correct == "qronos" else (self.strength, self.ridge)
 
     @property
     def _most_rounds(self) -> int:
@@ -262,8 +261,9 @@ class Gptq(Algorithm):
                 strength = STRENGTH if self.strength is None else self.strength
                 factor, correction = pass_on(factor, drift, strength, factor.damping)
             else:
-                correction = correct(weight, gram, drift, *self._correction, self.refit is None)
-                if not drift.inputs.num_held_out and None in (*self._correction, self.refit):
+                given = self._correction(factor.damping)
+                correction = correct(weight, gram, drift, *given, self.refit is None)
+                if not drift.inputs.num_held_out and None in (*given, self.refit):
                     notes.append(_NOT_CHOSEN)
             if grid.per_tensor:
                 tiles = [(weight[rows], rows) for rows in tiling_of(weight.device).row_tiles(len(weight))]

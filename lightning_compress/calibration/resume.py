@@ -15,8 +15,10 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from transformers import PreTrainedConfig
@@ -24,6 +26,7 @@ from transformers import PreTrainedConfig
 from lightning_compress.calibration.records import ModuleRecord, SubgraphRecord
 from lightning_compress.errors import OutputDirectoryError
 from lightning_compress.graph.configs import configs_of
+from lightning_compress.graph.leaf import Leaf
 from lightning_compress.graph.synthesize import parts_of
 from lightning_compress.graph.trace import Traced
 
@@ -31,6 +34,7 @@ MANIFEST = "manifest.jsonl"
 _SCHEMA = 4
 _SOFTWARE = ("lightning-compress", "torch", "transformers", "compressed-tensors")
 _SAMPLES = 256
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _OVER = "resume='never' (on the command line calibration.resume=never)"
 
 
@@ -99,7 +103,7 @@ def fingerprints(
         "layout": _digest(_json(layout)),
         "model": _digest(
             weights.encode(),
-            _json([configs, graph]),
+            _json([configs, graph, [] if traced is None else list(_inside_calls(root, traced.graph))]),
             *(part for name, value in {**state, **constants}.items() for part in _described(name, value, _SAMPLES)),
         ),
         "data": data_fingerprint(batches),
@@ -119,6 +123,22 @@ def _operations(graph: fx.Graph) -> Iterator[str]:
         yield re.sub(r"0x[0-9a-f]+", "", f"{node.name} {node.op} {target} {node.args} {node.kwargs}")
 
 
+def _inside_calls(root: nn.Module, graph: fx.Graph) -> Iterator[str]:
+    """What is run as one call, and so has no nodes: for every module in it a line of its class and plain attributes."""
+    leaves = dict.fromkeys(node.target for node in graph.nodes if isinstance(node.target, Leaf))
+    for leaf in leaves:
+        owner = root.get_submodule(leaf.name if leaf.within is None else leaf.name.rpartition(".")[0])
+        for name, module in owner.named_modules(prefix=leaf.name):
+            options = {key: value for key, value in vars(module).items() if key[0] != "_" and _is_option(key, value)}
+            yield _ADDRESS.sub("", f"{name} {type(module).__qualname__} {sorted(options.items())}")
+
+
+def _is_option(name: str, value: object) -> bool:
+    if isinstance(value, tuple):
+        return all(_is_option(name, item) for item in value)
+    return name != "training" and (isinstance(value, bool | int | float | str | FunctionType) or value is None)
+
+
 def data_fingerprint(batches: Iterable[Any]) -> str:
     """The digest of a calibration set, all of it."""
     leaves = (part for batch in batches for part in parts_of(batch) if part.kind is None)
@@ -128,7 +148,7 @@ def data_fingerprint(batches: Iterable[Any]) -> str:
 def _described(name: str, value: object, num_samples: int | None) -> Iterable[bytes]:
     yield name.encode()
     if not isinstance(value, Tensor):
-        yield repr(value).encode()
+        yield _in_words(value)
         return
     yield f"{value.dtype} {list(value.shape)}".encode()
     if value.is_meta:
@@ -138,6 +158,13 @@ def _described(name: str, value: object, num_samples: int | None) -> Iterable[by
     if step > 1:
         yield str(_bit_sum(flat)).encode()
     yield flat[::step].cpu().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def _in_words(value: object) -> bytes:
+    """The same in every process: `repr` has addresses, sets in any order, and of a large array the ends."""
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        return f"{value.dtype} {value.shape} ".encode() + value.tobytes()
+    return _ADDRESS.sub("", repr(sorted(map(repr, value)) if isinstance(value, set | frozenset) else value)).encode()
 
 
 def _bit_sum(flat: Tensor) -> int:
@@ -233,6 +260,8 @@ def read_manifest(folder: Path, given: Mapping[str, str], now: Begun) -> list[Fi
             where = "read from files as it went" if then.from_disk else "all in memory"
             load = "disk" if then.from_disk else "memory"
             remedy = f" Its weights were {where}, and are not now: with model.load={load} it may be the same."
+        elif differing == ["model"]:
+            remedy = " If it was interrupted in this process, some weights are quantized: load the model anew to go on."
         raise OutputDirectoryError(
             f"{folder} holds an unfinished run that differs in {' and '.join(differing)}, so it cannot be continued."
             f"{remedy} Give another output_dir, or {_OVER} to start over there."

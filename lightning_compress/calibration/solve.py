@@ -377,7 +377,7 @@ def _static_input(
     assert inputs.strategy == QuantizationStrategy.TENSOR
     seen = statistics[MinMax]
     assert isinstance(seen, MinMax)
-    scale, zero_point = calculate_qparams(seen.minimum.reshape(1).to(dtype), seen.maximum.reshape(1).to(dtype), inputs)
+    scale, zero_point = calculate_qparams(seen.minimum.reshape(1), seen.maximum.reshape(1), inputs)
     return scale.to(dtype), None if inputs.symmetric else zero_point
 
 

@@ -123,9 +123,9 @@ def evaluation_dataloader(config: DataConfig, tokenizer: PreTrainedTokenizerBase
 def _encode(documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase) -> Iterator[Tensor]:
     """Each document's token ids [T]: with the tokenizer's special tokens or, where it adds none, eos at the end.
 
-    Rows without a document (an empty cell of a table) are left out.
+    Rows without a document (an empty cell of a table, an empty line) are left out.
     """
-    remaining = (document for document in documents if document is not None)
+    remaining = (document for document in documents if document is not None and document != "")
     adds_special = bool(tokenizer("")["input_ids"])
     ending = [] if adds_special or tokenizer.eos_token_id is None else [cast(int, tokenizer.eos_token_id)]
     first = next(remaining, None)

@@ -33,7 +33,9 @@ class DataConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        self._check_least(num_samples=1, batch_size=1)
+        self._check_least(num_samples=1, batch_size=1, seed=0)
+        if self.seed >= 2**63:
+            raise CalibrationDataError(f"data.seed={self.seed}: must be below 2**63.")
 
     def _check_path(self, path: str) -> None:
         if not path:

@@ -34,7 +34,7 @@ _TEST_EVERY = 20
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 # Characters of a document that is part of a text file: a tokenizer takes some 150 bytes for each of those it reads.
 _LONGEST = 2**16
-_LOADERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
+_LOADERS = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
 def load_documents(config: TokensConfig) -> Sequence[Document]:
@@ -107,7 +107,7 @@ def _read_text(path: str) -> str:
     if not os.path.isfile(path):
         raise FileNotFoundError(f"data.files: {path!r} is not a file (looked in {os.getcwd()}).")
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8-sig")  # a byte order mark is no text
     except UnicodeDecodeError as error:
         raise CalibrationDataError(f"data.files: {path!r} is not text in UTF-8 ({error}).") from error
 
@@ -130,13 +130,19 @@ def load_rows(config: HfConfig | MultimodalConfig) -> datasets.Dataset:
     Raises FileNotFoundError or CalibrationDataError naming the file or split that is missing, and those there are.
     """
     path = Path(config.path)
+    kind = _LOADERS.get(path.suffix.lower())
     if any((path / marker).is_file() for marker in ("dataset_dict.json", "state.json")):
         return _split(datasets.load_from_disk(config.path), config)
-    if path.suffix in _LOADERS and not path.is_file():
+    if kind is not None and not path.is_file():
         raise FileNotFoundError(f"data.path: {config.path!r} is not a file (looked in {os.getcwd()}).")
+    if kind is None and path.is_file():
+        raise CalibrationDataError(
+            f"data.path: {config.path!r} ends with {path.suffix!r}; files that end with {', '.join(_LOADERS)} are read "
+            "(and plain text, by data=text data.files=[...])."
+        )
     try:
-        if path.suffix in _LOADERS:
-            return datasets.load_dataset(_LOADERS[path.suffix], data_files=glob.escape(config.path), split=config.split)
+        if kind is not None:
+            return datasets.load_dataset(kind, data_files=glob.escape(config.path), split=config.split)
         return datasets.load_dataset(config.path, config.name, split=config.split)
     except DatasetGenerationError as error:
         raise CalibrationDataError(f"data.path={config.path!r} cannot be read: {error.__cause__ or error}") from error

@@ -1,13 +1,14 @@
 """The files of a checkpoint folder beside weights and index: configurations, tokenizers, and which of all are ours."""
 
 import json
+import re
 import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from lightning_compress.calibration.resume import MANIFEST, replace_file
@@ -15,8 +16,9 @@ from lightning_compress.distributed.bars import no_bars
 from lightning_compress.errors import UnsupportedModelError
 from lightning_compress.export.checkpoint import MARKER
 from lightning_compress.graph.restore import assigned
-from lightning_compress.memory.files import INDEX
+from lightning_compress.memory.files import INDEX, READABLE
 
+_PARTLY = re.compile(r"\..*\.partial|\.tmp[A-Za-z0-9]{6}")
 FILES = "files"
 """Where the marker has the names of files that others wrote for us."""
 
@@ -58,8 +60,8 @@ def config_files(root: nn.Module, folder: Path) -> tuple[dict[str, object], list
 def check_exported(root: nn.Module) -> None:
     """
     Raises:
-        UnsupportedModelError: a model's state dict, by which the checkpoint is written, is without some parameters; or
-            transformers does not write its configuration.
+        UnsupportedModelError: a model's state dict, by which the checkpoint is written, is without some parameters, or
+            has tensors of a type that such files cannot hold; or transformers does not write its configuration.
     """
     state = root.state_dict(keep_vars=True)
     missing = [name for name, _ in root.named_parameters() if name not in state]
@@ -68,6 +70,12 @@ def check_exported(root: nn.Module) -> None:
             f"`state_dict` of {type(root).__name__} leaves out {len(missing)} parameters ({', '.join(missing[:3])}, "
             "...), and what is exported is its state. Let it return all of them; what checkpoints of the training are "
             "not to hold can be taken out in `on_save_checkpoint`."
+        )
+    types = {name: tensor.dtype for name, tensor in state.items() if isinstance(tensor, Tensor)}
+    if unknown := [f"{name} ({dtype})" for name, dtype in types.items() if dtype not in READABLE]:
+        raise UnsupportedModelError(
+            f"A safetensors checkpoint cannot hold {', '.join(unknown[:3])}. Register what can be computed anew with "
+            "persistent=False, or convert it, a torch.complex128 to torch.complex64."
         )
     with tempfile.TemporaryDirectory() as temporary, no_bars():
         try:
@@ -98,4 +106,9 @@ def written_before(folder: Path) -> list[Path]:
         given = map(Path, json.loads((folder / MARKER).read_text(encoding="utf-8")).get(FILES, ()))
         names += [str(path) for path in given if not path.is_absolute() and ".." not in path.parts]
     shards = folder.glob("model-[0-9]*-of-[0-9]*.safetensors")
-    return [*(folder / name for name in names), *shards, *folder.glob(".*.partial"), *folder.glob(".tmp*")]
+    return [*(folder / name for name in names), *shards, *partly_written(folder)]
+
+
+def partly_written(folder: Path) -> list[Path]:
+    """Files that a run was writing when it died: ours, and those of safetensors."""
+    return [path for path in folder.iterdir() if _PARTLY.fullmatch(path.name) and path.is_file()]

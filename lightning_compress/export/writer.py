@@ -47,7 +47,7 @@ from lightning_compress.calibration.solve import QuantizedModule, Restored
 from lightning_compress.distributed.collective import Collective, SingleProcess
 from lightning_compress.distributed.folder import shared_folder
 from lightning_compress.errors import CompressionError, OutputDirectoryError
-from lightning_compress.export.beside import FILES, config_files, copied, written_before
+from lightning_compress.export.beside import FILES, config_files, copied, partly_written, written_before
 from lightning_compress.export.checkpoint import INCOMPLETE, MARKER, PLAN, SavesPretrained, check_output_dir
 from lightning_compress.export.layout import packed_bytes, shard_keys
 from lightning_compress.export.packing import (
@@ -161,7 +161,7 @@ class CheckpointWriter:
         lines = read_manifest(self.folder, self._fingerprints, self._now)
         if is_finished and len(lines) != len(self._parts):
             return None
-        for leftover in (*self.folder.glob(".*.partial"), *self.folder.glob(".tmp*")):  # the latter are of safetensors
+        for leftover in partly_written(self.folder):
             leftover.unlink(missing_ok=True)  # another rank may be removing its own, see `shared_folder`
         return lines
 
@@ -360,7 +360,7 @@ class CheckpointWriter:
     def _state(self, keys: Sequence[str]) -> dict[str, Tensor]:
         """The checkpoint's tensors of these keys of the state dict, under their names in the original checkpoint."""
         state: dict[str, Tensor] = {}
-        taken: set[int] = set()
+        taken: list[tuple[int, int]] = []
         for key in keys:
             module, _, name = key.rpartition(".")
             if module in self._packed and name == "weight":
@@ -369,8 +369,10 @@ class CheckpointWriter:
                 owner = self._root.get_submodule(module)
                 tensor = getattr(owner, name).detach().cpu()
                 tensor = (owner.joined(name, tensor) if isinstance(owner, Unfolding) else tensor).contiguous()
-                state[key] = tensor.clone() if tensor.data_ptr() in taken else tensor  # a view in another shape
-                taken.add(tensor.data_ptr())  # safetensors stores no memory twice
+                first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+                is_taken = any(first < end and begin < last for begin, end in taken)
+                state[key] = tensor.clone() if is_taken else tensor  # safetensors stores no memory twice
+                taken.append((first, last))
         if isinstance(self._root, PreTrainedModel):
             try:
                 state = revert_weight_conversion(self._root, state)

@@ -56,6 +56,11 @@ class Decoder:
     itemsize: int
     is_tied: bool
 
+    @property
+    def writes_scores(self) -> bool:
+        """Whether attention does on CUDA, where no kernel that keeps them to itself takes its inputs."""
+        return self.itemsize == 4 and self.keys != self.queries
+
 
 def decoder(config: Any, num_parameters: int, itemsize: int) -> Decoder | None:
     """From a transformers config; None if the formulas do not fit: no such decoder; experts; attention that caps its
@@ -136,7 +141,7 @@ def calibration_forms(sizes: Decoder, job: CalibrationJob, depth: int) -> dict[s
 def _attending(sizes: Decoder, job: CalibrationJob) -> int:
     """While scores are written down, which CUDA does in float32 where heads share keys: them, their softmax and which
     are masked; the mask; queries, keys and values, turned and repeated; what comes and goes; the output's Gram."""
-    if sizes.itemsize != 4 or sizes.keys == sizes.queries:
+    if not sizes.writes_scores:
         return 0
     pairs, tokens = job.max_length**2, job.batch_size * job.max_length
     scores = job.batch_size * sizes.heads * pairs * (4 + 4 + 1) + 5 * pairs

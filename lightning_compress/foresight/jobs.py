@@ -274,8 +274,11 @@ def infer(
         memory.reset_peak()
         cache = cached(job.context) if prompt is None else run(prompt)
         phases = [_phase("prefill", memory, weights, cache=num_bytes(_cached(cache)))]
-        for done in range(0, job.new_tokens - 3, min(job.context, _TOGETHER)):  # some at a time, and one alone
-            cache = cached(min(job.context, _TOGETHER, job.new_tokens - 3 - done), cache)
+        done = 0
+        while (left := job.new_tokens - 3 - done) > 0:  # some at a time, and one alone
+            together = min(job.context + done, _TOGETHER, left)
+            cache = cached(together, cache)
+            done += together
         if job.new_tokens > 2:
             cache = cached(1, cache)
         memory.reset_peak()

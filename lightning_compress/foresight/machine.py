@@ -9,6 +9,7 @@ import os
 import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -223,7 +224,7 @@ def load_machine(file: Path) -> Machine:
     """
     try:
         found = machine_of(json.loads(file.read_text(encoding="utf-8")))
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CompressionError(
             f"{file} is no record of a probe ({type(error).__name__}: {error}); measure again with "
             "`lightning-compress probe`, or delete it."
@@ -235,6 +236,12 @@ def load_machine(file: Path) -> Machine:
 
 
 def machine_of(found: Mapping[str, Any]) -> Machine:
-    """A machine from plain data."""
+    """A machine from plain data.
+
+    Raises:
+        ValueError: a rate that is none; other errors where fields are not what they are to be.
+    """
     rates = {kind: Rate(float(rate["value"]), rate["origin"]) for kind, rate in found["rates"].items()}
+    if wrong := [f"{kind} is {rate.value}" for kind, rate in rates.items() if not 0 < rate.value < inf]:
+        raise ValueError(f"a rate is above zero, and of {', '.join(wrong)}")
     return Machine(found["name"], found["device"], rates, found["device_bytes"])

@@ -86,7 +86,7 @@ class Planned:
 
     Attributes:
         model: class of the model.
-        num_parameters: of it.
+        num_parameters, dtype: of it.
         machine: whose rates were used.
         best: the plan.
         runners_up: the best plans of other choices, the fastest first.
@@ -99,6 +99,7 @@ class Planned:
 
     model: str
     num_parameters: int
+    dtype: str
     machine: Machine
     best: Plan
     runners_up: tuple[Plan, ...]
@@ -129,6 +130,8 @@ def load_planned(file: Path) -> Planned:
         found = json.loads(file.read_text(encoding="utf-8"))
         situation = {**found["situation"], "recipe": load_recipe(found["situation"]["recipe"])}
         situation["budgets"] = tuple(situation["budgets"])
+        if wrong := {name: situation[name] for name in ("device", "host", "disk") if _is_no_size(situation[name])}:
+            raise ValueError(f"its situation has {wrong}, which are to be bytes")
         return Planned(
             **{
                 **found,
@@ -138,11 +141,15 @@ def load_planned(file: Path) -> Planned:
                 "situation": Situation(**situation),
             }
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CompressionError(
             f"plan={file} is no plan: {reason(error)}. Make one with "
             "`lightning-compress plan ... json=FILE`, or use plan=auto."
         ) from error
+
+
+def _is_no_size(value: object) -> bool:
+    return value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0)
 
 
 def plan_of(found: Mapping[str, Any]) -> Plan:

@@ -48,6 +48,7 @@ _DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
     "F8_E8M0": torch.float8_e8m0fnu,
 }
+READABLE = frozenset(_DTYPES.values())
 
 
 def nearest_existing(folder: Path) -> Path:

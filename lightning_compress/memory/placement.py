@@ -84,6 +84,8 @@ def memory_config(value: "MemoryConfig | Mapping[str, Any] | None") -> MemoryCon
     if value is None or isinstance(value, MemoryConfig):
         return value or MemoryConfig()
     known = [field.name for field in fields(MemoryConfig)]
+    if not isinstance(value, Mapping):
+        raise CompressionError(f"memory={value!r} is no mapping of options such as host_budget: {', '.join(known)}.")
     for key in value:
         if key not in known:
             raise CompressionError(f"memory has no option {key!r}{nearest(str(key), known)}")

@@ -24,8 +24,9 @@ from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryV
 from rich.console import Console
 from torch import Tensor, nn
 
+from lightning_compress.calibration.prepare import needs_data
 from lightning_compress.data.batches import calibration_batches, evaluation_dataloader, tokenizer_of
-from lightning_compress.data.config import load_data_config
+from lightning_compress.data.config import CustomConfig, load_data_config
 from lightning_compress.distributed.collective import Collective, is_first_to_say
 from lightning_compress.distributed.folder import shared_folder
 from lightning_compress.errors import CommunicationError, CompressionError
@@ -55,6 +56,7 @@ from lightning_compress.plugin.models import (
     with_model_config,
 )
 from lightning_compress.plugin.module import onload_device, onloads
+from lightning_compress.plugin.paths import with_quoted_paths
 from lightning_compress.plugin.planned_run import keep_plan, plan_for_run, with_plan
 from lightning_compress.plugin.planning import run_generation_plan, run_plan, run_probe
 from lightning_compress.plugin.ranks import ranks_of
@@ -113,7 +115,7 @@ def main() -> None:
     try:
         several = [flag for flag in given[2:] if flag in ("-m", "--multirun")]  # which Hydra reads in front alone
         with named_recipes(
-            [*several, *_as_overrides([each for each in given[2:] if each not in several])]
+            [*several, *_overrides([each for each in given[2:] if each not in several], bool(several))]
         ) as overrides:
             check_groups(overrides)
             sys.argv = [f"{given[0]} {command}", *overrides]
@@ -127,6 +129,10 @@ def main() -> None:
 def _own_keys(command: str) -> str:
     """With the comments in its configuration, which Hydra's help leaves out: they say what values there are."""
     return (config_dir() / f"{command}.yaml").read_text(encoding="utf-8").partition("\n\n")[2]
+
+
+def _overrides(arguments: list[str], is_multirun: bool) -> list[str]:
+    return with_quoted_paths(_as_overrides(arguments), is_multirun)
 
 
 def _as_overrides(arguments: list[str]) -> list[str]:
@@ -281,8 +287,9 @@ def _compress_among(ranks: Collective, trainer: pl.Trainer, config: DictConfig, 
     }
     settings = CompressionCallback(when="only", **options).settings
     model, processor = load_model(config.model, from_disk)
-    _check(trainer, model, settings)
-    dataloader = calibration_batches(load_data_config(config.data), processor)
+    needs = _check(trainer, model, settings)
+    is_left_out = processor is None and not needs and config.data.source != CustomConfig.source
+    dataloader = None if is_left_out else calibration_batches(load_data_config(config.data), processor)
     held_out: list[Mapping[str, Tensor]] = []
     before = None
     if config.get("held_out") is not None:
@@ -300,11 +307,12 @@ def _compress_among(ranks: Collective, trainer: pl.Trainer, config: DictConfig, 
     return report
 
 
-def _check(trainer: pl.Trainer, model: nn.Module, settings: Settings) -> None:
-    """What the run would refuse, before texts are read and evaluated."""
-    plan_recipe(model, settings)
+def _check(trainer: pl.Trainer, model: nn.Module, settings: Settings) -> bool:
+    """What the run would refuse, before texts are read and evaluated; whether it needs any."""
+    needs = needs_data(plan_recipe(model, settings)[1])
     if onloads(trainer):
         check_precision(str(trainer.precision), model)
+    return needs
 
 
 def _save_again(report: Report, output_dir: Path, ranks: Collective) -> None:

@@ -62,6 +62,9 @@ class Compressor:
             raise ValueError("Give either `dataloaders` or `datamodule`, not both.")
         for given in (self._trainer, model, datamodule):
             compat.check_class_tree(given)
+        for name, given, kind in (("trainer", self._trainer, pl.Trainer), ("model", model, nn.Module)):
+            if not isinstance(given, kind):
+                raise TypeError(f"The {name} is a {kind.__name__}, not {given!r}; a model is loaded before.")
         callback = CompressionCallback(recipe, output_dir, when="only", calibration=dataloaders, **options)
         others = [other for other in compat.callbacks(self._trainer) if not isinstance(other, _OF_TRAINING)]
         with _fittable(model) as carried, compat.replaced(self._trainer, callbacks=[callback, *others]):

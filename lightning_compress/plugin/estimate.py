@@ -111,10 +111,13 @@ def _of_one_rank_or_shared(
     sizes = decoder(model.config, num_parameters, model.dtype.itemsize)
     followed = LiveMemory(on_cuda=place == "device")
     phases, forms = _on_fakes(model, job, followed, where, place), list[Phase]()
-    if sizes is not None:
+    writes = sizes is not None and place == "device" and sizes.writes_scores and not _is_mixed(job)
+    if sizes is not None and not writes:
         forms = inference_phases(sizes, job) if isinstance(job, InferenceJob) else finetuning_phases(sizes, job)
     notes = [_FAKES]
-    if sizes is not None and not forms:
+    if writes:
+        notes.append("There is no closed form with scores, which CUDA writes down in float32 where heads share keys.")
+    elif sizes is not None and not forms:
         notes.append("There is no closed form for adapters beside some linear layers only, or under autocast.")
     notes += filter(None, [images_left_out(model, _num_images(job))])
     if sizes is None:
@@ -241,6 +244,10 @@ def _rows(
         if on_host.peak:
             rows.append(Row(name, "host", {"offloaded": on_host.peak}))
     return rows
+
+
+def _is_mixed(job: InferenceJob | FineTuningJob) -> bool:
+    return isinstance(job, FineTuningJob) and job.precision != "true"
 
 
 def _others(

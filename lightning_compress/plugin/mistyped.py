@@ -31,8 +31,11 @@ def mistyped(error: HydraException | InterpolationToMissingValueError) -> str:
         as_typed = re.sub(r"\[(\d+)\]", r".\1", str(cause.full_key))
         return _unknown_key(str(cause.key), as_typed, cause.parent_node)
     given = f"{error.override}: " if isinstance(error, OverrideParseException) else ""
+    remedy = "--help behind the command lists groups and keys."
+    if given:
+        remedy = "What holds spaces, brackets or other letters is quoted twice: 'KEY=\"VALUE\"'."
     lines = [line for line in str(error).splitlines() if not line.startswith((" ", "See http", "To append"))]
-    return f"{given}{' '.join(lines)} (--help behind the command lists groups and keys.)"
+    return f"{given}{' '.join(lines)} ({remedy})"
 
 
 def check_groups(overrides: Iterable[str]) -> None:

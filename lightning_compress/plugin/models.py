@@ -203,7 +203,7 @@ def _processor(config: DictConfig) -> Any:
             raise
         raise CompressionError(
             f"model.tokenizer={config.tokenizer} cannot be loaded: {error} Name the folder that has it; or, for "
-            "data=custom whose loader needs none, give model.tokenizer=null."
+            "data=custom whose loader needs none, and recipes that need no data, give model.tokenizer=null."
         ) from error
 
 

@@ -126,6 +126,7 @@ def plan_calibration(
     return Planned(
         model=type(model).__name__,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        dtype=str(model.dtype).removeprefix("torch."),
         machine=machine,
         best=found[0],
         runners_up=_others(found)[:5],

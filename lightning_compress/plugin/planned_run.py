@@ -84,8 +84,7 @@ def plan_for_run(
     if not isinstance(planned, Planned):
         assert planned is not None
         raise planned
-    size = sum(parameter.numel() for parameter in model.parameters())
-    _check_same(config, planned, size, device, trainer)
+    _check_same(config, planned, model, device, trainer)
     if config.plan != "auto":
         _check_typed(config, planned, typed)
     ranks.meet("comparing the plan and the command")  # nobody begins what another one refuses
@@ -271,11 +270,12 @@ def _check_typed(config: DictConfig, planned: Planned, typed: Set[str]) -> None:
 
 
 def _check_same(
-    config: DictConfig, planned: Planned, num_parameters: int, device: torch.device, trainer: pl.Trainer
+    config: DictConfig, planned: Planned, model: PreTrainedModel, device: torch.device, trainer: pl.Trainer
 ) -> None:
     situation = planned.situation
     pairs = {
-        "parameters of the model": (planned.num_parameters, num_parameters),
+        "parameters of the model": (planned.num_parameters, sum(each.numel() for each in model.parameters())),
+        "model.dtype": (planned.dtype, str(model.dtype).removeprefix("torch.")),
         "data.num_samples": (situation.num_samples, config.data.num_samples),
         "data.max_length": (situation.max_length, config.data.get("max_length", situation.max_length)),
         "images in the data": (bool(situation.num_images), _has_images(config.data, bool(situation.num_images))),

@@ -167,15 +167,16 @@ def run_probe(config: DictConfig) -> Machine:
 def _report_of(path: Path, kind: str) -> tuple[Plan, list[dict[str, Any]]]:
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
-        plan, subgraphs = report["plan"], report["subgraphs"]
-    except (OSError, ValueError, KeyError) as error:
-        raise CompressionError(f"refit: {path} is no report of a run: {reason(error)}.") from error
-    if plan is None or report["num_resumed"]:
+        plan = None if report["plan"] is None else plan_of(report["plan"])
+        subgraphs, num_resumed, device = report["subgraphs"], report["num_resumed"], report["device"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CompressionError(f"refit: {path} is no report of a run of this version: {reason(error)}.") from error
+    if plan is None or num_resumed:
         why = "no plan" if plan is None else "subgraphs of an earlier run, whose seconds are not this plan's"
         raise CompressionError(f"refit: {path} has {why}; compress with plan=auto or plan=FILE.")
-    if (report["device"] == "cpu") != (kind == "cpu"):
-        raise CompressionError(f"refit: {path} is of a run on {report['device']}, and run_on is {kind}.")
-    return plan_of(plan), subgraphs
+    if (device == "cpu") != (kind == "cpu"):
+        raise CompressionError(f"refit: {path} is of a run on {device}, and run_on is {kind}.")
+    return plan, subgraphs
 
 
 def typed_keys() -> set[str]:

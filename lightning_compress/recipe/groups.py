@@ -22,7 +22,7 @@ def check_groups(weights: Mapping[str, QuantizationArgs], root: nn.Module) -> No
         root: the model.
 
     Raises:
-        UnsupportedModelError: a group size does not divide I, or O or I is 0.
+        UnsupportedModelError: a group size does not divide I; O or I is 0; no reader unpacks the zero points.
     """
     if empty := [name for name in weights if not root.get_submodule(name).get_parameter("weight").numel()]:
         shape = list(root.get_submodule(empty[0]).get_parameter("weight").shape)
@@ -35,6 +35,18 @@ def check_groups(weights: Mapping[str, QuantizationArgs], root: nn.Module) -> No
         shapes = {name: list(root.get_submodule(name).get_parameter("weight").shape) for name in chosen}
         if failing := [name for name, shape in shapes.items() if shape[1] % group]:
             raise UnsupportedModelError(_not_divided(failing, shapes, chosen[failing[0]], group))
+        if few := [name for name, shape in shapes.items() if _in_one_word(chosen[name], shape)]:
+            more = f" (and {len(few) - 1} more)" if len(few) > 1 else ""
+            raise UnsupportedModelError(
+                f"{few[0]}{more} has a weight of shape {shapes[few[0]]}: 4-bit zero points of up to 8 rows are packed "
+                "into one row, which compressed-tensors does not unpack, so nobody could read the checkpoint. Add "
+                f"{few[0]!r} to `ignore`, or take a scheme that is symmetric, of 8 bits, or with a scale for each row."
+            )
+
+
+def _in_one_word(args: QuantizationArgs, shape: Sequence[int]) -> bool:
+    """Whether the zero points [O, G] are packed as [1, G], of which 4 bits are read as bytes of a transposed view."""
+    return not args.symmetric and args.num_bits == 4 and shape[0] <= 8 and shape[1] > (args.group_size or shape[1])
 
 
 def _not_divided(

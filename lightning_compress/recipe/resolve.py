@@ -174,12 +174,12 @@ def _names(modifier: Modifier, names: Sequence[str], module: nn.Module) -> bool:
 
 def _algorithm(modifier: Modifier, module: Quantizable) -> Algorithm:
     """What quantizes a module. Of a table's rows one is picked at a time, so its Gram is diagonal and rounding to
-    nearest is what GPTQ comes to."""
+    nearest, by scales that may be searched, is what GPTQ comes to."""
     algorithm = modifier.algorithm
     if modifier.scheme.input_activations is not None:
         algorithm = replace(algorithm, signed_scales=False)
     if isinstance(module, nn.Embedding) and not isinstance(algorithm, Rtn):
-        return Rtn(signed_scales=algorithm.signed_scales)
+        return Rtn(signed_scales=algorithm.signed_scales, scale_search=getattr(algorithm, "scale_search", False))
     return algorithm
 
 

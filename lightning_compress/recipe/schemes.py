@@ -1,6 +1,7 @@
 """Which of compressed-tensors' schemes are implemented."""
 
 import torch
+from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import (
     ActivationOrdering,
     QuantizationArgs,
@@ -13,6 +14,10 @@ from lightning_compress.algorithms.base import Algorithm
 from lightning_compress.errors import UnsupportedModelError
 
 _WEIGHT_STRATEGIES = (QuantizationStrategy.TENSOR, QuantizationStrategy.CHANNEL, QuantizationStrategy.GROUP)
+_FORMATS = tuple(
+    each.value
+    for each in (CompressionFormat.pack_quantized, CompressionFormat.int_quantized, CompressionFormat.naive_quantized)
+)
 _STATIC = (ActivationOrdering.WEIGHT, ActivationOrdering.STATIC)
 _LOWEST_AND_HIGHEST = ("minmax", "static_minmax", "memoryless_minmax")
 
@@ -26,6 +31,10 @@ def check_scheme(scheme: QuantizationScheme, algorithm: Algorithm) -> None:
     if weights is None:
         raise UnsupportedModelError(
             "The scheme has no `weights` and would change nothing; use one such as W4A16 or W8A8."
+        )
+    if scheme.format not in (None, *_FORMATS):
+        raise UnsupportedModelError(
+            f"The format {scheme.format!r} is none of int weights: leave it out, or give {' or '.join(_FORMATS)}."
         )
     if weights.type != QuantizationType.INT or not 2 <= weights.num_bits <= 8:
         raise UnsupportedModelError(

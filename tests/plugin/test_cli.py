@@ -327,7 +327,7 @@ def test_an_unfinished_compression_is_not_read(command: Command, checkpoint: Pat
         (["data=dcos"], "data=dcos is not known; did you mean 'docs'?"),
         (["data=conf/mine.yaml"], "DIR/data/mine.yaml is data=mine --config-dir DIR"),
         (["recipe=conf/mine.yaml"], "There is no recipe file conf/mine.yaml."),
-        (["data.num_samples=[1"], "data.num_samples=[1: no viable alternative at input '[1' (--help behind"),
+        (["data.num_samples=[1"], "data.num_samples=[1: no viable alternative at input '[1' (What holds spaces"),
         (["trainer.accelerator=cudaa"], "trainer: You selected an invalid accelerator name: `accelerator='cudaa'`."),
         (["data=text", "data.files=[{folder}/empty.txt]"], "/empty.txt): too little text: there are 0 tokens"),
         (
