@@ -15,8 +15,11 @@ from lightning_compress.calibration.observe import stretches
 from lightning_compress.calibration.reference import Reference, run_original
 from lightning_compress.graph.buffers import KeptBuffers
 from lightning_compress.graph.execute import execute
+from lightning_compress.graph.leaf import Leaf
 from lightning_compress.graph.masks import TokenMask
+from lightning_compress.graph.names import module_named
 from lightning_compress.graph.products import in_float32
+from lightning_compress.graph.restore import attributes_of
 from lightning_compress.graph.shadow import Key, node_of, with_shadows
 from lightning_compress.graph.stages import Source, Step, Subgraph, last_steps
 from lightning_compress.graph.trace import Traced
@@ -26,6 +29,7 @@ from lightning_compress.memory.placement import Placement
 from lightning_compress.memory.store import WeightStore
 from lightning_compress.memory.tracker import resident_bytes
 
+_KEEPING_NOTHING = ("torch.nn.", "lightning_compress.")
 Values = dict[Key, object]
 Watch = Callable[[int, Sequence[Source], Values], AbstractContextManager[None]]
 
@@ -134,18 +138,20 @@ def run_step(
     needed_at_end = {node for source in pieces[-1][1] for node in source.reads} | masks | wanted
     drop_after = _drops(ordered, needed_at_end | outliving if step.keep else needed_at_end)
     loaded = with_shadows(read | observed, diverging)
+    keeping = _may_keep(flow.root, ordered, traced)
     for batch in range(len(flow.cache)):
         values = flow.cache.load(batch, loaded, copy=not step.keep)
         before = {key: versions(value) for key, value in values.items()}
         seed = flow.numbers[batch] if traced.draws else None
-        for (shared, own), sources in pieces:
-            with in_float32(flow.in_float32), _random_state_kept(flow.device, traced):
-                execute(shared, values, flow.root, traced.constants, flow.device, drop_after, seed)
-                if reference is not None:
-                    with nullcontext() if flow.buffers is None else flow.buffers.undone():
-                        run_original(own, values, flow.root, traced, flow.device, reference, drop_after, seed)
-                with watch(batch, sources, values):
-                    execute(own, values, flow.root, traced.constants, flow.device, drop_after, seed)
+        with _as_called(flow.root, keeping, traced):
+            for (shared, own), sources in pieces:
+                with in_float32(flow.in_float32), _random_state_kept(flow.device, traced):
+                    execute(shared, values, flow.root, traced.constants, flow.device, drop_after, seed)
+                    if reference is not None:
+                        with attributes_of(keeping), nullcontext() if flow.buffers is None else flow.buffers.undone():
+                            run_original(own, values, flow.root, traced, flow.device, reference, drop_after, seed)
+                    with watch(batch, sources, values):
+                        execute(own, values, flow.root, traced.constants, flow.device, drop_after, seed)
         if flow.buffers is not None:
             values = flow.buffers.apart(values)
             flow.buffers.restore()
@@ -158,6 +164,30 @@ def run_step(
         give_back(flow.placement)
         yield values
         del values
+
+
+def _may_keep(root: nn.Module, nodes: Sequence[fx.Node], traced: Traced) -> list[nn.Module]:
+    """The modules that these nodes call which may keep something from one call to the next (torch's and ours do not),
+    and those that the model sets something on."""
+    found: dict[int, nn.Module] = {}
+    for leaf in dict.fromkeys(node.target for node in nodes if isinstance(node.target, Leaf)):
+        names = (leaf.name,) if leaf.within is None else leaf.within.modules
+        found.update((id(module), module) for name in names for module in module_named(root, name).modules())
+        if leaf.within is not None:
+            owner = module_named(root, leaf.name.rpartition(".")[0])
+            found[id(owner)] = owner
+    kept = {key: each for key, each in found.items() if not type(each).__module__.startswith(_KEEPING_NOTHING)}
+    kept.update((id(module), module) for module in (module_named(root, name) for name, _, _ in traced.presets))
+    return list(kept.values())
+
+
+@contextmanager
+def _as_called(root: nn.Module, keeping: Sequence[nn.Module], traced: Traced) -> Iterator[None]:
+    """Within: modules have what the model sets on them; what they keep of a batch is undone after it."""
+    with attributes_of(keeping):
+        for name, key, value in traced.presets:
+            setattr(module_named(root, name), key, value)
+        yield
 
 
 def _random_state_kept(device: torch.device, traced: Traced) -> AbstractContextManager[None]:

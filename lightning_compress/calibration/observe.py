@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from lightning_compress.distributed.collective import Collective
+from lightning_compress.graph.compat import outside_transforms
 from lightning_compress.graph.experts import sizes_of
 from lightning_compress.graph.leaf import first_tensor, leaf_input, takes_a_value
 from lightning_compress.graph.masks import TokenMask
@@ -258,7 +259,8 @@ def tokens(x: Tensor, mask: Tensor | None) -> Tensor:
 @contextmanager
 def _catching(module: nn.Module, catch: Callable[[object], None]) -> Iterator[None]:
     def hook(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        catch(first_tensor(args, kwargs)[1])
+        with outside_transforms(first_tensor(args, kwargs)[1]) as x:
+            catch(x)
 
     handle = module.register_forward_pre_hook(hook, with_kwargs=True)
     try:

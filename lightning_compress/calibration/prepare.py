@@ -37,7 +37,6 @@ from lightning_compress.graph.targets import sequential_modules
 from lightning_compress.graph.trace import (
     Traced,
     flatten_batch,
-    leaf_input,
 )
 from lightning_compress.memory.activations import ActivationCache
 from lightning_compress.memory.placement import Placement
@@ -250,11 +249,13 @@ def _masks(traced: Traced, needs: Mapping[Source, Any], data: CalibrationSet) ->
     def mask_for(node: fx.Node, of_experts: bool) -> TokenMask | None:
         return row_mask_for(traced, node) if of_experts else token_mask_for(traced, node)
 
-    found = {
-        source: mask_for(leaf_input(source.node) if source.inner else source.node, source.rows is not None)
-        for source in needs
-    }
-    masks = {source: mask for source, mask in found.items() if mask is not None}
+    def of(source: Source) -> TokenMask | None:
+        if not source.inner:
+            return mask_for(source.node, source.rows is not None)
+        read = [mask_for(node, False) for node in source.node.all_input_nodes]  # of which any may be hidden states
+        return min(filter(None, read), key=lambda mask: mask.is_heads_first, default=None)
+
+    masks = {source: mask for source in needs if (mask := of(source)) is not None}
     known = {mask.node for mask in masks.values()}
     for path in (path for path, node in masks_of_sounds(traced) if node not in known):
         if any(

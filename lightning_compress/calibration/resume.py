@@ -97,13 +97,14 @@ def fingerprints(
     state = {**dict(root.named_buffers()), **root.state_dict()}  # also buffers that no checkpoint stores
     configs = [_settings(config) for config in configs_of(root)]
     graph = [] if traced is None else [_digest(each.encode()) for each in _operations(traced.graph)]
+    inside = [] if traced is None else list(_inside_calls(root, traced.graph))
     constants = {} if traced is None else traced.constants
     return {
         "recipe": _digest(_json(recipe)),
         "layout": _digest(_json(layout)),
         "model": _digest(
             weights.encode(),
-            _json([configs, graph, [] if traced is None else list(_inside_calls(root, traced.graph))]),
+            _json([configs, graph, inside, () if traced is None else traced.presets]),
             *(part for name, value in {**state, **constants}.items() for part in _described(name, value, _SAMPLES)),
         ),
         "data": data_fingerprint(batches),

@@ -26,6 +26,7 @@ from torch import distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
+from torch._functorch import pyfunctorch
 from torch._guards import SLoc
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
@@ -48,6 +49,7 @@ from transformers.integrations import moe
 
 from lightning_compress.graph.configs import configs_of
 from lightning_compress.graph.draws import draws
+from lightning_compress.graph.failures import AutocastError, SpecializedSizeError, UnrecordedTensorError
 from lightning_compress.graph.restore import assigned, autocast_restored
 from lightning_compress.graph.values import SYMBOLIC_TYPES, map_nested
 
@@ -63,22 +65,6 @@ SIZE_READERS = (
 """Targets of nodes that ask a tensor for a number and do not need its data."""
 TRACE_DEVICE = torch.device("cpu")
 """Where fake tensors claim to be: one device, wherever the weights are, so that an offloaded model traces too."""
-
-
-class UnrecordedTensorError(RuntimeError):
-    """The model uses a tensor that was made inside a leaf and did not come out as its result."""
-
-
-class AutocastError(RuntimeError):
-    """The model switches autocast between leaves; the recorded operations would run without the switch."""
-
-
-class SpecializedSizeError(RuntimeError):
-    """The code only works for the very size that it was traced with; `symbol` is that size, if it is just one."""
-
-    def __init__(self, message: str, symbol: sympy.Symbol | None = None) -> None:
-        super().__init__(message)
-        self.symbol = symbol
 
 
 class Recorder(PythonKeyTracer):
@@ -300,7 +286,7 @@ def _proxies(recorder: Recorder, value: Any) -> Any:
     if isinstance(value, (Tensor, *SYMBOLIC_TYPES)):
         return recorder.unwrap_proxy(value)
     if is_dataclass(value) and not isinstance(value, type):
-        present = {f.name: _proxies(recorder, getattr(value, f.name)) for f in fields(value)}
+        present = {f.name: _proxies(recorder, getattr(value, f.name)) for f in fields(value) if f.init}
         given = {name: item for name, item in present.items() if item is not None}
         return recorder.create_proxy("call_function", type(value), (), given)
     return map_nested(value, lambda item: _proxies(recorder, item))
@@ -391,6 +377,17 @@ def traceable_transformers(root: nn.Module, *, packed_sequences: bool, experts: 
             if hasattr(config, "_experts_implementation_internal"):
                 stack.enter_context(assigned(config, "_experts_implementation_internal", experts))
         yield
+
+
+@contextmanager
+def outside_transforms(tensor: Tensor) -> Iterator[Tensor]:
+    """Within, code that `vmap` or `grad` transforms sees a tensor as it is: with what `vmap` does at once in front."""
+    with pyfunctorch.temporarily_clear_interpreter_stack():
+        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            dim = torch._C._functorch.maybe_get_bdim(tensor)
+            tensor = torch._C._functorch.get_unwrapped(tensor)
+            tensor = tensor if dim < 0 else tensor.movedim(dim, 0)
+        yield tensor
 
 
 def message_board(name: str) -> Store:

@@ -1,9 +1,9 @@
 """What to try after an attempt at recording a model has failed, and what to tell about it.
 
-In this order: a leaf's output shape is found in another way (see `record`); the module that failed, and all of its
-class, become single calls, unless that hid everything; a number of rows that the model insists on becomes a constant;
-a method that was running becomes a single call (see `methods`); any other size becomes a constant; the branches that
-values decide are those that all batches take (see `decisions`).
+In this order: a leaf's output shape is found in another way (see `record`); the module that failed, or the one around
+a leaf for which that did not help, and all of its class, become single calls, unless that hid everything; a number of
+rows that the model insists on becomes a constant; a method that was running becomes a single call (see `methods`); any
+other size becomes a constant; the branches that values decide are those that all batches take (see `decisions`).
 """
 
 import warnings
@@ -15,6 +15,7 @@ from torch import nn
 from lightning_compress.errors import UnsupportedModelError, UntraceableModelError
 from lightning_compress.graph.compat import GuardOnDataDependentSymNode
 from lightning_compress.graph.decisions import DifferentBranchesError
+from lightning_compress.graph.failures import SetFromOutsideError, UnrecordedTensorError
 from lightning_compress.graph.methods import Behaviour, Method, behaviour, running_methods
 from lightning_compress.graph.observed import observe
 from lightning_compress.graph.record import Body, Cut
@@ -72,11 +73,11 @@ def fall_back(
         cut, name = replace(cut, methods=others, given_up=cut.given_up | {name}), name.rpartition(".")[0]
     if name in cut.leaves:
         body = cut.bodies.get(name, Body.SYMBOLIC)
-        if body is Body.OBSERVED:
-            raise untraceable(root, failure)
-        mates = [other for other, module in cut.leaves.items() if type(module) is type(cut.leaves[name])]
-        told = [Fallback(name, f"its output shape is taken from a run of it: {reason}")]
-        return replace(cut, bodies={**cut.bodies, **dict.fromkeys(mates, Body(body + 1))}), fixed, told
+        if body is not Body.OBSERVED and not isinstance(failure.error, UnrecordedTensorError):
+            mates = [other for other, module in cut.leaves.items() if type(module) is type(cut.leaves[name])]
+            told = [Fallback(name, f"its output shape is taken from a run of it: {reason}")]
+            return replace(cut, bodies={**cut.bodies, **dict.fromkeys(mates, Body(body + 1))}), fixed, told
+        name = max((each for each in cut.containers if not each or name.startswith(f"{each}.")), key=len)
     opaque = _opaque_instead(cut, name, targets)
     hidden = [each for each in cut.boundaries if f"{each}.".startswith(tuple(f"{n}." for n in opaque))]
     if opaque and (not hidden or len(hidden) < len(cut.boundaries)):
@@ -178,6 +179,8 @@ def untraceable(root: nn.Module, failure: Failure) -> UntraceableModelError:
         checked = "It branches on values that its layers compute, which are not known before the run: "
     elif isinstance(failure.error, DifferentBranchesError):
         checked = "Give batches that take the same one; or "
+    elif isinstance(failure.error, SetFromOutsideError):
+        checked = "Hand it over as an argument; or "
     remedy = "give the code a module of its own, which is then recorded as a single call"
     if failure.module:
         remedy = f"name a class of layers around this code in `sequential_targets`, or {remedy}"

@@ -95,7 +95,8 @@ class Leaf:
 
 
 def leaf_input(node: fx.Node) -> fx.Node:
-    """The value that a leaf is called with, positional (`linear(x)`) or by keyword (`linear(input=x)`)."""
+    """The value that a leaf is called with, positional (`linear(x)`), by keyword (`linear(input=x)`) or in a container
+    (`layer((x, y))`): the first there is."""
     found = _inputs(node)
     if not found:
         raise ValueError(f"{node.name} is called without a tensor")
@@ -121,4 +122,5 @@ def takes_a_value(node: fx.Node) -> bool:
 
 
 def _inputs(node: fx.Node) -> list[fx.Node]:
-    return [value for value in (*node.args, *node.kwargs.values()) if isinstance(value, fx.Node)]
+    outermost = [value for value in (*node.args, *node.kwargs.values()) if isinstance(value, fx.Node)]
+    return outermost or list(node.all_input_nodes)

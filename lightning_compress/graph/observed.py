@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 
 from lightning_compress.errors import CalibrationDataError
 from lightning_compress.graph import compat
+from lightning_compress.graph.failures import SpecializedSizeError
 from lightning_compress.graph.methods import Method, methods_replaced, original
 from lightning_compress.graph.restore import attributes_restored
 from lightning_compress.graph.values import concrete, expression, is_symbolic, items_of, map_nested
@@ -73,20 +74,24 @@ def symbolic_like(
     Raises:
         SpecializedSizeError: the values differ by more than sizes that can be told.
     """
+    if isinstance(first, (bool, int, float, str)) and first != second:
+        if type(first) is not int or type(second) is not int:
+            raise SpecializedSizeError(f"it returns {first!r}, in another batch {second!r}")
+        return _symbolic_size(first, second, known, other_size)
     if not isinstance(first, Layout):
         if type(first) is not type(second) or (isinstance(first, dict) and first.keys() != second.keys()):
-            raise compat.SpecializedSizeError(
+            raise SpecializedSizeError(
                 f"it returns a {type(first).__name__}, in another batch a {type(second).__name__} or other keys"
             )
         ours, theirs = len(list(items_of(first))), len(list(items_of(second)))
         if ours != theirs:
             size = next((expression(symbol) for symbol, a, b in known if (a, b) == (ours, theirs)), None)
             symbol = size if isinstance(size, sympy.Symbol) else None
-            raise compat.SpecializedSizeError(f"it returns {ours} values, {theirs} in another batch", symbol)
+            raise SpecializedSizeError(f"it returns {ours} values, {theirs} in another batch", symbol)
         seconds = iter(items_of(second))
         return map_nested(first, lambda item: symbolic_like(item, next(seconds), known, other_size))
     if not isinstance(second, Layout) or len(first.sizes) != len(second.sizes):
-        raise compat.SpecializedSizeError("it returns a tensor, in another batch none or one of other dimensions")
+        raise SpecializedSizeError("it returns a tensor, in another batch none or one of other dimensions")
     sizes = [_symbolic_size(a, b, known, other_size) for a, b in zip(first.sizes, second.sizes, strict=True)]
     order = sorted(range(len(sizes)), key=lambda dim: -first.strides[dim])
     stored = torch.empty([sizes[dim] for dim in order], dtype=first.dtype, device=compat.TRACE_DEVICE)
@@ -116,7 +121,7 @@ def _symbolic_size(
             return cast(torch.SymInt, symbol // (a // first))
     if other_size is not None:
         return other_size()
-    raise compat.SpecializedSizeError(
+    raise SpecializedSizeError(
         f"its output has a size of {first}, {second} in another batch, which follows no simple rule"
     )
 
@@ -205,7 +210,7 @@ def check_expected(node: fx.Node, values: Mapping[Any, object], output: Any) -> 
         raise CalibrationDataError(
             f"{getattr(node.target, 'name', node.name)} takes another way on a batch than on those that the model was "
             f"recorded with: it gives {_text(found)}, recorded was {_text(wanted)}. Bring the batches to one form: "
-            "as many images in each, of one size."
+            "as many images in each, of one size; or, where it says how long rows are, one as long as the batch."
         )
 
 
@@ -216,7 +221,7 @@ def _described(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _described(item) for key, item in value.items()}
     items = items_of(value)
-    return [_described(item) for item in items] if items else type(value).__name__
+    return [_described(item) for item in items] if items else "int" if is_symbolic(value) else type(value).__name__
 
 
 def _fits(expected: Any, found: Any, sizes: Mapping[sympy.Expr, sympy.Expr]) -> bool:

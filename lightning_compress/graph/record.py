@@ -25,6 +25,8 @@ from transformers import PreTrainedConfig
 
 from lightning_compress.graph import compat
 from lightning_compress.graph.experts import GroupedLinear
+from lightning_compress.graph.failures import SetFromOutsideError, SpecializedSizeError
+from lightning_compress.graph.kept import NOT_IN_SIGNATURE, Kept, Preset, changed, is_plain, what_is_kept
 from lightning_compress.graph.leaf import Leaf, Within
 from lightning_compress.graph.methods import Method, Unrecorded, original
 from lightning_compress.graph.observed import check_only_tensors, expect, known_sizes, layouts, symbolic_like
@@ -33,10 +35,6 @@ from lightning_compress.graph.values import concrete, expression, symbolic_sizes
 from lightning_compress.recipe.forms import Rows
 
 PASS_THROUGH = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
-
-
-NOT_IN_SIGNATURE = frozenset({*nn.Module().__dict__, "_compiled_call_impl"}) - {"training"}
-"""What every module has: its containers, compared by their contents, and its hooks, of which there must be none."""
 
 
 class Body(IntEnum):
@@ -76,7 +74,8 @@ class Cut:
 class Attempt:
     """State of one recording: what was seen so far.
 
-    `sizes`: the batch's symbolic sizes, which consist of `symbols`; `other`: their values in the second batch.
+    `sizes`: the batch's symbolic sizes, which consist of `symbols`; `other`: their values in the second batch; `kept`:
+    what leaves had when it began, or after their last call; `presets`: what of that was set before their first.
     """
 
     cut: Cut
@@ -90,6 +89,12 @@ class Attempt:
     checked: int = 0
     inside_boundary: bool = False
     failure: tuple[str, BaseException] | None = None
+    kept: dict[str, Kept] = field(init=False)
+    presets: list[Preset] = field(default_factory=list)
+    called: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.kept = {name: what_is_kept(name, module) for name, module in self.cut.leaves.items()}
 
     def wrap(self, name: str, module: nn.Module) -> Callable[..., Any]:
         """What a call of `module` does while recording (see `compat.calls_replaced`)."""
@@ -100,11 +105,15 @@ class Attempt:
             if compat.active_recorder() is not self.recorder:
                 return original(*args, **kwargs)
             self.check_sizes()  # outside the `try`: what the caller did is the caller's failure
+            self.check_kept(name)
             first = len(self.recorder.graph.nodes)
             is_span = name in self.cut.boundaries and not self.inside_boundary
             self.inside_boundary |= is_span
             try:
                 output = run(name, module, args, kwargs)
+                if name in self.kept:
+                    self.kept[name] = what_is_kept(name, module)
+                    self.called.add(name)
                 self.check_sizes()
             except Exception as error:
                 if self.failure is None or self.failure[1] is not error:
@@ -129,8 +138,11 @@ class Attempt:
                 compat.to_argument(self.recorder, (args, kwargs))
         except NotImplementedError:  # modules, caches: no graph can hold them
             return self._call_container(name, module, args, kwargs)
+        before = _versions((args, kwargs))
         with compat.not_recording():
             output = self._leaf_output(name, module, args, kwargs)
+        if before != _versions((args, kwargs)):  # what it wrote to others may read, which operations tell
+            return self._call_container(name, module, args, kwargs)
         grouped = module.grouped(name) if isinstance(module, GroupedLinear) else None
         lender = name.rpartition(".")[0] if isinstance(module, Rows) else None
         leaf = Leaf(name, grouped, lender=lender, hooked=bool(module._forward_pre_hooks))
@@ -196,15 +208,23 @@ class Attempt:
         if key is not None and key in self.outputs:
             return self.outputs[key].detach()
         shapes = compat.shapes_of(self.recorder.fake_mode)
-        before = [buffer._version for buffer in module.buffers()]
+        before = _versions((args, kwargs, list(module.buffers())))
         with compat.deciding_nothing(shapes):
             output = module._call_impl(*args, **kwargs)
         _forget_inner_sizes(shapes, output)
         is_input = any(output is item for item in (*args, *kwargs.values()))
-        writes = before != [buffer._version for buffer in module.buffers()]  # which has to be seen of each such module
+        # which has to be seen of each such module
+        writes = before != _versions((args, kwargs, list(module.buffers())))
         if key is not None and isinstance(output, Tensor) and not (is_input or writes):
             self.outputs[key] = output
         return output
+
+    def check_kept(self, name: str) -> None:
+        """Raise if code has changed what a leaf keeps, unless that can be done before the graph runs."""
+        for owner, key, value in changed(self.kept.get(name, [])):
+            if name in self.called or not is_plain(value):
+                raise SetFromOutsideError(f"`{key}` of {owner} is set before it is called, which no graph can hold")
+            self.presets.append((owner, key, value))
 
     def check_sizes(self) -> None:
         """Raise if code tied a size of the batch to its traced value: the graph would not serve ragged batches."""
@@ -215,10 +235,16 @@ class Attempt:
         fixed = [symbol for symbol in self.symbols if symbol in env.replacements and env.replacements[symbol].is_number]
         if fixed:
             size = env.replacements[fixed[0]]
-            raise compat.SpecializedSizeError(f"it takes a size of the batch ({size}) for a constant", fixed[0])
+            raise SpecializedSizeError(f"it takes a size of the batch ({size}) for a constant", fixed[0])
         equalities = [each for each in new if each.has(sympy.Eq) and each.free_symbols & self.symbols]
         if equalities and self.inside_boundary:
-            raise compat.SpecializedSizeError(f"it fixes sizes of the batch: {equalities[0]}")
+            raise SpecializedSizeError(f"it fixes sizes of the batch: {equalities[0]}")
+
+
+def _versions(value: object) -> list[int]:
+    """How often the tensors in a nested value have been written to."""
+    tensors = (leaf for leaf in compat.pytree.tree_leaves(value) if isinstance(leaf, Tensor))
+    return [tensor._version for tensor in tensors if not tensor.is_inference()]
 
 
 def _forget_inner_sizes(shapes: compat.Shapes, output: object) -> None:

@@ -1,8 +1,8 @@
 """Leave modules as they were."""
 
 from collections import OrderedDict, deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from math import inf
 from typing import Any
@@ -14,9 +14,14 @@ MODULE_DICTS = tuple(name for name, value in nn.Module().__dict__.items() if isi
 """Parameters, buffers, submodules and all kinds of hooks."""
 
 
-@contextmanager
-def attributes_restored(root: nn.Module) -> Iterator[None]:
+def attributes_restored(root: nn.Module) -> AbstractContextManager[None]:
     """Whatever the body changes on modules (caches, rescaled buffers, fake parameters, hooks) is undone after it."""
+    return attributes_of(root.modules())
+
+
+@contextmanager
+def attributes_of(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """As `attributes_restored`, of these modules alone."""
     nothing: dict[str, Any] = {}  # as most are: of 25,000 modules of a mixture, 300,000 copies less
     saved = [
         (
@@ -24,7 +29,7 @@ def attributes_restored(root: nn.Module) -> Iterator[None]:
             dict(module.__dict__),
             [(found, dict(found) if found else nothing) for found in map(module.__dict__.__getitem__, MODULE_DICTS)],
         )
-        for module in root.modules()
+        for module in modules
     ]
     try:
         yield
@@ -131,5 +136,5 @@ def contents_restored(root: nn.Module) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for tensor, before in saved:
-                if not torch.equal(tensor, before):
+                if tensor.layout is not torch.strided or not torch.equal(tensor, before):
                     tensor.copy_(before)

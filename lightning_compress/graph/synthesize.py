@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_compress.graph.values import as_named_tuple, with_fields
+
 ROWS = (3, 2)
 SHORTEST = 11
 """Rows of the two synthetic batches, and their shortest length."""
@@ -109,10 +111,10 @@ def _rebuilt(value: Any, next_tensor: Callable[[], Tensor]) -> Any:
             duplicate[key] = item
         return duplicate
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*new.values())
+        return as_named_tuple(value, new.values())
     if isinstance(value, (list, tuple)):
         return type(value)(new.values())
-    return replace(value, **new)
+    return with_fields(value, new)
 
 
 @dataclass(frozen=True)
@@ -123,11 +125,13 @@ class Synthetic:
         tensors: in the order of `flatten_batch`.
         places: of each tensor what its dimensions count: rows, or tokens of a group; None: the size is a constant.
         has_fewer_rows: their number is no multiple of the true one.
+        is_true: it is one of the user's.
     """
 
     tensors: tuple[Tensor, ...]
     places: tuple[tuple[str | None, ...], ...]
     has_fewer_rows: bool = False
+    is_true: bool = False
 
     @property
     def dynamic(self) -> tuple[tuple[bool, ...], ...]:
@@ -154,6 +158,7 @@ def synthesize(
     fixed: Collection[tuple[int, int]] = (),
     others: Sequence[Sequence[Tensor]] = (),
     repeats_rows: bool = False,
+    as_they_are: bool = False,
 ) -> tuple[Synthetic, Synthetic]:
     """Tensors like the given ones with rows and lengths to trace on, and again with others.
 
@@ -164,6 +169,7 @@ def synthesize(
         fixed: (tensor, dimension) whose sizes stay and are constants.
         others: further true batches.
         repeats_rows: there are 3 (2) times as many rows as in the true batch, for models that take rows together.
+        as_they_are: true batches, whose values tell of their sizes.
 
     If every tensor is of tokens, the batch gets 3 (2) rows and a prime length; with pixels or features among them, the
     number of image tokens fits the images, so lengths stay and each row is repeated as often. Where rows are fixed
@@ -189,8 +195,8 @@ def synthesize(
         for index, (tensor, dims) in enumerate(zip(tensors, places, strict=True))
     )
     fixes_rows = any((index, dim) in fixed for index, dim in enumerate(row_dims))
-    if (not only_tokens and fixes_rows) or any(_OF_IMAGES in of_tensor for of_tensor in places):
-        true = Synthetic(tuple(tensors), places)
+    if as_they_are or (not only_tokens and fixes_rows) or any(_OF_IMAGES in of_tensor for of_tensor in places):
+        true = Synthetic(tuple(tensors), places, is_true=True)
         return true, replace(true, tensors=tuple(_most_different(tensors, true.dynamic, others)))
     taken: set[int] = set()
     made = []

@@ -29,6 +29,7 @@ from lightning_compress.graph import compat
 from lightning_compress.graph.awaited import substituted
 from lightning_compress.graph.configs import is_encoder_decoder, without_cache
 from lightning_compress.graph.decisions import Decision, decide
+from lightning_compress.graph.failures import SpecializedSizeError
 from lightning_compress.graph.fallback import (
     Failure,
     Fallback,
@@ -39,6 +40,7 @@ from lightning_compress.graph.fallback import (
     warn,
     with_observations,
 )
+from lightning_compress.graph.kept import Preset
 from lightning_compress.graph.leaf import Leaf, leaf_input
 from lightning_compress.graph.methods import methods_replaced
 from lightning_compress.graph.reads import Reads, watching
@@ -91,6 +93,7 @@ class Traced:
         written: buffers that the step writes to.
         draws: the step draws random numbers, in eval mode too.
         unlike_one: sizes of which the step took for granted what does not hold of 1.
+        presets: what the step sets on modules before it calls them.
     """
 
     graph: fx.Graph
@@ -105,6 +108,7 @@ class Traced:
     written: tuple[str, ...] = ()
     draws: bool = False
     unlike_one: frozenset[sympy.Basic] = frozenset()
+    presets: tuple[Preset, ...] = ()
 
 
 def trace(
@@ -159,12 +163,12 @@ def trace(
                 known = fixed
                 cut, fixed, told = fall_back(root, cut, fixed, outcome, frozenset(leaf_names))
             except UntraceableModelError as error:
-                fixed = _rows_to_fix(error, batches[0], rows, fixed)
+                fixed, how = _otherwise(error, batches[0], rows, fixed)
                 told_of_rows = Fallback("", f"the graph serves batches of as many rows only: {error.__cause__}")
                 fallbacks = {"": told_of_rows} if fixed else {}
-                cut, made = first, partial(made, repeats_rows=True)
+                cut, made = first, partial(made, **how)
                 continue
-            fallbacks = {**{fallback.module: fallback for fallback in told}, **fallbacks}
+            fallbacks |= {each.module: each for each in told if each.hidden or each.module not in fallbacks}
             if fixed != known:  # other batches, of which nothing has been seen
                 cut = replace(cut, observed={})
 
@@ -177,16 +181,24 @@ def _only_read(graph: fx.Graph, names: Collection[str], reads: Reads) -> tuple[s
     return reads.without_call([name for name in names if name not in called])
 
 
-def _rows_to_fix(error: UntraceableModelError, tried: Synthetic, rows: Fixed, fixed: Fixed) -> Fixed:
-    """For another try where sizes do not fit together, because a model takes so many rows together: none with a
-    multiple of the true batch's rows; then all of them.
+def _otherwise(
+    error: UntraceableModelError, tried: Synthetic, rows: Fixed, fixed: Fixed
+) -> tuple[Fixed, dict[str, bool]]:
+    """For another try where sizes do not fit together, which of them are constants, and how batches are made: because
+    a model takes so many rows together, with a multiple of the true batch's rows; then with all of them constant;
+    because values tell of sizes (how long each row is), with the true batches.
 
     Raises:
         UntraceableModelError: the given one, where it is about something else or nothing is left.
     """
-    if type(error.__cause__) is not RuntimeError or (rows <= fixed and not tried.has_fewer_rows):
+    kind = type(error.__cause__)
+    if tried.is_true or kind not in (RuntimeError, IndexError, ValueError, AssertionError):
         raise error
-    return frozenset() if tried.has_fewer_rows else rows
+    if kind is RuntimeError and tried.has_fewer_rows:
+        return frozenset(), {"repeats_rows": True}
+    if kind is RuntimeError and not rows <= fixed:
+        return rows, {"repeats_rows": True}
+    return frozenset(), {"as_they_are": True}
 
 
 def _first_cut(root: nn.Module, leaf_names: Collection[str], boundary_names: Collection[str]) -> Cut:
@@ -279,10 +291,9 @@ def _attempt(
             rows = any(dim == 0 and inputs[i].ndim == 2 and not inputs[i].is_floating_point() for i, dim in fixed)
             return Failure(name, error, fixed, rows)
     guards = tuple(each for each in dict.fromkeys(shapes.decisions) if each.free_symbols <= attempt.symbols)
-    spans = _tidy(recorder.graph, attempt.spans)
     return Traced(
         recorder.graph,
-        spans,
+        _tidy(recorder.graph, attempt.spans),
         structure.paths,
         recorder.constants,
         (),
@@ -292,6 +303,7 @@ def _attempt(
         written=written,
         draws=fake_mode.draws,
         unlike_one=frozenset(shapes.unlike_one),
+        presets=tuple(attempt.presets),
     )
 
 
@@ -322,7 +334,7 @@ def _tidy(graph: fx.Graph, spans: Sequence[tuple[str, Sequence[fx.Node]]]) -> tu
 
 
 def _dimensions(inputs: Sequence[Tensor], error: Exception) -> frozenset[tuple[int, int]]:
-    symbol = error.symbol if isinstance(error, compat.SpecializedSizeError) else None
+    symbol = error.symbol if isinstance(error, SpecializedSizeError) else None
     sizes = [(index, dim, size) for index, tensor in enumerate(inputs) for dim, size in enumerate(tensor.shape)]
     return frozenset((i, d) for i, d, size in sizes if is_symbolic(size) and size.node._expr == symbol)
 

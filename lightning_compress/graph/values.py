@@ -1,6 +1,7 @@
 """Nested values and symbolic sizes: what fx and pytree have no one function for."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from copy import copy
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeGuard
 
@@ -35,16 +36,31 @@ def map_nested(value: Any, function: Callable[[Any], Any]) -> Any:
     {'a': 2, 'b': 3}
     """
     if is_dataclass(value) and not isinstance(value, type):
-        return type(value)(**{f.name: function(getattr(value, f.name)) for f in fields(value)})
+        return with_fields(value, {f.name: function(getattr(value, f.name)) for f in fields(value)})
     if isinstance(value, dict):
         return {key: function(item) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(function(item) for item in value))
+        return as_named_tuple(value, (function(item) for item in value))
     if isinstance(value, torch.Size):
         return tuple(function(item) for item in value)
     if isinstance(value, (list, tuple)):
         return type(value)(function(item) for item in value)
     return value
+
+
+def with_fields(value: Any, new: Mapping[str, Any]) -> Any:
+    """A dataclass like `value` with these fields, which are all."""
+    if all(f.init for f in fields(value)):
+        return type(value)(**new)
+    like = copy(value)
+    for name, item in new.items():
+        object.__setattr__(like, name, item)  # it may be frozen
+    return like
+
+
+def as_named_tuple(value: Any, items: Iterable[Any]) -> Any:
+    """One like `value` with these items, whatever they are: a PackedSequence looks at the tensors that it is given."""
+    return tuple.__new__(type(value), items)
 
 
 def items_of(value: Any) -> list[Any]:

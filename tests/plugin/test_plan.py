@@ -61,7 +61,9 @@ def test_a_plan_is_made_kept_and_run(command: Command, checkpoint: Path, tmp_pat
     said = command("probe", f"refit=[{out / 'report.json'}]")
     assert said.count("refitted") == sum(not kind.startswith(("disk", "scratch")) for kind in known())
     assert "refitted" in command("probe", f"refit={out / 'report.json'}"), "one path is a list of one"
-    assert refused(command, "probe", f"refit=[{file}]").endswith("is no report of a run of this version: it has no 'plan'.")
+    assert refused(command, "probe", f"refit=[{file}]").endswith(
+        "is no report of a run of this version: it has no 'plan'."
+    )
     again = command("plan", *where, "choices.batch_size=[2,4]", "host=100GiB", f"json={file}")
     assert "refitted" in again
     of_other = (f"model.path={checkpoint}", "data.num_samples=8", "data.max_length=32", "trainer=cpu")

@@ -1,0 +1,23 @@
+"""Why a model cannot be recorded as it is; see `fallback` for what is tried then."""
+
+import sympy
+
+
+class UnrecordedTensorError(RuntimeError):
+    """The model uses a tensor that was made inside a leaf and did not come out as its result."""
+
+
+class AutocastError(RuntimeError):
+    """The model switches autocast between leaves; the recorded operations would run without the switch."""
+
+
+class SpecializedSizeError(RuntimeError):
+    """The code only works for the very size that it was traced with; `symbol` is that size, if it is just one."""
+
+    def __init__(self, message: str, symbol: sympy.Symbol | None = None) -> None:
+        super().__init__(message)
+        self.symbol = symbol
+
+
+class SetFromOutsideError(RuntimeError):
+    """The model sets something on a leaf before it calls it; the leaf would later run without."""

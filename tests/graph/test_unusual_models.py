@@ -1,0 +1,381 @@
+"""Code that users write and no published model has: every module has to be solved with the inputs that it has.
+
+All were seen to fail before: with other inputs, with those of other batches, or with an error.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from helpers import compress_in_memory, gram_sum, input_grams, make_representable, recipe, seen_statistics
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from lightning_compress.errors import UntraceableModelError
+from lightning_compress.graph.trace import TraceFallbackWarning
+from lightning_compress.report.report import Report
+
+WIDTH = 16
+CHANGES_NOTHING = recipe(num_bits=8, symmetric=False, strategy="channel", scale_search=False)
+
+pytestmark = pytest.mark.filterwarnings("ignore::lightning_compress.graph.trace.TraceFallbackWarning")
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+def values(number: int = 3) -> list[Tensor]:
+    torch.manual_seed(1)
+    return [torch.randn(3, 7, WIDTH) for _ in range(number)]
+
+
+def check_inputs(model: nn.Module, batches: Iterable[Any], monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Report:
+    """All linears are solved with what plain hooks see, where quantizing changes nothing."""
+    make_representable(model.eval())
+    expected = input_grams(model, batches, model)
+    seen = seen_statistics(monkeypatch)
+    report = compress_in_memory(model, batches, CHANGES_NOTHING, **settings)
+    assert seen.keys() == expected.keys()
+    for name, statistics in seen.items():
+        torch.testing.assert_close(gram_sum(statistics), expected[name], rtol=1e-5, atol=1e-4)
+    return report
+
+
+class Layers(nn.Module):
+    """Two of a kind, and a Linear."""
+
+    def __init__(self, kind: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.out = nn.ModuleList([kind(), kind()]), linear()
+
+    def forward(self, x: Any) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        found: Tensor = self.out(x[0] if isinstance(x, tuple) else x)
+        return found
+
+
+class Scaling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale: Any = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+class SetsScale(nn.Module):
+    """By an attribute, as of a condition that all layers shall see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.scaling, self.second = linear(), Scaling(), linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scaling.scale = x.mean((0, 1))
+        found: Tensor = self.second(self.scaling(self.first(x)).relu())
+        return found
+
+
+def test_what_is_set_on_a_module_before_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a layer, that is a single call, which sets it itself."""
+    report = check_inputs(Layers(SetsScale), values(), monkeypatch)
+    assert [fallback.module for fallback in report.fallbacks] == ["layers.0", "layers.1"]
+    with pytest.raises(UntraceableModelError, match=r"`scale` of scaling is set before .* as an argument"):
+        compress_in_memory(SetsScale().eval(), values(), CHANGES_NOTHING)
+
+
+class Swapping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = linear(), linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        masked = {"weight": self.first.weight * (self.first.weight > 0)}
+        found: Tensor = self.second(torch.func.functional_call(self.first, masked, (x,)).relu())
+        return found
+
+
+def test_weights_that_are_swapped_for_a_call() -> None:
+    with pytest.raises(UntraceableModelError, match="`weight` of first is set before it is called"):
+        compress_in_memory(Swapping().eval(), values(), CHANGES_NOTHING)
+
+
+class Remembering(nn.Module):
+    """Adds what it has seen since it was told to forget."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.memory = x if self.memory is None else self.memory + x
+        return self.memory.relu()
+
+
+class ForgetsFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.cell, self.second = linear(), Remembering(), linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.cell.memory = None
+        found: Tensor = self.second(self.cell(self.first(x)))
+        return found
+
+
+@pytest.mark.parametrize("schedule", ["staged", "block"])
+def test_batches_do_not_see_what_others_left(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor what was left before: the hooks' runs leave something."""
+    model = ForgetsFirst()
+    check_inputs(model, [*values(), values()[0][:2]], monkeypatch, schedule=schedule)
+    assert model.cell.memory is not None
+    assert len(model.cell.memory) == 2, "as it was"
+
+
+class Averaging(nn.Module):
+    """Puts a new tensor where its buffer was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.inner, self.second = linear(), _Averaging(), linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.second(self.inner(self.first(x)))
+        return found
+
+
+class _Averaging(nn.Module):
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.5 * self.mean + x.mean((0, 1))
+        return x - self.mean
+
+
+def test_a_buffer_that_is_replaced_is_that_of_before() -> None:
+    found = []
+    for batches in (values(), values()[::-1]):
+        model = Averaging().eval()
+        compress_in_memory(model, batches, recipe(3))
+        assert not model.inner.mean.any()
+        found.append(model.second.weight)
+    assert torch.equal(*found)
+
+
+class OfPair(nn.Module):
+    """What it branches on makes it a single call; it hands on how large its input was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linear()
+
+    def forward(self, given: Any) -> Any:
+        x, shape = given if isinstance(given, tuple) else (given, given.shape)
+        x = x * 0 if float(x.sum()) > 1e9 else x
+        return self.linear(x.view(shape)).relu(), x.shape
+
+
+def test_single_calls_that_take_their_tensors_in_a_container(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = check_inputs(Layers(OfPair), [*values(), values()[0][:2]], monkeypatch)
+    assert report.fallbacks[0].hidden == ("layers.0.linear",)
+
+
+class Rotated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linear()
+
+    def forward(self, rotary: Tensor, x: Tensor) -> Tensor:
+        h: Tensor = self.linear(x)
+        return h + rotary.mean() if float(h.sum()) < 1e9 else h
+
+
+class RotaryFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layer, self.out = nn.Embedding(32, WIDTH), Rotated(), linear()
+        self.rotary = nn.Parameter(torch.ones(40, 8))
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        hidden = self.embed(batch["input_ids"])
+        found: Tensor = self.out(self.layer(self.rotary[: hidden.shape[1]], hidden))
+        return found
+
+
+def test_padding_is_known_whichever_argument_the_hidden_states_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = seen_statistics(monkeypatch)
+    mask = torch.tensor([[1] * 9, [1] * 5 + [0] * 4])
+    batch = {"input_ids": torch.arange(18).view(2, 9), "attention_mask": mask}
+    compress_in_memory(RotaryFirst().eval(), [batch], recipe(4))
+    assert {statistic.num_tokens for statistic in seen["layer.linear"].values()} == {14}
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.cell = linear(), nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(self.inner(x), lengths, batch_first=True, enforce_sorted=False)
+        return pad_packed_sequence(self.cell(packed)[0], batch_first=True)[0]
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.out = Recurrent(), linear()
+
+    def forward(self, batch: Any) -> Tensor:
+        found: Tensor = self.out(self.encoder(batch["x"], batch["lengths"]))
+        return found
+
+
+def test_packed_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 20 steps: what says how long rows are does not fit a shortened batch, so a true one is traced."""
+    batches = [
+        {"x": torch.randn(3, length, WIDTH), "lengths": torch.tensor([length, 4, length - 3])} for length in (20, 14)
+    ]
+    check_inputs(Classifier(), batches, monkeypatch)
+
+
+class KeepsOutput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = _Keeps(), linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.norm(x)
+        found: Tensor = self.linear(self.norm.kept)
+        return found
+
+
+class _Keeps(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = x.tanh()
+        return x
+
+
+def test_a_layer_around_a_module_that_keeps_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = check_inputs(Layers(KeepsOutput), values(), monkeypatch)
+    assert [fallback.hidden for fallback in report.fallbacks] == [("layers.0.linear",), ("layers.1.linear",)]
+
+
+class Mapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = linear(), linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.second(torch.vmap(self.first, in_dims=1, out_dims=1)(x).relu())
+        return found
+
+
+class Differentiating(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = linear(), linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.second(torch.func.grad(lambda given: self.first(given).square().sum())(x))
+        return found
+
+
+@pytest.mark.parametrize("kind", [Mapped, Differentiating])
+def test_transformed_functions(kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    make_representable(model := Layers(kind).eval())
+    seen, inputs = seen_statistics(monkeypatch), values()
+    compress_in_memory(model, inputs, CHANGES_NOTHING)
+    expected = sum(x.reshape(-1, WIDTH).double().T @ x.reshape(-1, WIDTH).double() for x in inputs)
+    torch.testing.assert_close(gram_sum(seen["layers.0.first"]), expected, rtol=1e-5, atol=1e-4)
+
+
+@dataclass
+class Sized:
+    """Fields that are not given."""
+
+    x: Tensor
+    length: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.length = torch.tensor(float(self.x.shape[1]))
+
+
+class OfSized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linear()
+
+    def forward(self, batch: Sized) -> Tensor:
+        found: Tensor = self.linear(batch.x / batch.length)
+        return found
+
+
+def test_dataclasses_with_fields_that_are_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_inputs(OfSized(), [Sized(x) for x in values()], monkeypatch)
+
+
+class Neighbours(nn.Module):
+    edges: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linear()
+        self.register_buffer("edges", torch.eye(7).to_sparse(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.linear(torch.stack([torch.sparse.mm(self.edges, row) for row in x]))
+        return found
+
+
+def test_sparse_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_inputs(Neighbours(), values(), monkeypatch)
+
+
+class Overwriting(nn.Module):
+    """Part of what `first` has read is changed before `second` reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.act, self.second, self.third = linear(), nn.ReLU(inplace=True), linear(), linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.third(x)
+        y: Tensor = self.first(h)
+        self.act(h[..., : WIDTH // 2])
+        found: Tensor = y + self.second(h)
+        return found
+
+
+@pytest.mark.parametrize("schedule", ["staged", "block", "recompute"])
+def test_modules_that_write_to_a_view_of_a_value(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_inputs(Layers(Overwriting), values(), monkeypatch, schedule=schedule)
+
+
+class Skipping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = linear(), linear(), linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        found: Tensor = self.second(h) if float(h.mean()) > 0 else self.third(h)
+        return found
+
+
+def test_a_single_call_is_said_to_be_one() -> None:
+    """Not what was tried before, and named of all of them."""
+    with pytest.warns(TraceFallbackWarning, match=r"Skipping \(layers\.0 and 1 more\) is recorded as a single call"):
+        report = compress_in_memory(Layers(Skipping).eval(), values(), recipe(4))
+    assert [len(fallback.hidden) for fallback in report.fallbacks] == [3, 3]
