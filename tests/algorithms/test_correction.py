@@ -337,6 +337,18 @@ def test_qronos(damping: float) -> None:
     assert (plain.codes != solved.codes).float().mean() > 0.05
 
 
+def test_qronos_takes_the_damping_that_its_factor_has() -> None:
+    """Of few tokens, as GPTQ without a correction. Seen to fail: with an error, for the Gram alone was damped by more
+    than is given."""
+    weight, by_inputs, _ = differences()
+    drift = drift_from(InputDrift, [(x[:2], difference[:2], held_out) for x, difference, held_out in by_inputs])
+    solver, args = Gptq(correct="qronos", damping=1e-8), scheme(3, group_size=8)
+    solved = solver.solve(weight, {InputDrift: drift}, args, torch.float32)
+    assert any("Damping was raised" in note for note in solved.notes)
+    raised = replace(solver, damping=0.001).solve(weight, {InputDrift: drift}, args, torch.float32)
+    assert torch.equal(solved.codes, raised.codes)
+
+
 def qronos(
     weight: Tensor, x: Tensor, x_ref: Tensor, scale: Tensor, first: Tensor, damping: float
 ) -> tuple[Tensor, Tensor]:

@@ -4,12 +4,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import BatchEncoding
 
 from lightning_compress.calibration.resume import data_fingerprint, fingerprints
+from lightning_compress.graph.trace import trace
 
 
 @dataclass
@@ -56,3 +59,62 @@ def test_every_value_of_a_batch_counts(made: Callable[[Tensor], Any]) -> None:
 def test_names_in_a_batch_count() -> None:
     ids, mask = torch.zeros(2, 3), torch.ones(2, 3)
     assert data_fingerprint([{"a": ids, "b": mask}]) != data_fingerprint([{"b": ids, "a": mask}])
+
+
+class Block(nn.Module):
+    """Run as one call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.leaky, self.norm = nn.Linear(4, 4), nn.LeakyReLU(0.1), nn.LayerNorm(4)
+        self.scale, self.activation = 1.0, lambda x: x.relu()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.activation(self.norm(self.leaky(self.linear(x)))) * self.scale
+
+
+def test_options_inside_a_single_call_count() -> None:
+    """Whether it is in training or not does not. Seen to fail: a run went on with another slope, as its graph has the
+    call alone."""
+    torch.manual_seed(0)
+    weights = Block().state_dict()
+
+    def model_and_digest() -> tuple[Block, Callable[[], str]]:
+        root = nn.Sequential(Block())
+        root[0].load_state_dict(weights)
+        traced = trace(root, root, torch.randn(2, 4), leaf_names=["0"], boundary_names=[])
+        return root[0], lambda: fingerprints({}, None, root, "", (), traced)["model"]
+
+    (_, expected), (block, digest) = model_and_digest(), model_and_digest()
+    assert digest() == expected()
+    block.eval()
+    assert digest() == expected()
+    found = [digest()]
+    for owner, name, value in (
+        (block.leaky, "negative_slope", 0.2),
+        (block.norm, "eps", 0.1),
+        (block, "scale", 2.0),
+        (block, "activation", functional.relu),
+        (block, "activation", functional.gelu),
+    ):
+        setattr(owner, name, value)
+        found.append(digest())
+    assert len(set(found)) == len(found)
+
+
+class Opaque:
+    """Printed with its address."""
+
+
+def test_what_is_no_tensor_counts_by_its_content() -> None:
+    """Seen to fail: the order in a set and an object's address told the same data apart in another process, and of a
+    large array the ends were looked at."""
+    first, second = {0, 8}, {8, 0}
+    assert repr(first) != repr(second), "else this shows nothing"
+    assert data_fingerprint([{"a": first, "b": Opaque()}]) == data_fingerprint([{"a": second, "b": Opaque()}])
+    assert data_fingerprint([{"a": first}]) != data_fingerprint([{"a": {0, 16}}])
+    array = np.zeros(2000)
+    other = array.copy()
+    other[1000] = 1
+    assert data_fingerprint([{"a": array}]) == data_fingerprint([{"a": array.copy()}])
+    assert data_fingerprint([{"a": array}]) != data_fingerprint([{"a": other}])

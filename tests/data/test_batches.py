@@ -184,12 +184,14 @@ def test_chats_go_through_the_template(tmp_path: Path, tokenizer: PreTrainedToke
 
 @pytest.mark.parametrize("suffix", ["csv", "jsonl"])
 def test_rows_without_text_are_left_out(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, suffix: str) -> None:
-    """Seen to fail: they were taken for chats."""
-    rows = datasets.Dataset.from_dict({"id": [1, 2, 3, 4], "text": [None, "abc", None, "def"]})
+    """Seen to fail: they were taken for chats, and empty strings for documents, with an end of their own."""
+    rows = datasets.Dataset.from_dict({"id": [1, 2, 3, 4, 5], "text": [None, "abc", None, "", "def"]})
     path = str(tmp_path / f"rows.{suffix}")
     {"jsonl": rows.to_json, "csv": rows.to_csv}[suffix](path)
     (batch,) = batches(HfConfig(path=path, num_samples=2, max_length=30, packing=False), tokenizer)
     assert sorted(text_of(batch, tokenizer)) == ["abc<eos>", "def<eos>"]
+    (window,) = evaluation_dataloader(HfConfig(path=path, num_samples=1, max_length=8), tokenizer)
+    assert text_of(window, tokenizer) == ["abc<eos>def<eos>"]
 
 
 @pytest.mark.parametrize(

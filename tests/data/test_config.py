@@ -33,6 +33,8 @@ def test_plain_values_become_the_sources_dataclass() -> None:
         ({"num_samples": 0}, "data.num_samples=0: must be at least 1"),
         ({"max_length": 1}, "data.max_length=1: must be at least 2"),
         ({"batch_size": -2}, "data.batch_size=-2: must be at least 1"),
+        ({"seed": -1}, "data.seed=-1: must be at least 0"),
+        ({"seed": 2**70}, f"data.seed={2**70}: must be below 2**63"),
         ({"split": "valid"}, "data.split='valid': the splits are 'train', 'test' and 'all'"),
         ({"source": "text"}, "data.files is empty"),
         ({"source": "hf"}, "data.path is missing"),

@@ -78,6 +78,11 @@ def test_a_long_text_file_is_several_documents(tmp_path: Path, text: str, length
     assert "".join(map(str, documents)) == text
 
 
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text", encoding="utf-8-sig")
+    assert load_documents(TextConfig(files=(str(tmp_path / "a.txt"),))) == ["text"]
+
+
 def test_text_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"data.files: '/no/such.txt' is not a file"):
         load_documents(TextConfig(files=("/no/such.txt",)))
@@ -87,11 +92,11 @@ def test_text_files_that_cannot_be_read(tmp_path: Path) -> None:
         load_documents(TextConfig(files=(str(binary),)))
 
 
-@pytest.mark.parametrize("suffix", ["json", "jsonl", "parquet", "csv"])
+@pytest.mark.parametrize("suffix", ["json", "jsonl", "JSONL", "parquet", "csv"])
 def test_local_files_of_datasets(tmp_path: Path, suffix: str) -> None:
     rows = datasets.Dataset.from_dict({"id": [1, 2, 3], "story": ["one", "two", "three"]})
     path = str(tmp_path / f"rows [v1]*.{suffix}")
-    {"json": rows.to_json, "jsonl": rows.to_json, "parquet": rows.to_parquet, "csv": rows.to_csv}[suffix](path)
+    {"parquet": rows.to_parquet, "csv": rows.to_csv}.get(suffix, rows.to_json)(path)
     assert list(load_documents(HfConfig(path=path, column="story"))) == ["one", "two", "three"]
     assert list(load_documents(HfConfig(path=path, column="story", split="train[1:]"))) == ["two", "three"]
 
@@ -133,6 +138,9 @@ def test_columns_that_cannot_be_used(tmp_path: Path) -> None:
         load_documents(HfConfig(path=str(path), column="story"))
     with pytest.raises(FileNotFoundError, match=r"data.path: '/no/such.csv' is not a file"):
         load_documents(HfConfig(path="/no/such.csv"))
+    (tmp_path / "rows.tsv").touch()
+    with pytest.raises(CalibrationDataError, match=r"ends with '.tsv'; files that end with .json, .jsonl, .* are read"):
+        load_documents(HfConfig(path=str(tmp_path / "rows.tsv")))
 
 
 def test_a_configuration_that_is_no_source() -> None:

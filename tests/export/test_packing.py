@@ -7,7 +7,7 @@ from helpers import modifier, recipe, tiny_llama, tiny_mixtral, weights
 from transformers import FalconConfig, FalconForCausalLM, T5Config, T5ForConditionalGeneration
 
 from lightning_compress.algorithms.rtn import Rtn
-from lightning_compress.calibration.solve import QuantizedModule
+from lightning_compress.calibration.solve import QuantizedModule, _static_input
 from lightning_compress.export.packing import (
     checkpoint_names,
     nbytes,
@@ -19,6 +19,7 @@ from lightning_compress.export.packing import (
 from lightning_compress.graph.unfold import unfolded
 from lightning_compress.recipe.load import load_recipe
 from lightning_compress.recipe.resolve import resolve
+from lightning_compress.statistics import MinMax
 
 
 def quantized(num_bits: int, symmetric: bool, strategy: str, dtype: torch.dtype) -> QuantizedModule:
@@ -50,6 +51,19 @@ def test_unpacking_gives_the_dequantized_weight(
     assert ("weight_zero_point" in packed) == (not symmetric)
     assert nbytes(packed) == sum(tensor.nbytes for tensor in packed.values())
     assert all(tensor.is_contiguous() for tensor in packed.values())
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_static_inputs_of_a_range_beyond_float16(symmetric: bool) -> None:
+    """Seen to fail: the range of asymmetric ones was an infinity of the weights' dtype, and so was their scale."""
+    inputs = {"num_bits": 8, "symmetric": symmetric, "strategy": "tensor", "dynamic": False}
+    scheme = {"targets": [], "weights": weights(8, strategy="channel"), "input_activations": inputs}
+    seen = MinMax(1, "cpu")
+    seen.update(torch.tensor([[-40000.0], [40000.0]]))
+    scale, _ = _static_input(QuantizationScheme.model_validate(scheme), {MinMax: seen}, torch.float16)
+    assert scale is not None
+    assert scale.dtype == torch.float16
+    assert scale.item() == pytest.approx(80000 / 255, rel=1e-3)
 
 
 def test_formats() -> None:

@@ -69,6 +69,16 @@ def test_inference(family: str) -> None:
     assert prefill.weights == sum(t.nbytes for t in (*weights.parameters(), *weights.buffers()))
 
 
+def test_a_short_prompt_takes_few_steps() -> None:
+    """Of ever more tokens. Seen to fail: one for each new token."""
+    model, calls = build("llama"), list[None]()
+    model.register_forward_pre_hook(lambda *_: calls.append(None))
+    with on_fakes(model):
+        prefill, decode = infer(model, InferenceJob(batch_size=1, context=1, new_tokens=256), LiveMemory())
+    assert len(calls) < 16
+    assert decode.cache == 256 * prefill.cache
+
+
 @pytest.mark.parametrize("job", JOBS)
 @pytest.mark.parametrize("family", [family for family in FAMILIES if IS_RECENT or family != "opt"])
 def test_fine_tuning(family: str, job: str) -> None:

@@ -50,9 +50,18 @@ def test_every_rate_of_this_machine_is_measured_and_kept(tmp_path: Path) -> None
     again = load_machine(file)
     assert {kind: rate.value for kind, rate in again.rates.items()} == {k: r.value for k, r in found.rates.items()}
     assert {rate.origin for rate in again.rates.values()} == {"cached"}
-    file.write_text("{}")
-    with pytest.raises(CompressionError, match="no record of a probe"):
-        load_machine(file)
+    for other in ("{}", "[]", '{"rates": []}'):
+        file.write_text(other)
+        with pytest.raises(CompressionError, match="no record of a probe"):
+            load_machine(file)
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0, float("nan")])
+def test_a_rate_is_above_zero(rate: float, tmp_path: Path) -> None:
+    """Seen to fail: any number was taken for one."""
+    save_machine(Machine("x", "cpu", {"call": Rate(rate, "measured")}), tmp_path / "cpu.json")
+    with pytest.raises(CompressionError, match=r"no record of a probe .*a rate is above zero, and of call is "):
+        load_machine(tmp_path / "cpu.json")
 
 
 def test_seconds_are_amounts_by_rates() -> None:

@@ -307,6 +307,16 @@ def test_options_are_the_callbacks(compressor: Compressor) -> None:
         compressor.compress(tiny_model(), recipe=GPTQ, output_dir=None, unknown_option=1)
 
 
+def test_what_is_of_another_kind(compressor: Compressor) -> None:
+    """Seen to fail: with errors about attributes that nobody has heard of."""
+    with pytest.raises(CompressionError, match=r"^memory='4GiB' is no mapping of options such as host_budget: "):
+        CompressionCallback(GPTQ, None, memory="4GiB")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^The trainer is a Trainer, not None"):
+        Compressor(None).compress(tiny_model(), recipe=RTN, output_dir=None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^The model is a Module, not 'folder'; a model is loaded before"):
+        compressor.compress("folder", recipe=RTN, output_dir=None)  # type: ignore[arg-type]
+
+
 def test_callback_of_an_earlier_run_is_gone(make_trainer: Any) -> None:
     trainer = make_trainer()
     Compressor(trainer).compress(tiny_model(), recipe=RTN, output_dir=None)

@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from transformers import LlamaConfig
 
 from lightning_compress.calibration.target import find_target
+from lightning_compress.errors import CompressionError
 from lightning_compress.foresight.jobs import CalibrationJob
 from lightning_compress.foresight.machine import Machine, Rate, known_gpus, named_gpu
 from lightning_compress.foresight.plan import Candidate, Choice, Resources, foreseen
@@ -61,14 +62,14 @@ def test_a_plan_is_made_kept_and_run(command: Command, checkpoint: Path, tmp_pat
     said = command("probe", f"refit=[{out / 'report.json'}]")
     assert said.count("refitted") == sum(not kind.startswith(("disk", "scratch")) for kind in known())
     assert "refitted" in command("probe", f"refit={out / 'report.json'}"), "one path is a list of one"
-    assert refused(command, "probe", f"refit=[{file}]").endswith(
-        "is no report of a run of this version: it has no 'plan'."
-    )
+    check_refit_refuses(command, file, report)
+    check_sizes_are_numbers(file)
     again = command("plan", *where, "choices.batch_size=[2,4]", "host=100GiB", f"json={file}")
     assert "refitted" in again
-    of_other = (f"model.path={checkpoint}", "data.num_samples=8", "data.max_length=32", "trainer=cpu")
+    of_other = (*where[:1], "model.dtype=bfloat16", "data.num_samples=8", "data.max_length=32", "trainer=cpu")
     message = refused(command, "compress", *of_other, f"plan={file}", f"output_dir={out}")
-    assert "is for something else: data.num_samples 6 in the plan, 8 here" in message
+    different = "model.dtype float32 in the plan, bfloat16 here; data.num_samples 6 in the plan, 8 here"
+    assert f"is for something else: {different}" in message
     given = (*where, "trainer=cpu", f"plan={file}", f"output_dir={out}")
     assert "the command says data.batch_size=3, and the plan" in refused(
         command, "compress", *given, "data.batch_size=3"
@@ -76,6 +77,30 @@ def test_a_plan_is_made_kept_and_run(command: Command, checkpoint: Path, tmp_pat
     assert "batch size 3," in command("plan", *where, "data.batch_size=3", "host=100GiB")
     other = {"memory": "disk", "disk": "memory"}[best["choice"]["load"]]
     assert f"weights from {other}," in command("plan", *where, f"model.load={other}", "host=100GiB"), "what was typed"
+
+
+def check_refit_refuses(command: Command, plan: Path, report: dict[str, Any]) -> None:
+    """What is no report of this version, in a line. Seen to fail: with tracebacks of the last three."""
+    no_seconds = {key: value for key, value in report["plan"].items() if key != "prepare_s"}
+    reports: list[tuple[Any, str]] = [(json.loads(plan.read_text()), "it has no 'plan'."), ([], "")]
+    reports += [({**report, "plan": [1]}, ""), ({**report, "plan": no_seconds}, "prepare_s")]
+    for content, said in reports:
+        file = plan.with_name("other.json")
+        file.write_text(json.dumps(content))
+        message = refused(command, "probe", f"refit=[{file}]")
+        assert "is no report of a run of this version: " in message
+        assert said in message
+        assert "\n" not in message
+
+
+def check_sizes_are_numbers(plan: Path) -> None:
+    """Seen to fail: text was taken for one, and the file for a plan."""
+    content = json.loads(plan.read_text())
+    content["situation"]["host"] = "16GiB"
+    other = plan.with_name("other.json")
+    other.write_text(json.dumps(content))
+    with pytest.raises(CompressionError, match=r"other.json is no plan: its situation has \{'host': '16GiB'\}"):
+        load_planned(other)
 
 
 def known() -> list[str]:

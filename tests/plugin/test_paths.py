@@ -1,0 +1,60 @@
+"""Paths on the command line reach the command as they are typed."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import tiny_llama
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from lightning_compress.plugin.paths import with_quoted_paths
+
+from .conftest import Command
+
+
+@pytest.mark.parametrize(
+    ("typed", "is_multirun", "expected"),
+    [
+        ("output_dir=1.10", False, "1.10"),
+        ("+model.weights=1e3", False, "1e3"),
+        ("json=true", False, "true"),
+        ("graph=007", False, "007"),
+        ("output_dir=~/x", False, "/home/me/x"),
+        ("model.path=café~1 (copy)", False, "café~1 (copy)"),
+        ("output_dir=a=b,c", False, "a=b,c"),
+        ("output_dir=a[1]", False, "a[1]"),
+        ('output_dir=a"b', False, 'a"b'),
+        ("output_dir='a b'", False, "a b"),
+        ("output_dir=${oc.env:HOME}/x", False, "${oc.env:HOME}/x"),
+        ("output_dir=runs/${now:%Y}", False, "runs/${now:%Y}"),
+        ("plan=null", False, None),
+        ("model.path=[a,b]", False, ["a", "b"]),
+        ("data.max_length=64", False, 64),
+        ("output_dir=1.10,~/x", True, ["1.10", "/home/me/x"]),
+        ("model.path=choice(a,b)", True, ["a", "b"]),
+    ],
+)
+def test_what_is_typed_is_what_is_read(
+    typed: str, is_multirun: bool, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By Hydra. Seen to fail: numbers of some, and errors of its grammar about others."""
+    monkeypatch.setenv("HOME", "/home/me")
+    read = OverridesParser.create().parse_override
+    (given,) = with_quoted_paths([typed], is_multirun)
+    override = read(given)
+    assert override.is_sweep_override() == is_multirun
+    if is_multirun:
+        assert [read(f"key={each}").value() for each in override.sweep_string_iterator()] == expected
+    else:
+        assert override.value() == expected
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+def test_a_folder_named_like_a_number(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a model without a tokenizer, which needs none as its recipe needs no data. Seen to fail: what was written was
+    `1.1`; and the data was read for nobody."""
+    tiny_llama(1, hidden_size=128, intermediate_size=128).save_pretrained(tmp_path / "2024")
+    monkeypatch.chdir(tmp_path)
+    command("compress", "model.path=2024", "model.tokenizer=null", "recipe=w4a16_rtn", "trainer=cpu", "output_dir=1.10")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1.10", "2024"]
+    assert (tmp_path / "1.10" / "report.json").is_file()
