@@ -13,9 +13,10 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from types import FunctionType
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ MANIFEST = "manifest.jsonl"
 _SCHEMA = 4
 _SOFTWARE = ("lightning-compress", "torch", "transformers", "compressed-tensors")
 _SAMPLES = 256
+_OPTIONS = (bool, int, float, str, type, torch.dtype, FunctionType, BuiltinFunctionType)
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _OVER = "resume='never' (on the command line calibration.resume=never)"
 
@@ -137,7 +139,9 @@ def _inside_calls(root: nn.Module, graph: fx.Graph) -> Iterator[str]:
 def _is_option(name: str, value: object) -> bool:
     if isinstance(value, tuple):
         return all(_is_option(name, item) for item in value)
-    return name != "training" and (isinstance(value, bool | int | float | str | FunctionType) or value is None)
+    if isinstance(value, partial):
+        return _is_option(name, (value.func, *value.args, *value.keywords.values()))
+    return name != "training" and (value is None or isinstance(value, _OPTIONS))
 
 
 def data_fingerprint(batches: Iterable[Any]) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -96,6 +97,9 @@ def test_options_inside_a_single_call_count() -> None:
         (block, "scale", 2.0),
         (block, "activation", functional.relu),
         (block, "activation", functional.gelu),
+        (block, "activation", partial(functional.gelu, approximate="tanh")),
+        (block, "activation", torch.tanh),
+        (block, "scale", torch.float64),
     ):
         setattr(owner, name, value)
         found.append(digest())
