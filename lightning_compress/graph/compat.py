@@ -86,6 +86,8 @@ class Recorder(PythonKeyTracer):
 
     def create_arg(self, a: Any) -> Any:
         """As in fx, but a bare tensor is looked up by identity."""
+        if isinstance(a, torch.Generator):
+            raise TypeError("an operation draws from a generator of the model's own")
         return self._attribute(a) if isinstance(a, Tensor) else super().create_arg(a)
 
     def _attribute(self, tensor: Tensor) -> fx.Node:

@@ -379,3 +379,20 @@ def test_a_single_call_is_said_to_be_one() -> None:
     with pytest.warns(TraceFallbackWarning, match=r"Skipping \(layers\.0 and 1 more\) is recorded as a single call"):
         report = compress_in_memory(Layers(Skipping).eval(), values(), recipe(4))
     assert [len(fallback.hidden) for fallback in report.fallbacks] == [3, 3]
+
+
+class Drawing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.rand(x.shape, generator=torch.Generator().manual_seed(0))
+        found: Tensor = self.linear(x + noise)
+        return found
+
+
+def test_numbers_from_a_generator_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No graph can hold it; a single call makes it anew."""
+    report = check_inputs(Layers(Drawing), values(), monkeypatch)
+    assert "draws from a generator of the model's own" in report.fallbacks[0].reason
