@@ -368,5 +368,9 @@ def gib(size: int) -> str:
     """
     >>> gib(1610612736)
     '1.50 GiB'
+    >>> gib(1048576)
+    '1.00 MiB'
     """
-    return f"{size / 2**30:.2f} GiB"
+    units = (("GiB", 30), ("MiB", 20), ("KiB", 10))
+    name, power = next((unit for unit in units if size >= 2 ** unit[1] / 200 or not size), units[-1])
+    return f"{size / 2**power:.2f} {name}"

@@ -26,7 +26,8 @@ def mistyped(error: HydraException | InterpolationToMissingValueError) -> str:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file is not None:
         return _unknown_option(error.missing_cfg_file, error.options or ())
     if isinstance(error, InstantiationException) and cause is not None:
-        return f"{str(error).rpartition('full_key: ')[2]}: {cause}"
+        why = re.sub(", set env var HYDRA_FULL_ERROR=1.*", "", str(cause))  # which the command has set
+        return f"{str(error).rpartition('full_key: ')[2]}: {why}"
     if isinstance(cause, OmegaConfBaseException) and isinstance(cause.parent_node, DictConfig):
         as_typed = re.sub(r"\[(\d+)\]", r".\1", str(cause.full_key))
         return _unknown_key(str(cause.key), as_typed, cause.parent_node)

@@ -109,7 +109,7 @@ def test_the_smallest_budget_that_is_named_holds() -> None:
     with pytest.raises(BudgetError) as caught:
         fit(TABLE, CPU, replace(NO_LIMIT, host=1200))
     message = str(caught.value)
-    assert "memory.host_budget=0.00 GiB cannot hold this run, the smallest that can is 1350 bytes" in message
+    assert "memory.host_budget=1.17 KiB cannot hold this run, the smallest that can is 1350 bytes" in message
     assert "while layer: layer.down is solved: held by the process before the run" in message
     assert "Lower it by the algorithm rtn for, or `ignore` of, the widest modules; or sequential_targets" in message
     assert fit(TABLE, CPU, replace(NO_LIMIT, host=1350)).host_bytes == 1350

@@ -311,7 +311,7 @@ def test_calibration(estimate: Any) -> None:
         (["job.schedule=stage"], "job.schedule=stage is none of staged, recompute, block, basic, datafree"),
         (["device=tpu"], "device=tpu is not known; plan for cpu or cuda"),
         (["memory.device_budget=24 apples"], "'24 apples' is no size"),
-        (["memory.device_budget=1KiB"], "memory.device_budget=0.00 GiB cannot hold this run, the smallest that can is"),
+        (["memory.device_budget=1KiB"], "memory.device_budget=1.00 KiB cannot hold this run, the smallest that can is"),
         (["job=finetuning", "job.method=dora"], "job.method=dora is none of full, lora, qlora"),
         (["job=finetuning", "job.method=lora", "job.lora_rank=0"], "job.lora_rank=0 is no number of at least 1"),
         (

@@ -201,8 +201,8 @@ def test_another_machine(command: Command, tmp_path: Path) -> None:
         (["choices.schedule=staged"], "choices.schedule=staged is no list"),
         (["choices.schedule=[fast]"], "choices.schedule=fast: schedules are staged, recompute, block, basic"),
         (["+choices.speed=[1]"], "choices has no option speed; known are batch_size,"),
-        (["disk=1KiB"], r"No plan fits .*disk=0.00 GiB.* The smallest that could do"),
-        (["host=1MiB"], "No plan fits host=0.00 GiB"),
+        (["disk=1KiB"], r"No plan fits .*disk=1.00 KiB.* The smallest that could do"),
+        (["host=1MiB"], "No plan fits host=1.00 MiB"),
         (["json=/nowhere/plan.json"], "json=/nowhere/plan.json cannot be written"),
     ],
 )

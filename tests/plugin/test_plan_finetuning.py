@@ -181,7 +181,7 @@ def test_what_does_not_fit(command: Command, folder: Path) -> None:
     """The budgets that would do are said, and do. Seen to fail: with bytes of tensors for the card's."""
     given = ("plan", f"model.path={folder}", "gpu=rtx4090", *JOB, "ranks=2")
     said = refused(command, *given, "device=604MiB", "host=1KiB")
-    assert "No plan fits device=0.00 GiB, host=0.00 GiB" in said
+    assert "No plan fits device=3.70 MiB, host=1.00 KiB" in said
     first, both = said.partition("as it is: ")[2].partition("; or ")[0], said.rpartition("; or ")[2]
     device, host = (re.search(rf"{place}=(\d+)", both) for place in ("device", "host"))
     assert device is not None
