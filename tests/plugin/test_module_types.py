@@ -160,7 +160,7 @@ def gemma() -> Gemma3ForCausalLM:
 
 
 TABLES: dict[str, list[dict[str, Any]]] = {
-    "one scheme": [modifier(4, group_size=16, targets=["Linear", "Embedding"])],
+    "one scheme": [modifier(4, group_size=16, targets=["Linear", "Embedding"], scale_search=False)],
     "8 bits beside 4": [modifier(4, group_size=16), modifier(8, "rtn", strategy="channel", targets=["Embedding"])],
     "alone": [modifier(5, "rtn", strategy="channel", symmetric=False, targets=["model.embed_tokens"])],
 }
