@@ -74,7 +74,8 @@ _MODULES = "\n".join(
         "| stacked experts | as a `Linear` each | the same, if their checkpoints hold single experts |",
         "| transformers' `Conv1D` (GPT-2) | as a `Linear`, or by its class | `load_compressed`, vLLM, which keeps "
         "them as they are packed; transformers refuses |",
-        "| `Embedding` | class or name; rounded to nearest | transformers (beside Linears of another scheme with 8 "
+        "| `Embedding` | class or name; rounded to nearest, by searched scales with `gptq` | "
+        "transformers (beside Linears of another scheme with 8 "
         "bits alone), `load_compressed`; vLLM as [vllm.md](vllm.md) says |",
         "| `Conv2d`, if not of several groups | class or name; as a `Linear` of its patches | `load_compressed`; "
         "transformers refuses |",

@@ -143,7 +143,7 @@ def run_step(
         values = flow.cache.load(batch, loaded, copy=not step.keep)
         before = {key: versions(value) for key, value in values.items()}
         seed = flow.numbers[batch] if traced.draws else None
-        with _as_called(flow.root, keeping, traced):
+        with _as_called(flow, keeping, traced):
             for (shared, own), sources in pieces:
                 with in_float32(flow.in_float32), _random_state_kept(flow.device, traced):
                     execute(shared, values, flow.root, traced.constants, flow.device, drop_after, seed)
@@ -182,11 +182,11 @@ def _may_keep(root: nn.Module, nodes: Sequence[fx.Node], traced: Traced) -> list
 
 
 @contextmanager
-def _as_called(root: nn.Module, keeping: Sequence[nn.Module], traced: Traced) -> Iterator[None]:
+def _as_called(flow: Flow, keeping: Sequence[nn.Module], traced: Traced) -> Iterator[None]:
     """Within: modules have what the model sets on them; what they keep of a batch is undone after it."""
     with attributes_of(keeping):
         for name, key, value in traced.presets:
-            setattr(module_named(root, name), key, value)
+            setattr(module_named(flow.root, name), key, flow.device if isinstance(value, torch.device) else value)
         yield
 
 

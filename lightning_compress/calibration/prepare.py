@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from lightning_compress.calibration.batches import CalibrationSet, num_elements
 from lightning_compress.calibration.flow import Flow, last_uses
@@ -28,6 +28,7 @@ from lightning_compress.errors import (
 )
 from lightning_compress.graph.aliases import memory_of
 from lightning_compress.graph.buffers import KeptBuffers
+from lightning_compress.graph.leaf import Leaf, leaf_input
 from lightning_compress.graph.masks import TokenMask, masks_of_sounds, row_mask_for, token_mask_for
 from lightning_compress.graph.names import Names, module_named
 from lightning_compress.graph.products import slow_dtypes
@@ -38,6 +39,7 @@ from lightning_compress.graph.trace import (
     Traced,
     flatten_batch,
 )
+from lightning_compress.graph.values import is_symbolic
 from lightning_compress.memory.activations import ActivationCache
 from lightning_compress.memory.placement import Placement
 from lightning_compress.memory.store import WeightStore
@@ -252,8 +254,8 @@ def _masks(traced: Traced, needs: Mapping[Source, Any], data: CalibrationSet) ->
     def of(source: Source) -> TokenMask | None:
         if not source.inner:
             return mask_for(source.node, source.rows is not None)
-        read = [mask_for(node, False) for node in source.node.all_input_nodes]  # of which any may be hidden states
-        return min(filter(None, read), key=lambda mask: mask.is_heads_first, default=None)
+        hidden = next(filter(_may_be_hidden, source.node.all_input_nodes), None)
+        return mask_for(leaf_input(source.node) if hidden is None else hidden, False)
 
     masks = {source: mask for source in needs if (mask := of(source)) is not None}
     known = {mask.node for mask in masks.values()}
@@ -269,6 +271,12 @@ def _masks(traced: Traced, needs: Mapping[Source, Any], data: CalibrationSet) ->
                 stacklevel=3,
             )
     return masks
+
+
+def _may_be_hidden(node: fx.Node) -> bool:
+    """Whether a value is one for each token, [B, L, ..., C]: tables of positions, and [1, L, C], are none."""
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 2 and is_symbolic(value.shape[0])
 
 
 def _reached(resolved: ResolvedRecipe, traced: Traced, target: Target) -> ResolvedRecipe:
@@ -296,6 +304,15 @@ def _warn_of_unseen(traced: Traced, parts: Sequence[Subgraph], resolved: Resolve
         warnings.warn(
             f"The model writes to its buffers {', '.join(traced.written[:5])}, in eval mode too. While it is "
             "compressed every batch finds them as they are now, and they are stored as that.",
+            CalibrationWarning,
+            stacklevel=3,
+        )
+    steps = [step.nodes for part in parts for step in part.steps]
+    called = [{node.target.name for node in nodes if isinstance(node.target, Leaf)} for nodes in steps]
+    if cut := [name for name in traced.remembering if sum(name in each for each in called) > 1]:
+        warnings.warn(
+            f"{', '.join(cut[:3])} keeps something from one call to the next, and modules are solved between them: it "
+            f"begins anew each time. schedule=basic runs all calls at once (now it is {schedule.value}).",
             CalibrationWarning,
             stacklevel=3,
         )

@@ -141,7 +141,7 @@ def _is_option(name: str, value: object) -> bool:
         return all(_is_option(name, item) for item in value)
     if isinstance(value, partial):
         return _is_option(name, (value.func, *value.args, *value.keywords.values()))
-    return name != "training" and (value is None or isinstance(value, _OPTIONS))
+    return name not in ("training", "name_or_path") and (value is None or isinstance(value, _OPTIONS))
 
 
 def data_fingerprint(batches: Iterable[Any]) -> str:

@@ -16,12 +16,13 @@ from typing import Any, final
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, QuantizationStrategy
 from compressed_tensors.quantization.lifecycle.forward import dequantize, fake_quantize
-from compressed_tensors.quantization.utils import calculate_qparams, compute_dynamic_scales_and_zp
+from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 from torch import Tensor, nn
 
 from lightning_compress.algorithms.base import Part, Solved, join, runs, split
 from lightning_compress.algorithms.rows import ByRows, here
 from lightning_compress.algorithms.tiling import Tiling, tiling_of
+from lightning_compress.calibration.static_inputs import static_input
 from lightning_compress.distributed.collective import Collective
 from lightning_compress.distributed.share import fill, keeps_whole, shared, shares_factor
 from lightning_compress.errors import NonFiniteError, SolveError
@@ -306,7 +307,7 @@ def _stacked(group: Group, root: nn.Module, resolved: ResolvedRecipe, statistics
 
 
 def _modules(stacked: _Stacked, solved: Solved, resolved: ResolvedRecipe) -> list[QuantizedModule]:
-    scale, zero_point = _static_input(stacked.assignment.scheme, stacked.statistics, stacked.dtype)
+    scale, zero_point = static_input(stacked.assignment.scheme, stacked.statistics, stacked.dtype)
     return [
         QuantizedModule(name, resolved.assignments[name].scheme, part, scale, zero_point)
         for name, part in zip(stacked.group.members, split(solved, stacked.rows), strict=True)
@@ -366,19 +367,6 @@ def put(restored: Restored, name: str, scheme: QuantizationScheme, root: nn.Modu
     if scheme.input_activations is not None:
         quantizer = InputQuantizer(scheme.input_activations, restored.input_scale, restored.input_zero_point)
         quantize_inputs(module, quantizer)
-
-
-def _static_input(
-    scheme: QuantizationScheme, statistics: GroupStatistics, dtype: torch.dtype
-) -> tuple[Tensor | None, Tensor | None]:
-    inputs = scheme.input_activations
-    if inputs is None or inputs.dynamic:
-        return None, None
-    assert inputs.strategy == QuantizationStrategy.TENSOR
-    seen = statistics[MinMax]
-    assert isinstance(seen, MinMax)
-    scale, zero_point = calculate_qparams(seen.minimum.reshape(1), seen.maximum.reshape(1), inputs)
-    return scale.to(dtype), None if inputs.symmetric else zero_point
 
 
 def _check_finite(group: Group, statistics: GroupStatistics) -> None:

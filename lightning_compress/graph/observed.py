@@ -74,9 +74,7 @@ def symbolic_like(
     Raises:
         SpecializedSizeError: the values differ by more than sizes that can be told.
     """
-    if isinstance(first, (bool, int, float, str)) and first != second:
-        if type(first) is not int or type(second) is not int:
-            raise SpecializedSizeError(f"it returns {first!r}, in another batch {second!r}")
+    if type(first) is int and type(second) is int and first != second:
         return _symbolic_size(first, second, known, other_size)
     if not isinstance(first, Layout):
         if type(first) is not type(second) or (isinstance(first, dict) and first.keys() != second.keys()):
@@ -117,7 +115,7 @@ def _symbolic_size(
             return symbol + (first - a)
         if first % a == 0 and first * b == second * a:
             return symbol * (first // a)
-        if a % first == 0 and first * b == second * a:
+        if first and a % first == 0 and first * b == second * a:
             return cast(torch.SymInt, symbol // (a // first))
     if other_size is not None:
         return other_size()

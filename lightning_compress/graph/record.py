@@ -75,7 +75,9 @@ class Attempt:
     """State of one recording: what was seen so far.
 
     `sizes`: the batch's symbolic sizes, which consist of `symbols`; `other`: their values in the second batch; `kept`:
-    what leaves had when it began, or after their last call; `presets`: what of that was set before their first.
+    what modules of leaves had when it began, or after their last call; `presets`: what of that was set before their
+    first; `opened`: leaves that are recorded by their operations; `remembering`: leaves of which one call tells another
+    something.
     """
 
     cut: Cut
@@ -89,31 +91,33 @@ class Attempt:
     checked: int = 0
     inside_boundary: bool = False
     failure: tuple[str, BaseException] | None = None
-    kept: dict[str, Kept] = field(init=False)
+    kept: Kept = field(default_factory=dict)
     presets: list[Preset] = field(default_factory=list)
-    called: set[str] = field(default_factory=set)
+    called: set[nn.Module] = field(default_factory=set)
+    opened: set[str] = field(default_factory=set)
+    remembering: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.kept = {name: what_is_kept(name, module) for name, module in self.cut.leaves.items()}
+        for module in self.cut.leaves.values():
+            self.kept |= what_is_kept(module)
 
     def wrap(self, name: str, module: nn.Module) -> Callable[..., Any]:
         """What a call of `module` does while recording (see `compat.calls_replaced`)."""
-        run = self._call_leaf if name in self.cut.leaves else self._call_container
+        is_leaf = name in self.cut.leaves
         original: Callable[..., Any] = module._call_impl
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if compat.active_recorder() is not self.recorder:
                 return original(*args, **kwargs)
             self.check_sizes()  # outside the `try`: what the caller did is the caller's failure
-            self.check_kept(name)
+            run = self._call_leaf if is_leaf and not self._opens(name, module) else self._call_container
             first = len(self.recorder.graph.nodes)
             is_span = name in self.cut.boundaries and not self.inside_boundary
             self.inside_boundary |= is_span
             try:
                 output = run(name, module, args, kwargs)
-                if name in self.kept:
-                    self.kept[name] = what_is_kept(name, module)
-                    self.called.add(name)
+                if is_leaf:
+                    self._note_what_is_kept(name, module)
                 self.check_sizes()
             except Exception as error:
                 if self.failure is None or self.failure[1] is not error:
@@ -219,12 +223,29 @@ class Attempt:
             self.outputs[key] = output
         return output
 
-    def check_kept(self, name: str) -> None:
-        """Raise if code has changed what a leaf keeps, unless that can be done before the graph runs."""
-        for owner, key, value in changed(self.kept.get(name, [])):
-            if name in self.called or not is_plain(value):
-                raise SetFromOutsideError(f"`{key}` of {owner} is set before it is called, which no graph can hold")
-            self.presets.append((owner, key, value))
+    def _opens(self, name: str, module: nn.Module) -> bool:
+        """Whether a leaf is recorded by its operations, for code has changed what it keeps and it owns no weights.
+
+        Raises:
+            SetFromOutsideError: it does, and what was changed cannot be set before the graph runs.
+        """
+        found = changed(name, module, self.kept)
+        if found and next(module.parameters(), None) is None:
+            self.opened.add(name)
+        if name in self.opened:
+            return True
+        for owner, (path, key, value) in found:
+            if owner in self.called or not is_plain(value):
+                raise SetFromOutsideError(f"`{key}` of {path} is set before it is called, which no graph can hold")
+            self.presets.append((path, key, value))
+        return False
+
+    def _note_what_is_kept(self, name: str, module: nn.Module) -> None:
+        """Behind a call."""
+        if name not in self.opened and any(owner in self.called for owner, _ in changed(name, module, self.kept)):
+            self.remembering.add(name)
+        self.kept |= what_is_kept(module)
+        self.called.update(module.modules())
 
     def check_sizes(self) -> None:
         """Raise if code tied a size of the batch to its traced value: the graph would not serve ragged batches."""

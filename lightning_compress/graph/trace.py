@@ -94,6 +94,7 @@ class Traced:
         draws: the step draws random numbers, in eval mode too.
         unlike_one: sizes of which the step took for granted what does not hold of 1.
         presets: what the step sets on modules before it calls them.
+        remembering: leaves that keep something from one of their calls to the next.
     """
 
     graph: fx.Graph
@@ -109,6 +110,7 @@ class Traced:
     draws: bool = False
     unlike_one: frozenset[sympy.Basic] = frozenset()
     presets: tuple[Preset, ...] = ()
+    remembering: frozenset[str] = frozenset()
 
 
 def trace(
@@ -285,8 +287,7 @@ def _attempt(
             now = set(root.buffers())
             written = tuple(n for n, each, version in untouched if each in now and each._version != version)
         except Exception as error:
-            failed = attempt.failure
-            name = failed[0] if failed is not None and failed[1] is error else ""
+            name = attempt.failure[0] if attempt.failure is not None and attempt.failure[1] is error else ""
             fixed = _dimensions(inputs, error)
             rows = any(dim == 0 and inputs[i].ndim == 2 and not inputs[i].is_floating_point() for i, dim in fixed)
             return Failure(name, error, fixed, rows)
@@ -304,6 +305,7 @@ def _attempt(
         draws=fake_mode.draws,
         unlike_one=frozenset(shapes.unlike_one),
         presets=tuple(attempt.presets),
+        remembering=frozenset(attempt.remembering),
     )
 
 

@@ -114,9 +114,8 @@ def main() -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # with which Hydra raises its errors, and does not print them
     try:
         several = [flag for flag in given[2:] if flag in ("-m", "--multirun")]  # which Hydra reads in front alone
-        with named_recipes(
-            [*several, *_overrides([each for each in given[2:] if each not in several], bool(several))]
-        ) as overrides:
+        rest = [each for each in given[2:] if each not in several]
+        with named_recipes([*several, *with_quoted_paths(_as_overrides(rest), bool(several))]) as overrides:
             check_groups(overrides)
             sys.argv = [f"{given[0]} {command}", *overrides]
             hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=command)(task)()
@@ -129,10 +128,6 @@ def main() -> None:
 def _own_keys(command: str) -> str:
     """With the comments in its configuration, which Hydra's help leaves out: they say what values there are."""
     return (config_dir() / f"{command}.yaml").read_text(encoding="utf-8").partition("\n\n")[2]
-
-
-def _overrides(arguments: list[str], is_multirun: bool) -> list[str]:
-    return with_quoted_paths(_as_overrides(arguments), is_multirun)
 
 
 def _as_overrides(arguments: list[str]) -> list[str]:

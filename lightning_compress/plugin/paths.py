@@ -23,16 +23,16 @@ def with_quoted_paths(overrides: Sequence[str], is_multirun: bool) -> list[str]:
 
 
 def _quoted(override: str, is_multirun: bool) -> str:
-    key, _, value = override.partition("=")
-    if key.lstrip("+") not in _PATHS and not key.endswith(("path", "_dir")):
+    key, equals, value = override.partition("=")
+    if not equals or key[0] == "~" or not (key.lstrip("+") in _PATHS or key.endswith(("path", "dir"))):
         return override
     if is_multirun and not set(value) & set("()[]{}\"'$"):
-        return f"{key}={','.join(map(_one, value.split(',')))}"
+        return f"{key}={','.join(_one(each.strip()) for each in value.split(','))}"
     return override if is_multirun else f"{key}={_one(value)}"
 
 
 def _one(value: str) -> str:
-    if value in ("", "null", "???") or value[0] in "\"'[{$" or value.endswith("\\"):
+    if value.lower() in ("", "null", "???") or value[0] in "\"'[{$" or "\\" in value:  # what Hydra understands
         return value
     quote = "'" if '"' in value else '"'
     return value if quote in value else f"{quote}{os.path.expanduser(value)}{quote}"

@@ -7,7 +7,8 @@ from helpers import modifier, recipe, tiny_llama, tiny_mixtral, weights
 from transformers import FalconConfig, FalconForCausalLM, T5Config, T5ForConditionalGeneration
 
 from lightning_compress.algorithms.rtn import Rtn
-from lightning_compress.calibration.solve import QuantizedModule, _static_input
+from lightning_compress.calibration.solve import QuantizedModule
+from lightning_compress.calibration.static_inputs import static_input
 from lightning_compress.export.packing import (
     checkpoint_names,
     nbytes,
@@ -60,7 +61,7 @@ def test_static_inputs_of_a_range_beyond_float16(symmetric: bool) -> None:
     scheme = {"targets": [], "weights": weights(8, strategy="channel"), "input_activations": inputs}
     seen = MinMax(1, "cpu")
     seen.update(torch.tensor([[-40000.0], [40000.0]]))
-    scale, _ = _static_input(QuantizationScheme.model_validate(scheme), {MinMax: seen}, torch.float16)
+    scale, _ = static_input(QuantizationScheme.model_validate(scheme), {MinMax: seen}, torch.float16)
     assert scale is not None
     assert scale.dtype == torch.float16
     assert scale.item() == pytest.approx(80000 / 255, rel=1e-3)

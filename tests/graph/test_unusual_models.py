@@ -13,7 +13,7 @@ from helpers import compress_in_memory, gram_sum, input_grams, make_representabl
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from lightning_compress.errors import UntraceableModelError
+from lightning_compress.errors import CalibrationWarning, UntraceableModelError
 from lightning_compress.graph.trace import TraceFallbackWarning
 from lightning_compress.report.report import Report
 
@@ -81,12 +81,117 @@ class SetsScale(nn.Module):
         return found
 
 
-def test_what_is_set_on_a_module_before_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a layer, that is a single call, which sets it itself."""
-    report = check_inputs(Layers(SetsScale), values(), monkeypatch)
-    assert [fallback.module for fallback in report.fallbacks] == ["layers.0", "layers.1"]
+class Weighted(Scaling):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale * self.weight
+
+
+class SetsWeighted(SetsScale):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaling = Weighted()
+
+
+@pytest.mark.parametrize("kind", [SetsScale, SetsWeighted])
+def test_what_is_set_on_a_module_before_it_is_called(kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module without weights is recorded by its operations; the layer around another is a single call, which sets it
+    itself."""
+    report = check_inputs(Layers(kind), values(), monkeypatch)
+    assert [each.module for each in report.fallbacks] == ["layers.0", "layers.1"] * (kind is SetsWeighted)
+
+
+def test_what_is_set_on_a_module_with_weights() -> None:
     with pytest.raises(UntraceableModelError, match=r"`scale` of scaling is set before .* as an argument"):
-        compress_in_memory(SetsScale().eval(), values(), CHANGES_NOTHING)
+        compress_in_memory(SetsWeighted().eval(), values(), CHANGES_NOTHING)
+
+
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = torch.arange(WIDTH).float()
+        return self.table
+
+
+class Core(nn.Module):
+    def __init__(self, table: Table) -> None:
+        super().__init__()
+        self.table = table
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = x * self.table(x).cos()
+        return found
+
+
+class SharesTable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        table = Table()
+        self.first, self.second, self.third = linear(), linear(), linear()
+        self.cores = nn.ModuleList([Core(table), Core(table)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.third(self.cores[1](self.second(self.cores[0](self.first(x)))))
+        return found
+
+
+def test_a_table_that_two_modules_share_and_one_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = SharesTable()
+    assert not check_inputs(model, values(), monkeypatch).fallbacks
+
+
+class Switched(nn.Module):
+    """What is set is plain, and owned by a module with weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.scaling, self.second = linear(), Weighted(), linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scaling.scale, self.scaling.place = 3.0, ((1, "a"), torch.float32, x.device)
+        found: Tensor = self.second(self.scaling(self.first(x)))
+        self.scaling.scale = 1.0
+        return found
+
+
+def test_numbers_that_are_set_before_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Switched()
+    assert not check_inputs(model, values(), monkeypatch).fallbacks
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.third, self.cell = linear(), linear(), linear(), Growing()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.third(self.cell(self.second(self.cell(self.first(x)))))
+        return found
+
+
+class Growing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.factor *= 2
+        return x * self.factor
+
+
+def test_a_module_that_counts_its_calls_over_several_steps() -> None:
+    with pytest.warns(CalibrationWarning, match=r"cell keeps something from one call to the next.*schedule=basic"):
+        compress_in_memory(Twice().eval(), values(), recipe(4))
 
 
 class Swapping(nn.Module):
