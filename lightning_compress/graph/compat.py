@@ -51,7 +51,7 @@ from lightning_compress.graph.configs import configs_of
 from lightning_compress.graph.draws import draws
 from lightning_compress.graph.failures import AutocastError, SpecializedSizeError, UnrecordedTensorError
 from lightning_compress.graph.restore import assigned, autocast_restored
-from lightning_compress.graph.values import SYMBOLIC_TYPES, map_nested
+from lightning_compress.graph.values import SYMBOLIC_TYPES, at_one, map_nested
 
 pytree = _pytree
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
@@ -143,7 +143,7 @@ class Shapes(ShapeEnv):
         try:
             found = super().evaluate_expr(orig_expr, *args, **kwargs)
             if isinstance(orig_expr, sympy.Basic) and self.equalities_allowed and not self.inside_operation():
-                self.unlike_one |= {s for s in orig_expr.free_symbols if orig_expr.xreplace({s: 1}) == sympy.Not(found)}
+                self.unlike_one |= {s for s in orig_expr.free_symbols if at_one(orig_expr, s) == sympy.Not(found)}
             return found
         except GuardOnDataDependentSymNode:
             if orig_expr.is_Symbol or not isinstance(orig_expr, Boolean) or (outcome := self.decide(orig_expr)) is None:

@@ -28,6 +28,19 @@ def expression(size: int | torch.SymInt) -> sympy.Expr:
     return size.node.expr if is_symbolic(size) else sympy.Integer(size)
 
 
+def at_one(condition: sympy.Basic, size: sympy.Symbol) -> sympy.Basic | None:
+    """What becomes of a condition where a size is 1; None: it divides by what that makes 0.
+
+    >>> size = sympy.Symbol("size")
+    >>> at_one(size > 2, size), at_one(sympy.Eq(sympy.Mod(8, size - 1), 0), size)
+    (False, None)
+    """
+    try:
+        return condition.xreplace({size: sympy.Integer(1)})
+    except ZeroDivisionError:
+        return None
+
+
 def map_nested(value: Any, function: Callable[[Any], Any]) -> Any:
     """Apply to the items of a container (a mapping, sequence or dataclass); anything else is returned as it is. Shapes
     become plain tuples, for what they then hold may be no sizes.
