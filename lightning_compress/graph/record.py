@@ -12,7 +12,8 @@ constant (unless a size of the batch did not change either); what the others may
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
@@ -97,9 +98,12 @@ class Attempt:
     opened: set[str] = field(default_factory=set)
     remembering: set[str] = field(default_factory=set)
 
-    def __post_init__(self) -> None:
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Within: the step runs, and what leaves have as that begins is what they are to have."""
         for module in self.cut.leaves.values():
             self.kept |= what_is_kept(module)
+        yield
 
     def wrap(self, name: str, module: nn.Module) -> Callable[..., Any]:
         """What a call of `module` does while recording (see `compat.calls_replaced`)."""
