@@ -33,7 +33,7 @@ def test_what_the_process_holds_counts() -> None:
     held = resident_bytes()
     assert 50e6 < held <= high_water_bytes()
     with pytest.raises(
-        BudgetError, match=r"memory\.host_budget=0\.00 GiB cannot .* held by the process before the run"
+        BudgetError, match=r"memory\.host_budget=1\.00 MiB cannot .* held by the process before the run"
     ):
         prepare(tiny_llama(2), token_batches(), HOW, memory=MemoryConfig(host_budget="1MiB"))
 
