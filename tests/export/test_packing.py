@@ -67,6 +67,26 @@ def test_static_inputs_of_a_range_beyond_float16(symmetric: bool) -> None:
     assert scale.item() == pytest.approx(80000 / 255, rel=1e-3)
 
 
+def test_static_inputs_as_they_are_stored() -> None:
+    """A range too small for the dtype, and a zero point that is of the rounded scale. Seen to fail: a scale of 0; the
+    zero point of the exact one."""
+    inputs = {"num_bits": 8, "symmetric": False, "strategy": "tensor", "dynamic": False}
+    scheme = QuantizationScheme.model_validate({"targets": [], "weights": weights(8), "input_activations": inputs})
+    torch.manual_seed(0)
+    for low, high in (torch.rand(200, 2) * torch.tensor([-8.0, 2.0])).tolist():
+        seen = MinMax(1, "cpu")
+        seen.update(torch.tensor([[low], [high]]))
+        scale, zero_point = static_input(scheme, {MinMax: seen}, torch.bfloat16)
+        assert scale is not None
+        assert zero_point is not None
+        assert zero_point.item() == min(round(-128 - low / scale.item()), 127)
+    seen = MinMax(1, "cpu")
+    seen.update(torch.tensor([[-1e-6], [1e-6]]))
+    scale, _ = static_input(scheme, {MinMax: seen}, torch.float16)
+    assert scale is not None
+    assert scale.item() > 0
+
+
 def test_formats() -> None:
     assert scheme_format(load_recipe("w4a16_gptq").modifiers[0].scheme) == "pack-quantized"
     assert scheme_format(load_recipe("w8a8_gptq").modifiers[0].scheme) == "int-quantized"
