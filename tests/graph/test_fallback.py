@@ -34,7 +34,8 @@ def test_a_method_that_becomes_a_single_call_before_its_module_does() -> None:
     sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     config = LongformerConfig(**sizes, vocab_size=512, num_attention_heads=2, attention_window=[4])
     model = LongformerModel(config, add_pooling_layer=False).eval()
-    graph = traced(model, token_batch(2, 12))
+    with pytest.warns(TraceFallbackWarning):
+        graph = traced(model, token_batch(2, 12))
     assert "encoder.layer.0.attention.self" in [fallback.module for fallback in graph.fallbacks]
 
 

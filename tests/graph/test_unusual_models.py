@@ -123,10 +123,10 @@ class Table(nn.Module):
 class Core(nn.Module):
     def __init__(self, table: Table) -> None:
         super().__init__()
-        self.table = table
+        self.table, self.weight = table, nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = x * self.table(x).cos()
+        found: Tensor = x * self.table(x).cos() * self.weight
         return found
 
 
