@@ -4,13 +4,10 @@ Seen to fail when broken: RoPE (attributes not restored), shape rules (one synth
 leaves).
 """
 
-from typing import Any
-
 import pytest
 import torch
 from families import Toy, assert_same, causal_lm, leaf_nodes, token_batch, toy_batch, traced
 from torch import Tensor, nn
-from transformers import LongformerConfig, LongformerModel
 
 from lightning_compress.errors import UntraceableModelError
 from lightning_compress.graph.trace import TraceFallbackWarning, violated_guards
@@ -27,16 +24,6 @@ def test_rope_that_reads_positions() -> None:
     assert rotary.inv_freq is inv_freq
     assert [(f.module, f.hidden) for f in graph.fallbacks] == [("model.rotary_emb", ())]
     assert_same(model, graph, token_batch(2, 32), token_batch(3, 9), token_batch(1, 40))
-
-
-def test_a_method_that_becomes_a_single_call_before_its_module_does() -> None:
-    """Seen to fail: what stood for the method was taken for an attribute that the model sets."""
-    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    config = LongformerConfig(**sizes, vocab_size=512, num_attention_heads=2, attention_window=[4])
-    model = LongformerModel(config, add_pooling_layer=False).eval()
-    with pytest.warns(TraceFallbackWarning):
-        graph = traced(model, token_batch(2, 12))
-    assert "encoder.layer.0.attention.self" in [fallback.module for fallback in graph.fallbacks]
 
 
 class Looping(nn.Module):
