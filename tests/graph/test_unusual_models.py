@@ -136,10 +136,10 @@ class SharesTable(nn.Module):
         torch.manual_seed(0)
         table = Table()
         self.first, self.second, self.third = linear(), linear(), linear()
-        self.cores = nn.ModuleList([Core(table), Core(table)])
+        self.left, self.right = Core(table), Core(table)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.third(self.cores[1](self.second(self.cores[0](self.first(x)))))
+        found: Tensor = self.third(self.right(self.second(self.left(self.first(x)))))
         return found
 
 
