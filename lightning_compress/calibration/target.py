@@ -32,7 +32,7 @@ class Target:
         module: that `root` was found in, or itself.
         step: runs the model on one batch.
         step_name: what `step` calls, for messages.
-        takes_fields: it calls the transformers model with those fields of a batch that its `forward` names.
+        takes_fields: it calls the transformers model with fields of a batch (`fields_of`).
     """
 
     root: nn.Module
@@ -141,9 +141,46 @@ def _methods_replaced(module: nn.Module, methods: Mapping[str, Callable[..., obj
         vars(module).update({name: before[name] for name in methods if name in before})
 
 
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def takes_any_field(model: PreTrainedModel) -> bool:
+    """Whether its `forward` has `**kwargs`."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+
+
+def fields_of(model: PreTrainedModel) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """What of a batch the model is called with: the fields that its `forward` names, as `transformers.Trainer` does.
+
+    Nearly every `forward` of transformers has `**kwargs`, and fails for some fields that tokenizers and data sets
+    give. There, those are passed that a `forward` behind it names (of its base classes, of the models inside), its main
+    input and the `attention_mask`; and all of a batch of which nothing is named.
+    """
+    named = _named(model.forward)
+    if not takes_any_field(model):
+        return lambda batch: {key: value for key, value in batch.items() if key in named}
+    inside = [module.forward for module in model.modules() if isinstance(module, PreTrainedModel)]
+    bases = [kind.forward for kind in type(model).__mro__ if issubclass(kind, nn.Module)]
+    named = named.union(*map(_named, (*inside, *bases)))
+    main = [model.main_input_name] if isinstance(model.main_input_name, str) else model.main_input_name
+    known = named.union(main, ["attention_mask"])
+
+    def taken(batch: Mapping[str, Any]) -> dict[str, Any]:
+        has_named = not named.isdisjoint(batch)
+        return {key: value for key, value in batch.items() if key in known or not has_named}
+
+    return taken
+
+
+def _named(forward: Callable[..., object]) -> set[str]:
+    parameters = inspect.signature(forward).parameters
+    return {name for name, parameter in parameters.items() if parameter.kind in _NAMED and name != "self"}
+
+
 def _call_with_fields(model: PreTrainedModel) -> Callable[[Any], object]:
-    """Call the model as `transformers.Trainer` does: with the fields of the batch that its `forward` names."""
-    parameters = inspect.signature(model.forward).parameters
+    """Call the model with the fields of the batch that it takes."""
+    taken = fields_of(model)
 
     def step(batch: Any) -> object:
         ids = batch.get("input_ids") if isinstance(batch, Mapping) else batch
@@ -153,7 +190,7 @@ def _call_with_fields(model: PreTrainedModel) -> Callable[[Any], object]:
                 "has. Give batches of the samples, as DataLoader(dataset, batch_size=8) makes them."
             )
         if isinstance(batch, Mapping):
-            return model(**{key: value for key, value in batch.items() if key in parameters})
+            return model(**taken(batch))
         if isinstance(batch, Tensor):
             return model(batch)
         raise UnsupportedModelError(

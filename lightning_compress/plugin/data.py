@@ -5,10 +5,10 @@ data, unless it is an iterator that training is still to read. Several loaders a
 default for them repeats samples), each up to its share; a batch is what one of them gives.
 """
 
-import inspect
 import random
+import warnings
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from itertools import islice
@@ -21,10 +21,11 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
+from transformers import PreTrainedModel
 
 from lightning_compress.calibration.batches import CalibrationSet, collect
-from lightning_compress.calibration.target import find_target
-from lightning_compress.errors import CalibrationDataError
+from lightning_compress.calibration.target import fields_of, find_target, takes_any_field
+from lightning_compress.errors import CalibrationDataError, CalibrationWarning
 from lightning_compress.graph.compat import pytree
 from lightning_compress.graph.synthesize import flatten_batch
 from lightning_compress.plugin import compat
@@ -65,16 +66,26 @@ def calibration_set(
         takes_fields = find_target(module).takes_fields
         if takes_fields:
             (model,) = transformers_models(module).values()
-            named = inspect.signature(model.forward).parameters
-            batches = [_taken(batch, named) for batch in batches]
+            batches = _taken(batches, model)
         return collect(batches, keeps_masks=not takes_fields)
 
 
-def _taken(batch: Any, named: Container[str]) -> Any:
+def _taken(batches: Sequence[Any], model: PreTrainedModel) -> list[Any]:
     """The fields that the model is called with: others may be texts, or differ from batch to batch. All of a batch of
     which it takes none, and fails."""
-    taken = {key: value for key, value in batch.items() if key in named} if isinstance(batch, Mapping) else {}
-    return taken if 0 < len(taken) < len(batch) else batch
+    fields = fields_of(model)
+    taken = [fields(batch) or batch if isinstance(batch, Mapping) else batch for batch in batches]
+    mappings = [(batch, some) for batch, some in zip(batches, taken, strict=True) if isinstance(batch, Mapping)]
+    left = {key for batch, some in mappings for key in batch if key not in some and isinstance(batch[key], Tensor)}
+    if left and takes_any_field(model):
+        warnings.warn(
+            f"{type(model).__name__}.forward has **kwargs and names no {', '.join(sorted(left))}, which calibration "
+            "data has: it is called without. If it reads such a field, name it in `forward`, or give the "
+            "LightningModule a `calibration_step(self, batch)`; otherwise leave it out of the batches.",
+            CalibrationWarning,
+            stacklevel=2,
+        )
+    return taken
 
 
 def check_data_given(calibration: object) -> None:

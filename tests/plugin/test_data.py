@@ -9,9 +9,11 @@ import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from lightning_compress.calibration.batches import CalibrationSet, collect
-from lightning_compress.errors import CalibrationDataError
+from lightning_compress.calibration.target import fields_of
+from lightning_compress.errors import CalibrationDataError, CalibrationWarning
 from lightning_compress.plugin.data import calibration_set
 
 from .conftest import BATCH_SIZE, LENGTH, TinyModule, compression, loader, samples
@@ -290,10 +292,46 @@ def test_batches_with_different_keys_are_refused(read: Any) -> None:
 
 
 def test_fields_that_forward_does_not_name_may_be_anything(read: Any) -> None:
-    """Texts and scores, as data sets carry them beside the tokens. Seen to fail: refused as unequal, and as NaN."""
+    """Texts and scores, as data sets carry them beside the tokens. Seen to fail: refused as unequal, and as NaN; and
+    without a word that a tensor is not passed to a model that takes any field."""
     beside = [{"text": [str(number)] * 2, "score": torch.tensor([torch.nan, 1.0])} for number in range(2)]
     data = [{"input_ids": torch.full((2, 8), number), **other} for number, other in enumerate(beside)]
-    assert [list(batch) for batch in read(calibration=data).batches] == [["input_ids"]] * 2
+    with pytest.warns(CalibrationWarning, match=r"has \*\*kwargs and names no score, which"):
+        assert [list(batch) for batch in read(calibration=data).batches] == [["input_ids"]] * 2
+
+
+class Handing(LlamaForCausalLM):
+    def forward(self, input_ids: Tensor | None = None, labels: Tensor | None = None, **kwargs: Any) -> Any:
+        return super().forward(input_ids=input_ids, labels=labels, **kwargs)
+
+
+class HandingAll(LlamaForCausalLM):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
+class Projecting(PreTrainedModel):
+    config_class = LlamaConfig
+
+    def forward(self, hidden: Tensor | None = None, **kwargs: Any) -> Any:
+        return kwargs
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "taken"),
+    [
+        (LlamaForCausalLM, ["input_ids", "special_tokens_mask", "length"], "input_ids"),
+        (Handing, ["input_ids", "attention_mask", "position_ids", "length"], "input_ids attention_mask position_ids"),
+        (HandingAll, ["input_ids", "attention_mask", "length"], "input_ids attention_mask"),
+        (Projecting, ["hidden", "attention_mask", "input_ids", "length"], "hidden attention_mask input_ids"),
+        (Projecting, ["x", "length"], "x length"),
+    ],
+)
+def test_fields_that_forward_takes_as_kwargs(kind: type[PreTrainedModel], fields: list[str], taken: str) -> None:
+    """What a `forward` behind it names, the main input and the mask; all, where none is named. Seen to fail: those of
+    kwargs were left out, the mask among them."""
+    config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=8)
+    assert list(fields_of(kind(config))(dict.fromkeys(fields, 0))) == taken.split()
 
 
 @pytest.mark.parametrize(("limit", "given"), [(0, "=0 of 4 batches"), (0.1, "=0.1 of 4 batches")])
