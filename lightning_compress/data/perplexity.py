@@ -12,6 +12,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 from torchmetrics.text import Perplexity
+from transformers import MODEL_FOR_MASKED_LM_MAPPING, PreTrainedModel
 
 from lightning_compress.calibration.batches import collect, num_elements
 from lightning_compress.calibration.evaluate import outputs, prepare_evaluation
@@ -26,6 +27,8 @@ from lightning_compress.memory.placement import Placement
 _IGNORED = -100
 _NUMBERS = 2**24
 """Of the logits that the metric gets at a time."""
+
+_REMEDY = "Measure it at its own task, and leave data@held_out out."
 
 Batch = Mapping[str, Tensor]
 
@@ -51,9 +54,11 @@ def perplexity(
     Raises:
         CalibrationDataError: there is not one token to predict; or token ids or positions that an embedding has no row
             for (found on a CPU).
-        UnsupportedModelError: with `placement`, a model that returns no logits.
+        UnsupportedModelError: a model that returns no logits, or whose logits are not of the next token: an
+            encoder-decoder, one of masked tokens.
         UntraceableModelError: with `placement`, a model that cannot be recorded.
     """
+    _check_predicts_next(model)
     device = next(model.parameters()).device if placement is None else placement.device
     metric = Perplexity(ignore_index=_IGNORED, sync_on_compute=False).to(device)  # type: ignore[arg-type]
     collective = collective or SingleProcess()
@@ -107,6 +112,21 @@ def _logits_by_layer(
         logits = output[path]
         assert isinstance(logits, Tensor)
         yield logits
+
+
+def _check_predicts_next(model: nn.Module) -> None:
+    config = model.config if isinstance(model, PreTrainedModel) else None
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is an encoder-decoder: what it says of a text depends on another, so it has no "
+            f"perplexity of one. {_REMEDY}"
+        )
+    is_causal = getattr(config, "is_decoder", False) or getattr(config, "causal", False)  # the latter is XLM's
+    if type(config) in MODEL_FOR_MASKED_LM_MAPPING and not is_causal:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} reads a text in both directions and predicts masked tokens, not the next one, so "
+            f"it has no perplexity. {_REMEDY}"
+        )
 
 
 def _without_logits(model: nn.Module, results: Iterable[str]) -> UnsupportedModelError:

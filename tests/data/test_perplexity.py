@@ -1,12 +1,25 @@
 """Perplexity against a direct computation in float64."""
 
 import sys
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torchmetrics.text import Perplexity
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertForMaskedLM,
+    BertLMHeadModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from lightning_compress.data import perplexity
 from lightning_compress.errors import CalibrationDataError, UnsupportedModelError
@@ -111,3 +124,28 @@ def test_more_tokens_than_positions_is_an_error_that_names_the_table(placement: 
 def test_a_model_without_logits_is_refused(model: LlamaForCausalLM) -> None:
     with pytest.raises(UnsupportedModelError, match="LlamaModel returns no logits but last_hidden_state"):
         perplexity(model.model, [{"input_ids": torch.arange(8)[None]}])
+
+
+@pytest.mark.parametrize("placement", [None, Placement(torch.device("cpu"))])
+@pytest.mark.parametrize(
+    ("kind", "config", "said"),
+    [
+        (BartForConditionalGeneration, BartConfig, "is an encoder-decoder"),
+        (T5ForConditionalGeneration, T5Config, "is an encoder-decoder"),
+        (BertForMaskedLM, BertConfig, "predicts masked tokens"),
+        (BertLMHeadModel, BertConfig, "predicts masked tokens"),
+    ],
+)
+def test_logits_of_other_tokens_are_refused(kind: Any, config: Any, said: str, placement: Placement | None) -> None:
+    """Seen to fail: a number of no meaning, and T5's own error."""
+    with torch.device("meta"):
+        model = kind(config(num_hidden_layers=1, encoder_layers=1, decoder_layers=1, num_layers=1))
+    with pytest.raises(UnsupportedModelError, match=f"^{kind.__name__} .*{said}.*no perplexity"):
+        perplexity(model, [{"input_ids": torch.ones(1, 4, dtype=torch.long)}], placement)
+
+
+def test_an_encoder_that_is_a_decoder() -> None:
+    config = BertConfig(
+        vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, is_decoder=True
+    )
+    assert perplexity(BertLMHeadModel(config), [{"input_ids": torch.ones(1, 4, dtype=torch.long)}]) > 1
