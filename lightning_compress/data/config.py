@@ -121,7 +121,7 @@ class HfConfig(TokensConfig):
 
     path: a name on the Hub, a folder written by `save_to_disk`, or a local .json, .jsonl, .parquet or .csv file.
     name: the data set's configuration, where it has several.
-    split: e.g. "train" or "train[:1000]" (slices: not for folders written by `save_to_disk`).
+    split: e.g. "train" or "train[:1000]".
     column: a string, or a chat (list of {role, content}), which goes through the tokenizer's chat template.
     """
 

@@ -131,8 +131,8 @@ def load_rows(config: HfConfig | MultimodalConfig) -> datasets.Dataset:
     """
     path = Path(config.path)
     kind = _LOADERS.get(path.suffix.lower())
-    if any((path / marker).is_file() for marker in ("dataset_dict.json", "state.json")):
-        return _split(datasets.load_from_disk(config.path), config)
+    is_saved = any((path / marker).is_file() for marker in ("dataset_dict.json", "state.json"))
+    saved = datasets.load_from_disk(config.path) if is_saved else None
     if kind is not None and not path.is_file():
         raise FileNotFoundError(f"data.path: {config.path!r} is not a file (looked in {os.getcwd()}).")
     if kind is None and path.is_file():
@@ -141,6 +141,8 @@ def load_rows(config: HfConfig | MultimodalConfig) -> datasets.Dataset:
             "(and plain text, by data=text data.files=[...])."
         )
     try:
+        if saved is not None:
+            return _split(saved, config.split)
         if kind is not None:
             return datasets.load_dataset(kind, data_files=glob.escape(config.path), split=config.split)
         return datasets.load_dataset(config.path, config.name, split=config.split)
@@ -150,12 +152,14 @@ def load_rows(config: HfConfig | MultimodalConfig) -> datasets.Dataset:
         raise CalibrationDataError(f"data.split={config.split!r} of {config.path!r}: {error}") from error
 
 
-def _split(loaded: datasets.Dataset | datasets.DatasetDict, config: HfConfig | MultimodalConfig) -> datasets.Dataset:
-    if isinstance(loaded, datasets.Dataset):
-        return loaded
-    if config.split not in loaded:
-        raise CalibrationDataError(f"data.split={config.split!r}: {config.path!r} has the splits {', '.join(loaded)}.")
-    return loaded[config.split]
+def _split(saved: datasets.Dataset | datasets.DatasetDict, split: str) -> datasets.Dataset:
+    """As `load_dataset` takes it. A data set that was saved alone says of which split it is, or is "train"."""
+    if isinstance(saved, datasets.Dataset):
+        saved = datasets.DatasetDict({str(saved.split or "train").partition("[")[0]: saved})
+    if split in saved:
+        return saved[split]
+    parts = datasets.ReadInstruction.from_spec(split).to_absolute(saved.num_rows)
+    return datasets.concatenate_datasets([saved[part.splitname].select(range(part.from_, part.to)) for part in parts])
 
 
 def _column(dataset: datasets.Dataset, config: HfConfig) -> Sequence[Document]:

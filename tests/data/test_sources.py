@@ -109,8 +109,35 @@ def test_folders_of_save_to_disk(tmp_path: Path) -> None:
     )
     assert list(load_documents(HfConfig(path=str(tmp_path / "one")))) == ["a"]
     assert list(load_documents(HfConfig(path=str(tmp_path / "two"), split="test"))) == ["b"]
-    with pytest.raises(CalibrationDataError, match=r"data.split='valid': .*two' has the splits train, test\."):
+    with pytest.raises(CalibrationDataError, match=r"split='valid' of .*two': .*'train', 'test'\]"):
         load_documents(HfConfig(path=str(tmp_path / "two"), split="valid"))
+
+
+@pytest.mark.parametrize(
+    ("given", "split", "texts"),
+    [
+        (None, "train", "abcd"),
+        (None, "train[50%:]", "cd"),
+        (None, "train[:1]+train[-1:]", "ad"),
+        (None, "test", None),
+        ("test", "test[:1]", "a"),
+        ("test", "train", None),
+        ("train[:4]", "train[1:]", "bcd"),
+        ("train+test", "train+test", "abcd"),
+    ],
+)
+def test_splits_of_a_data_set_that_was_saved_alone(
+    tmp_path: Path, given: str | None, split: str, texts: str | None
+) -> None:
+    """Seen to fail: all rows, whatever split was asked for."""
+    rows = {"text": list("abcd")}
+    datasets.Dataset.from_dict(rows, split=None if given is None else datasets.Split(given)).save_to_disk(tmp_path)
+    config = HfConfig(path=str(tmp_path), split=split)
+    if texts is not None:
+        assert list(load_documents(config)) == list(texts)
+        return
+    with pytest.raises(CalibrationDataError, match=f'data.split={split!r} of .*Unknown split "{split}"'):
+        load_documents(config)
 
 
 def test_chats_stay_lists_of_messages(tmp_path: Path) -> None:
