@@ -130,10 +130,11 @@ def has_safetensors(folder: Path) -> bool:
 
 
 def stored_dtype(folder: Path) -> torch.dtype | None:
-    """The type of the first floating-point tensor in a folder's first safetensors file, which is what transformers
-    builds a model with whose configuration names none; None: there is no such file or tensor."""
+    """The type that transformers builds a model with whose configuration names none: that of a folder's first
+    safetensors file's first floating-point tensor by name, but for float8; None: there is no such file or tensor."""
     found = stored_tensors(_files(folder)[0]) if has_safetensors(folder) else {}
-    return next((stored.dtype for stored in found.values() if stored.dtype.is_floating_point), None)
+    dtypes = (found[name].dtype for name in sorted(found))
+    return next((dtype for dtype in dtypes if dtype.is_floating_point and dtype.itemsize > 1), None)
 
 
 def is_sharded(folder: Path) -> bool:

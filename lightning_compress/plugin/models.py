@@ -1,5 +1,6 @@
 """The models that the commands name: loaded, left on disk, or built from their configuration alone."""
 
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -299,6 +300,10 @@ def _on_meta(
         model: PreTrainedModel = auto_class.from_config(
             config, dtype=wanted, trust_remote_code=trust_remote_code, **extra
         )
+    kept = "|".join(model._get_dtype_plan(wanted))  # in float32, whatever the others are
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if kept and tensor.is_floating_point() and re.search(kept.replace("*", ".*"), name):
+            tensor.data = tensor.data.float()
     if (Path(path) / "generation_config.json").is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(path)
     return model
