@@ -131,8 +131,16 @@ def _t5(folder: Path) -> None:
 
 
 def _dots(folder: Path) -> None:
-    sizes = {**SIZES, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    Dots1ForCausalLM(Dots1Config(**sizes, first_k_dense_replace=1)).to(torch.bfloat16).save_pretrained(folder)
+    sizes = {
+        **SIZES,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "n_shared_experts": 1,
+    }
+    Dots1ForCausalLM(Dots1Config(**sizes, first_k_dense_replace=1, n_group=1, topk_group=1)).to(
+        torch.bfloat16
+    ).save_pretrained(folder)
 
 
 @pytest.mark.parametrize(
