@@ -98,12 +98,16 @@ def check_data_given(calibration: object) -> None:
             f"The calibration data is a {type(calibration).__name__}: give a DataLoader, several, or an iterable of "
             "batches."
         )
-    if isinstance(calibration, Mapping) and any(isinstance(value, Tensor) for value in calibration.values()):
-        raise CalibrationDataError(
-            f"The calibration data is a {type(calibration).__name__} of tensors: one batch, it seems. Give a list of "
-            "batches, or a DataLoader."
-        )
-    if isinstance(calibration, Dataset) and not isinstance(calibration, IterableDataset):
+    if isinstance(calibration, Mapping):
+        if any(isinstance(value, Tensor) for value in calibration.values()):
+            raise CalibrationDataError(
+                f"The calibration data is a {type(calibration).__name__} of tensors: one batch, it seems. Give a list "
+                "of batches, or a DataLoader."
+            )
+        for value in calibration.values():
+            check_data_given(value)
+    is_dataset = isinstance(calibration, Dataset) and not isinstance(calibration, IterableDataset)
+    if is_dataset or type(calibration).__module__.startswith("datasets."):  # Hugging Face's, not imported for this
         raise CalibrationDataError(
             f"The calibration data is a dataset ({type(calibration).__name__}), whose items are samples: give batches "
             "of them, as DataLoader(dataset, batch_size=8); batch_size=None if its items are batches already."
@@ -164,10 +168,10 @@ def _flattened(loaders: Any) -> list[Iterable[Any]]:
     """The loaders in a collection. A list of anything but DataLoaders is itself an iterable of batches."""
     if isinstance(loaders, CombinedLoader):
         return list(loaders.flattened)
+    if isinstance(loaders, dict):
+        return [each for part in loaders.values() if part is not None for each in _flattened(part)]
     leaves = [leaf for leaf in pytree.tree_leaves(loaders) if leaf is not None]
-    if isinstance(loaders, dict) or (leaves and all(isinstance(leaf, DataLoader) for leaf in leaves)):
-        return leaves
-    return [loaders]
+    return leaves if leaves and all(isinstance(leaf, DataLoader) for leaf in leaves) else [loaders]
 
 
 def _length(loader: Any) -> int | None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import datasets
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -68,15 +69,23 @@ def test_a_list_of_batches(read: Any) -> None:
         lambda: [loader(4), loader(12, start=5)],
         lambda: {"short": loader(4), "long": loader(12, start=5)},
         lambda: [{"short": loader(4)}, [loader(12, start=5)]],
+        lambda: {"short": [loader(4)], "long": {"one": loader(12, start=5)}},
         lambda: CombinedLoader({"short": loader(4), "long": loader(12, start=5)}, "max_size_cycle"),
     ],
-    ids=["list", "dict", "nested", "combined"],
+    ids=["list", "dict", "nested", "nested in a dict", "combined"],
 )
 def test_several_loaders_are_read_one_after_the_other(read: Any, collection: Any) -> None:
     """Lightning's own way of combining them repeats the short one."""
     expected = rows(4) + rows(12, start=5)
     assert tokens(read(train=collection())) == expected
     assert tokens(read(calibration=collection())) == expected
+
+
+def test_lists_of_batches_in_a_mapping_are_loaders(read: Any) -> None:
+    """Seen to fail: their tensors were taken for loaders, and the rows of these for batches."""
+    assert tokens(read(calibration={"short": list(loader(4)), "long": list(loader(12, start=5))})) == (
+        rows(4) + rows(12, start=5)
+    )
 
 
 def test_shares_of_several_loaders(read: Any) -> None:
@@ -342,5 +351,18 @@ def test_a_limit_that_leaves_nothing_is_named(read: Any, limit: int | float, giv
 
 def test_one_batch_in_place_of_several() -> None:
     """Seen to fail: its fields were taken for loaders."""
-    with pytest.raises(CalibrationDataError, match=r"a dict of tensors: one batch, it seems\. Give a list of batches"):
-        compression(calibration=next(iter(loader())))
+    one = next(iter(loader()))
+    for given in (one, {"first": one}):
+        with pytest.raises(
+            CalibrationDataError, match=r"a dict of tensors: one batch, it seems\. Give a list of batches"
+        ):
+            compression(calibration=given)
+
+
+@pytest.mark.parametrize(
+    "kind", [datasets.Dataset.from_list, lambda of: datasets.Dataset.from_list(of).to_iterable_dataset()]
+)
+def test_a_data_set_in_place_of_batches(kind: Any) -> None:
+    """Seen to fail: its rows were taken for batches."""
+    with pytest.raises(CalibrationDataError, match=r"a dataset \(\w*Dataset\), whose items are samples: give batches"):
+        compression(calibration=kind([{"input_ids": [1, 2]}]).with_format("torch"))
