@@ -43,7 +43,7 @@ def collect(batches: Iterable[Any], limit: int | None = None, keeps_masks: bool 
         CalibrationDataError: there are none, or no tensors in them, all is padding, or their keys, structure,
             constants, dtypes or values do not fit together.
     """
-    collected = [_in_host_memory(batch) for batch in islice(iter(batches), limit)]
+    collected = [in_host_memory(batch) for batch in islice(iter(batches), limit)]
     if not collected:
         raise CalibrationDataError(
             "The calibration dataloader is empty. Give it at least one batch, or use a recipe that needs no data "
@@ -72,9 +72,10 @@ def num_elements(batch: Any) -> int:
     return sum(tensor.numel() for tensor in flatten_batch(batch)[0])
 
 
-def _in_host_memory(batch: Any) -> Any:
+def in_host_memory(batch: Any) -> Any:
+    """A batch, less what autograd keeps of how it was made."""
     tensors, structure = flatten_batch(batch)
-    return structure.build([tensor.cpu() for tensor in tensors])
+    return structure.build([(tensor.detach() if tensor.requires_grad else tensor).cpu() for tensor in tensors])
 
 
 def _without(batch: Any, idle: Sequence[str]) -> Any:

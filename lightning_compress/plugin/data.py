@@ -8,9 +8,10 @@ default for them repeats samples), each up to its share; a batch is what one of 
 import random
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -23,10 +24,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers import PreTrainedModel
 
-from lightning_compress.calibration.batches import CalibrationSet, collect
+from lightning_compress.calibration.batches import CalibrationSet, collect, in_host_memory
 from lightning_compress.calibration.target import fields_of, find_target, takes_any_field
 from lightning_compress.errors import CalibrationDataError, CalibrationWarning
 from lightning_compress.graph.compat import pytree
+from lightning_compress.graph.restore import attributes_restored, contents_restored
 from lightning_compress.graph.synthesize import flatten_batch
 from lightning_compress.plugin import compat
 from lightning_compress.recipe.parts import transformers_models
@@ -62,7 +64,8 @@ def calibration_set(
             _check_bounded(loader, trainer.limit_train_batches, max_samples)
             stack.enter_context(_kept_generators(loader))
         share = -(-(max_samples or DEFAULT_SAMPLES) // len(flattened))
-        batches = [batch for loader in flattened for batch in _read(trainer, loader, share)]
+        with attributes_restored(module), contents_restored(module):  # which its hooks may change
+            batches = [batch for loader in flattened for batch in _read(trainer, loader, share)]
         takes_fields = find_target(module).takes_fields
         if takes_fields:
             (model,) = transformers_models(module).values()
@@ -151,17 +154,36 @@ def _seed(seed: int) -> None:
 
 @contextmanager
 def _kept_generators(loader: Any) -> Iterator[None]:
-    """Generators that a loader or its samplers carry are as before afterwards: training draws what it would have."""
+    """Generators that a loader, its dataset or its samplers carry are as before afterwards: training draws what it
+    would have."""
     sampler = getattr(loader, "sampler", None)
     batch_sampler = getattr(loader, "batch_sampler", None)
-    carriers = (loader, sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
-    found = (getattr(carrier, "generator", None) for carrier in carriers)
-    states = [(generator, generator.get_state()) for generator in found if isinstance(generator, torch.Generator)]
+    carriers = (
+        loader,
+        getattr(loader, "dataset", None),
+        sampler,
+        batch_sampler,
+        getattr(batch_sampler, "sampler", None),
+    )
+    carried = (value for carrier in carriers for value in getattr(carrier, "__dict__", {}).values())
+    restore = [restoring for restoring in map(_restoring, carried) if restoring is not None]
     try:
         yield
     finally:
-        for generator, state in states:
-            generator.set_state(state)
+        for each in restore:
+            each()
+
+
+def _restoring(generator: object) -> Callable[[], object] | None:
+    """What gives a generator the state that it has now; None: it is none, or has no state."""
+    match generator:
+        case torch.Generator() | np.random.RandomState():
+            return partial(generator.set_state, generator.get_state())
+        case np.random.Generator():
+            return partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
+        case random.Random() if not isinstance(generator, random.SystemRandom):
+            return partial(generator.setstate, generator.getstate())
+    return None
 
 
 def _flattened(loaders: Any) -> list[Iterable[Any]]:
@@ -202,7 +224,7 @@ def _read(trainer: pl.Trainer, loader: Any, num_samples: int) -> Iterator[Any]:
     if isinstance(loader, DataLoader):
         loader = copy(loader)  # so that persistent workers do not carry their random state into training
     for batch in islice(loader, limit if isinstance(limit, int) else None):
-        prepared = compat.prepare_batch(trainer, batch)
+        prepared = in_host_memory(compat.prepare_batch(trainer, batch))
         yield prepared
         seen += _num_samples(prepared)
         if seen >= num_samples:

@@ -1,15 +1,17 @@
 """Where calibration data comes from, how much of it is read, and what is refused."""
 
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import datasets
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
-from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from lightning_compress.calibration.batches import CalibrationSet, collect
@@ -172,7 +174,65 @@ def test_generators_are_left_as_they_were(read: Any) -> None:
     assert torch.equal(generator.get_state(), before)
 
 
+class Drawing(Sampler[int]):
+    """An order by a generator of its own."""
+
+    def __init__(self, rng: Any, permuted: Callable[[Any], list[int]]) -> None:
+        self.rng = rng
+        self.permuted = permuted
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.permuted(self.rng))
+
+    def __len__(self) -> int:
+        return 16
+
+
+@pytest.mark.parametrize(
+    ("make", "permuted"),
+    [
+        (lambda: np.random.default_rng(3), lambda rng: rng.permutation(16).tolist()),
+        (lambda: np.random.RandomState(3), lambda rng: rng.permutation(16).tolist()),
+        (lambda: random.Random(3), lambda rng: rng.sample(range(16), 16)),
+        (lambda: torch.Generator().manual_seed(3), lambda rng: torch.randperm(16, generator=rng).tolist()),
+    ],
+    ids=["numpy", "numpy's older", "python", "torch"],
+)
+def test_generators_of_a_users_own_sampler(read: Any, make: Any, permuted: Any) -> None:
+    """Seen to fail: training had the order that would have come behind it."""
+    sampler = Drawing(make(), permuted)
+    assert tokens(read(calibration=loader(sampler=sampler))) != rows()
+    assert list(sampler) == list(Drawing(make(), permuted))
+
+
 # ---- as training would see the batch
+
+
+class Normalizing(TinyModule):
+    """What it makes of a batch counts, and has parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.scale, self.num_seen = nn.BatchNorm1d(LENGTH), nn.Parameter(torch.ones(())), 0
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.num_seen += 1
+        embedded = self.model.get_input_embeddings()(batch["input_ids"])
+        return {"inputs_embeds": self.norm(embedded) * self.scale}
+
+
+def test_what_hooks_change_and_compute(make_trainer: Any) -> None:
+    """Seen to fail: training had other running means, and batches held what autograd keeps."""
+    module, found = Normalizing(), []
+
+    class Peek(pl.Callback):
+        def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            found.append(calibration_set(trainer, module, None, None, 0, trains=True))
+            trainer.fit_loop.max_epochs = 0
+
+    make_trainer(Peek()).fit(module, loader())
+    assert (module.num_seen, int(module.norm.num_batches_tracked)) == (0, 0)
+    assert not any(batch["inputs_embeds"].requires_grad for batch in found[0].batches)
 
 
 def test_transfer_hooks_run(make_trainer: Any) -> None:
