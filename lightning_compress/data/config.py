@@ -143,9 +143,9 @@ class MultimodalConfig(DataConfig):
     """A data set whose rows hold text, images and sounds; they go through the model's processor.
 
     path, name, split: as of `HfConfig`.
-    text_column: strings, or chats (lists of {role, content}); null: none.
+    text_column: strings, or chats (lists of {role, content}); null: none, as for models of images or sounds alone.
     image_column: an image, a list of them, or paths; null: none. A row's may be null, or empty.
-    audio_column: likewise sounds; they go through the processor one at a time.
+    audio_column: likewise sounds, but all rows have some, or none has; they go through the processor one at a time.
     """
 
     source: ClassVar[str] = "multimodal"

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import SequenceFeatureExtractor
+from transformers import ImageProcessingMixin, SequenceFeatureExtractor
 
 from lightning_compress.data.config import MultimodalConfig
 from lightning_compress.data.sounds import decoded, undecoded
@@ -31,10 +31,16 @@ def multimodal_dataloader(config: MultimodalConfig, processor: Any) -> DataLoade
     Raises:
         CalibrationDataError: no processor of images or sounds, a column that is not there, or too few rows.
     """
-    if config.image_column is not None and getattr(processor, "image_processor", None) is None:
+    is_of_images = isinstance(processor, ImageProcessingMixin)
+    if config.image_column is not None and not is_of_images and getattr(processor, "image_processor", None) is None:
         raise CalibrationDataError(
             f"data=multimodal needs a processor of text with images, and {type(processor).__name__} is none: "
             "model.path has to hold a processor_config.json or preprocessor_config.json."
+        )
+    if is_of_images and config.text_column is not None:
+        raise CalibrationDataError(
+            f"data.text_column={config.text_column!r}: {type(processor).__name__} reads images alone. Give "
+            "data.text_column=null."
         )
     if config.audio_column is not None and _sampling_rate(processor) is None:
         raise CalibrationDataError(
@@ -109,6 +115,11 @@ class _Collate:
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         images = [self._images(row) for row in rows]
         sounds = [self._sounds(row) for row in rows]
+        if self.config.text_column is None and not any(chain(images, sounds)):
+            raise CalibrationDataError(
+                f"{self.config.path!r} has rows without an image or a sound, which is all that is read "
+                "(data.text_column=null): leave them out."
+            )
         texts = [self._text(row, len(seen), len(heard)) for row, seen, heard in zip(rows, images, sounds, strict=True)]
         try:
             made = self._processed(texts, images, list(chain(*sounds)))
@@ -126,6 +137,9 @@ class _Collate:
         return dict(made)
 
     def _processed(self, texts: list[str], images: list[list[Any]], sounds: list[Any]) -> Any:
+        if isinstance(self.processor, ImageProcessingMixin):
+            read: Any = self.processor
+            return read(list(chain(*images)), return_tensors="pt")
         given: dict[str, Any] = {"images": images} if any(images) else {}
         if sounds:  # their processors know best how to pad
             given["sampling_rate"] = _sampling_rate(self.processor)
@@ -147,7 +161,7 @@ class _Collate:
             return []
         found = row[column] if isinstance(row[column], list) else [row[column]]
         try:
-            return [decoded(sound, rate, Path(self.config.path).parent) for sound in found]
+            return [decoded(sound, rate, Path(self.config.path).parent) for sound in found if sound is not None]
         except CalibrationDataError as error:
             raise CalibrationDataError(f"data.audio_column={column!r} of {self.config.path!r}: {error}") from error
 

@@ -114,6 +114,21 @@ def test_what_cannot_be_read_is_named(pairs: Path) -> None:
         evaluation_dataloader(load_data_config(given), processor().tokenizer)
 
 
+def test_image_processors_alone(pairs: Path) -> None:
+    """As of models that read no text. Seen to fail: refused as no processor of images."""
+    given = {"source": "multimodal", "path": str(pairs), "num_samples": 4, "batch_size": 2, "text_column": None}
+    of = processor().image_processor
+    found = batches(given, of)
+    assert [{key: value.shape for key, value in batch.items()} for batch in found] == [
+        {"pixel_values": (2, 3, 32, 32)}
+    ] * 2
+    with pytest.raises(CalibrationDataError, match=r"reads images alone\. Give data\.text_column=null"):
+        batches({**given, "text_column": "text"}, of)
+    pairs.write_text(json.dumps({"image": "0.png"}) + "\n" + json.dumps({"image": None}))
+    with pytest.raises(CalibrationDataError, match=r"rows without an image or a sound, .*: leave them out"):
+        batches({**given, "num_samples": 2, "batch_size": 1}, of)
+
+
 def test_rows_without_an_image(pairs: Path) -> None:
     """Text alone, beside others that have one; null and an empty list mean the same. Seen to fail: refused."""
     for rows in (

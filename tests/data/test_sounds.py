@@ -103,6 +103,14 @@ def test_feature_extractors_alone(recordings: Path) -> None:
     assert [batch["input_features"].shape for batch in found] == [(1, 80, 3000)] * 3
 
 
+def test_rows_without_a_sound(recordings: Path) -> None:
+    """Seen to fail: null was refused as no sound, and an empty list by the extractor."""
+    for nothing in (None, []):
+        recordings.write_text(json.dumps({"text": "a", "sound": nothing}))
+        with pytest.raises(CalibrationDataError, match=r"rows without an image or a sound, .*: leave them out"):
+            batches(recordings, Wav2Vec2FeatureExtractor(), text_column=None, num_samples=1)
+
+
 def test_data_sets_of_sounds(recordings: Path, tmp_path: Path) -> None:
     """As `datasets` stores them, which decodes nothing here; and lists of samples."""
     files = [str(recordings.parent / f"{number}.wav") for number in range(3)]
