@@ -203,6 +203,12 @@ def _check_values(batch: Any, number: int) -> None:
             f"{remedy if has_numbers else _FOUND_IN}"
         )
     for path, tensor in zip(structure.paths, tensors, strict=True):
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            kind, remedy = ("nested", "padded, with a mask") if tensor.is_nested else ("sparse", "`.to_dense()`")
+            raise CalibrationDataError(
+                f"The {_field(path)} of calibration batch {number} is {kind} ({tensor.layout}), and a run keeps and "
+                f"records dense tensors alone. Give it {remedy}."
+            )
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise CalibrationDataError(f"The {_field(path)} of calibration batch {number} holds NaN or Inf.")
         if 0 in tensor.shape:

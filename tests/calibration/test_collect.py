@@ -206,3 +206,22 @@ def test_model_that_cannot_be_traced() -> None:
 
     with pytest.raises(UntraceableModelError, match=r"Reading|sequential_targets|calibration_step"):
         compress_in_memory(Reading(), [torch.randn(2, 3, 4)], recipe(4, strategy="channel"))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: torch.eye(3).to_sparse(), r"'x' of calibration batch 0 is sparse .*`\.to_dense\(\)`"),
+        (lambda: torch.eye(3).to_sparse_csr(), r"is sparse \(torch\.sparse_csr\)"),
+        (
+            lambda: torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)], layout=torch.jagged),
+            r"'x' of calibration batch 0 is nested .*padded, with a mask",
+        ),
+    ],
+    ids=["coo", "csr", "jagged"],
+)
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+def test_tensors_that_are_not_dense(make: Callable[[], Tensor], message: str) -> None:
+    """Seen to fail: errors of torch's own."""
+    with pytest.raises(CalibrationDataError, match=message):
+        collect([{"x": make()}])
