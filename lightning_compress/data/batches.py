@@ -9,6 +9,7 @@ make the statistics depend on how many ranks there are (docs/multi_node.md).
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, cast, final
@@ -59,7 +60,7 @@ def _title(processor: Any) -> str:
 
 
 def tokenizer_of(processor: Any) -> PreTrainedTokenizerBase:
-    """A processor's tokenizer; a tokenizer itself.
+    """A processor's tokenizer, with the processor's chat template where it has none; a tokenizer itself.
 
     Raises:
         CalibrationDataError: the model reads no text.
@@ -70,6 +71,9 @@ def tokenizer_of(processor: Any) -> PreTrainedTokenizerBase:
             f"this data is text, and the model has no tokenizer ({_title(processor)}): use data=custom with batches "
             "that the model takes."
         )
+    if tokenizer.chat_template is None and getattr(processor, "chat_template", None) is not None:
+        tokenizer = copy(tokenizer)  # what is saved with a checkpoint stays as it is
+        tokenizer.chat_template = processor.chat_template
     return tokenizer
 
 

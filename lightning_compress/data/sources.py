@@ -186,11 +186,13 @@ def check_columns(dataset: datasets.Dataset, config: HfConfig | MultimodalConfig
 
 
 def is_chat(value: object) -> bool:
-    """Whether it is a list of {role, content}."""
+    """Whether it is a list of {role, content}; what calls tools need not say a word."""
     return (
         isinstance(value, list)
         and bool(value)
-        and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in value)
+        and all(
+            isinstance(m, dict) and "role" in m and not m.keys().isdisjoint(("content", "tool_calls")) for m in value
+        )
     )
 
 

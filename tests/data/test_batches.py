@@ -182,6 +182,17 @@ def test_chats_go_through_the_template(tmp_path: Path, tokenizer: PreTrainedToke
         batches(config, tokenizer)
 
 
+def test_messages_that_call_tools_alone(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Seen to fail: taken for no chats."""
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content or m.tool_calls[0].name }}{% endfor %}"
+    path = tmp_path / "calls.jsonl"
+    chat = [{"role": "user", "content": "now?"}, {"role": "assistant", "tool_calls": [{"name": "clock"}]}]
+    path.write_text(f"{json.dumps({'chat': chat})}\n")
+    config = HfConfig(path=str(path), column="chat", num_samples=1, max_length=40, packing=False)
+    (batch,) = batches(config, tokenizer)
+    assert text_of(batch, tokenizer) == ["[user]now?[assistant]clock"]
+
+
 @pytest.mark.parametrize("suffix", ["csv", "jsonl"])
 def test_rows_without_text_are_left_out(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, suffix: str) -> None:
     """Seen to fail: they were taken for chats, and empty strings for documents, with an end of their own."""

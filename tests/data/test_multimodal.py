@@ -66,6 +66,20 @@ def test_chat_template(pairs: Path) -> None:
     assert len(ids) > 1 + PATCHES
 
 
+def test_chats_of_text_alone(tmp_path: Path) -> None:
+    """The template is the processor's where its tokenizer has none, and the tokenizer is left as it was. Seen to fail:
+    refused for want of a template."""
+    path, of = (
+        tmp_path / "chats.jsonl",
+        processor(chat_template="{% for m in messages %}USER: {{ m.content }}{% endfor %}"),
+    )
+    path.write_text(json.dumps({"chat": [{"role": "user", "content": "a cat"}]}))
+    given = {"source": "hf", "path": str(path), "column": "chat", "num_samples": 1, "max_length": 9, "packing": False}
+    (batch,) = batches(given, of)
+    assert batch["input_ids"][0, :3].tolist() == [WORDS.index(word) for word in ("USER:", "a", "cat")]
+    assert of.tokenizer.chat_template is None
+
+
 def test_the_beginning_is_not_said_twice(pairs: Path) -> None:
     """A template that renders it, and a tokenizer that adds it. Seen to fail: with special tokens added."""
     of = processor(chat_template="<eos>{% for c in messages[0]['content'] %}{{ c['text'] or '<image> ' }}{% endfor %}")
