@@ -209,7 +209,7 @@ def _unlisted(folder: Path) -> list[Path]:
 
 
 def _remedy(folder: Path) -> str:
-    """For the folders that sharded strategies write as checkpoints."""
+    """For the folders that sharded strategies write as checkpoints, and those of files of torch's own."""
     if is_sharded(folder):
         return (
             " It is a sharded checkpoint: give it as `weights=` (or model.weights), beside the model's configuration."
@@ -218,6 +218,11 @@ def _remedy(folder: Path) -> str:
         return (
             " It looks like a DeepSpeed checkpoint: make one file of it with "
             "`lightning.pytorch.utilities.deepspeed.convert_zero_checkpoint_to_fp32_state_dict`, and give that."
+        )
+    if any(folder.glob("pytorch_model*.bin")):
+        return (
+            " Its pytorch_model*.bin are read into memory, with model.load=memory; or make safetensors files of them: "
+            "from_pretrained, and save_pretrained into a folder."
         )
     return ""
 

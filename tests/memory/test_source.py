@@ -173,6 +173,9 @@ def test_what_is_missing_or_broken(tmp_path: Path) -> None:
     file.unlink()
     with pytest.raises(CompressionError, match="holds no safetensors files"):
         attempt()
+    file.with_name("pytorch_model-00001-of-00002.bin").touch()
+    with pytest.raises(CompressionError, match=r"are read into memory, with model\.load=memory"):
+        attempt()
     with pytest.raises(
         UnsupportedModelError, match="are on the meta device, so compressing it needs weights=, a folder or"
     ):
