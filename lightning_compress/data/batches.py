@@ -74,7 +74,7 @@ def tokenizer_of(processor: Any) -> PreTrainedTokenizerBase:
     if tokenizer.chat_template is None and getattr(processor, "chat_template", None) is not None:
         tokenizer = copy(tokenizer)  # what is saved with a checkpoint stays as it is
         tokenizer.chat_template = processor.chat_template
-    return tokenizer
+    return cast(PreTrainedTokenizerBase, tokenizer)
 
 
 def calibration_dataloader(config: TokensConfig, tokenizer: PreTrainedTokenizerBase) -> DataLoader[Batch]:

@@ -177,7 +177,9 @@ def _kept_generators(loader: Any) -> Iterator[None]:
 def _restoring(generator: object) -> Callable[[], object] | None:
     """What gives a generator the state that it has now; None: it is none, or has no state."""
     match generator:
-        case torch.Generator() | np.random.RandomState():
+        case torch.Generator():
+            return partial(generator.set_state, generator.get_state())
+        case np.random.RandomState():
             return partial(generator.set_state, generator.get_state())
         case np.random.Generator():
             return partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
