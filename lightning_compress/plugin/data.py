@@ -80,7 +80,7 @@ def _taken(batches: Sequence[Any], model: PreTrainedModel) -> list[Any]:
     taken = [fields(batch) or batch if isinstance(batch, Mapping) else batch for batch in batches]
     mappings = [(batch, some) for batch, some in zip(batches, taken, strict=True) if isinstance(batch, Mapping)]
     left = {key for batch, some in mappings for key in batch if key not in some and isinstance(batch[key], Tensor)}
-    if left and takes_any_field(model):
+    if left and takes_any_field(model) and not type(model).__module__.startswith("transformers."):  # theirs name all
         warnings.warn(
             f"{type(model).__name__}.forward has **kwargs and names no {', '.join(sorted(left))}, which calibration "
             "data has: it is called without. If it reads such a field, name it in `forward`, or give the "

@@ -360,13 +360,16 @@ def test_batches_with_different_keys_are_refused(read: Any) -> None:
             collect(batches, keeps_masks=False)  # Llama reads none
 
 
-def test_fields_that_forward_does_not_name_may_be_anything(read: Any) -> None:
+def test_fields_that_forward_does_not_name_may_be_anything(read: Any, make_trainer: Any) -> None:
     """Texts and scores, as data sets carry them beside the tokens. Seen to fail: refused as unequal, and as NaN; and
-    without a word that a tensor is not passed to a model that takes any field."""
+    without a word that a model of one's own, which may read it, does not get a tensor."""
     beside = [{"text": [str(number)] * 2, "score": torch.tensor([torch.nan, 1.0])} for number in range(2)]
     data = [{"input_ids": torch.full((2, 8), number), **other} for number, other in enumerate(beside)]
-    with pytest.warns(CalibrationWarning, match=r"has \*\*kwargs and names no score, which"):
-        assert [list(batch) for batch in read(calibration=data).batches] == [["input_ids"]] * 2
+    assert [list(batch) for batch in read(calibration=data).batches] == [["input_ids"]] * 2
+    module = TinyModule()
+    module.model = Handing(module.model.config)
+    with pytest.warns(CalibrationWarning, match=r"Handing.forward has \*\*kwargs and names no score, which"):
+        make_trainer(compression(calibration=data, when="only")).fit(module, loader())
 
 
 class Handing(LlamaForCausalLM):
