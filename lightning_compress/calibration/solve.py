@@ -101,7 +101,7 @@ class InputQuantizer(InputHook):
             if isinstance(x.fake_mode.shape_env, Shapes):  # recorded: the model is, without this
                 return x
             with outside_modes():  # what compressed-tensors keeps for good must not be fake
-                calculate_range(self.args, x.device)  # type: ignore[arg-type] # as it is called
+                calculate_range(self.args, x.device)
         if x.numel() == 0:
             return x
         rows = x.reshape(1, -1, x.shape[-1]) if self.scale is None and isinstance(module, nn.Linear) else x
