@@ -16,7 +16,7 @@ from typing import Any, final
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, QuantizationStrategy
 from compressed_tensors.quantization.lifecycle.forward import dequantize, fake_quantize
-from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
+from compressed_tensors.quantization.utils import calculate_range, compute_dynamic_scales_and_zp
 from torch import Tensor, nn
 
 from lightning_compress.algorithms.base import Part, Solved, join, runs, split
@@ -26,7 +26,7 @@ from lightning_compress.calibration.static_inputs import static_input
 from lightning_compress.distributed.collective import Collective
 from lightning_compress.distributed.share import fill, keeps_whole, shared, shares_factor
 from lightning_compress.errors import NonFiniteError, SolveError
-from lightning_compress.graph.compat import FakeTensor
+from lightning_compress.graph.compat import FakeTensor, Shapes, outside_modes
 from lightning_compress.graph.leaf import first_tensor
 from lightning_compress.graph.stages import Group
 from lightning_compress.memory.store import WeightStore
@@ -97,7 +97,12 @@ class InputQuantizer(InputHook):
         return (*args[:place], self._quantized(module, x), *args[place + 1 :]), kwargs
 
     def _quantized(self, module: nn.Module, x: Tensor) -> Tensor:
-        if isinstance(x, FakeTensor) or x.numel() == 0:  # compressed-tensors would cache fake constants for good
+        if isinstance(x, FakeTensor):
+            if isinstance(x.fake_mode.shape_env, Shapes):  # recorded: the model is, without this
+                return x
+            with outside_modes():  # what compressed-tensors keeps for good must not be fake
+                calculate_range(self.args, x.device)
+        if x.numel() == 0:
             return x
         rows = x.reshape(1, -1, x.shape[-1]) if self.scale is None and isinstance(module, nn.Linear) else x
         if self.scale is None:  # compressed-tensors takes the first two dimensions for those of tokens

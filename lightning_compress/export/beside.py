@@ -67,9 +67,10 @@ def check_exported(root: nn.Module) -> None:
     missing = [name for name, _ in root.named_parameters() if name not in state]
     if missing:
         raise UnsupportedModelError(
-            f"`state_dict` of {type(root).__name__} leaves out {len(missing)} parameters ({', '.join(missing[:3])}, "
-            "...), and what is exported is its state. Let it return all of them; what checkpoints of the training are "
-            "not to hold can be taken out in `on_save_checkpoint`."
+            f"`state_dict` of {type(root).__name__} leaves out, or names otherwise, {len(missing)} parameters "
+            f"({', '.join(missing[:3])}, ...), and what is exported is its state. Let it return all of them by the "
+            "names that `named_parameters` has (without wrappers around layers, as of activation checkpointing); what "
+            "checkpoints of the training are not to hold can be taken out in `on_save_checkpoint`."
         )
     types = {name: tensor.dtype for name, tensor in state.items() if isinstance(tensor, Tensor)}
     if unknown := [f"{name} ({dtype})" for name, dtype in types.items() if dtype not in READABLE]:

@@ -14,6 +14,7 @@ PLAN = f"{INCOMPLETE}-plan.json"
 """What an unfinished run is planned to be, where it is."""
 CLAIM = ".claim"
 """Whose the folder is at the moment (see `export.claim`)."""
+_OF_MODELS = ("config.json", "*.safetensors", "*.bin", "*.ckpt")
 
 
 class SavesPretrained(Protocol):
@@ -49,9 +50,11 @@ def check_output_dir(output_dir: Path) -> None:
     # what a run leaves that is killed before its first subgraph is written, and what its ranks try the folder with
     first = {name for name in entries if name in (PLAN, CLAIM) or fnmatch(name, ".*.partial")}
     if not ours and not first.issuperset(entries):
+        is_model = any(fnmatch(name, pattern) for name in entries for pattern in _OF_MODELS)
+        advice = "" if is_model else ", or remove this one"
         raise OutputDirectoryError(
             f"output_dir {output_dir} exists and was not written by lightning_compress (no {MARKER} in it). "
-            "Give another folder, or remove this one."
+            f"Give another folder{advice}."
         )
     existing = nearest_existing(output_dir)
     if not _is_writable(existing):

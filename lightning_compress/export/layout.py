@@ -94,7 +94,7 @@ def added_to_state(root: nn.Module, state: Mapping[str, object]) -> list[str]:
     return [
         key
         for key, value in state.items()
-        if not (isinstance(value, Tensor) and hasattr(modules[parts[key][0]], parts[key][2]))
+        if not (isinstance(value, Tensor) and hasattr(modules.get(parts[key][0]), parts[key][2]))
     ]
 
 

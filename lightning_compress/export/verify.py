@@ -33,7 +33,7 @@ from lightning_compress.calibration.target import Target
 from lightning_compress.errors import CompressionError, OutputDirectoryError
 from lightning_compress.export.outputs import output_difference
 from lightning_compress.export.packed import load_compressed
-from lightning_compress.export.packing import forgets_zero_points, packs_zero_points
+from lightning_compress.export.packing import forgets_zero_points
 from lightning_compress.graph.compat import pytree
 from lightning_compress.graph.experts import Experts
 from lightning_compress.graph.restore import attributes_restored, contents_restored
@@ -288,8 +288,8 @@ def why_unreadable(root: nn.Module, resolved: ResolvedRecipe) -> str | None:
             return f"of the experts of {name} some modules are quantized and others not"
         if any(assignment.scheme.input_activations is not None for assignment in chosen):
             return f"the experts of {name} have quantized inputs"
-        if any(packs_zero_points(assignment.scheme) for assignment in chosen):
-            return f"the experts of {name} have packed zero points"
+        if not all(assignment.weights.symmetric for assignment in chosen):
+            return f"the experts of {name} have zero points"
         for path, assignment in zip(inside, chosen, strict=True):
             schemes.setdefault(str(assignment.scheme.weights), path)
         if len(schemes) > 1:

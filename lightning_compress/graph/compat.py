@@ -55,6 +55,7 @@ from lightning_compress.graph.values import SYMBOLIC_TYPES, at_one, map_nested
 
 pytree = _pytree
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
+outside_modes = _python_dispatch._disable_current_modes
 
 SIZE_READERS = (
     torch.ops.aten.sym_size.int,

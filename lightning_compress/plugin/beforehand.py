@@ -2,6 +2,7 @@
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import move_data_to_device, rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -18,6 +19,7 @@ from lightning_compress.graph.synthesize import flatten_batch
 from lightning_compress.memory.source import is_on_meta
 from lightning_compress.plugin import compat
 from lightning_compress.plugin.module import compressed_module
+from lightning_compress.recipe.forms import has_computed_weight
 from lightning_compress.recipe.refused import adapters
 
 
@@ -112,6 +114,45 @@ def meta_under(trainer: pl.Trainer, pl_module: pl.LightningModule) -> str:
     )
 
 
+def _ending(trainer: pl.Trainer, pl_module: pl.LightningModule) -> list[str]:
+    """The classes that may change the module in `on_train_end`."""
+    names = [
+        type(each).__name__
+        for each in compat.callbacks(trainer)
+        if isinstance(each, StochasticWeightAveraging)
+        or (is_overridden("on_train_end", each, Callback) and not type(each).__module__.startswith("lightning"))
+    ]
+    return names + [type(pl_module).__name__] * is_overridden("on_train_end", pl_module, pl.LightningModule)
+
+
+def check_foldable(trainer: pl.Trainer, pl_module: pl.LightningModule, error: UnsupportedModelError) -> None:
+    """Called before a training with the reason why the module cannot be compressed as it is.
+
+    Raises:
+        UnsupportedModelError: the given one, if weights that are computed (weight_norm) are not what it may be about,
+            or nobody may fold them when the training ends.
+    """
+    names, modules = _ending(trainer, pl_module), compressed_module(pl_module).modules()
+    if not names or not any(map(has_computed_weight, modules)):
+        raise error
+    rank_zero_warn(
+        f"As the module is now it will not be compressed: {error} This is looked at again when the training has ended, "
+        f"behind the `on_train_end` of {', '.join(names)}."
+    )
+
+
+def warn_of_skipped(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    """Called where a checkpoint was loaded of which no step was left to train: Lightning ends no training that it has
+    not started. Averages of `WeightAveraging` are taken, whatever else is done at the end is not."""
+    names = _ending(trainer, pl_module)
+    if names:
+        rank_zero_warn(
+            f"The training had ended when {trainer.ckpt_path} was saved, so Lightning does not call the `on_train_end` "
+            f"of {', '.join(names)} again: the weights are compressed as they are in the checkpoint. If a module is "
+            "to be merged, averaged or removed there, do it before `fit`, or train for another step."
+        )
+
+
 def warn_of_later(trainer: pl.Trainer, pl_module: pl.LightningModule, output_dir: object) -> None:
     """Of what will be refused, or missed, when the training has ended."""
     found = adapters(compressed_module(pl_module))
@@ -122,7 +163,9 @@ def warn_of_later(trainer: pl.Trainer, pl_module: pl.LightningModule, output_dir
             "`self.model = self.model.merge_and_unload()`, if no callback does so."
         )
     if compat.spawns(trainer):
+        where = "" if output_dir is None else f" To use the model here, load {output_dir} into it."
         rank_zero_warn(
-            f"{type(trainer.strategy).__name__} runs in processes of its own, where the compressed model and the "
-            f"callback's `report` stay: this script will find them in output_dir={output_dir} only."
+            f"{type(trainer.strategy).__name__} runs in processes of its own, where the callback's `report` stays. The "
+            f"model of this script gets the quantized weights, but neither what quantizes the inputs of modules nor "
+            f"the mark by which another compression would know them.{where}"
         )

@@ -1,6 +1,7 @@
 """The callback that adds a compression stage to a Trainer run."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -26,12 +27,14 @@ from lightning_compress.memory.source import is_on_meta
 from lightning_compress.plugin import compat
 from lightning_compress.plugin.agreement import check_data, check_settings
 from lightning_compress.plugin.beforehand import (
+    check_foldable,
     check_ranks,
     meta_under,
     try_step,
     undo_earlier,
     warn_of_later,
     warn_of_loaded,
+    warn_of_skipped,
 )
 from lightning_compress.plugin.data import calibration_set, check_data_given
 from lightning_compress.plugin.job import Job, plan_recipe, prepare_job
@@ -140,6 +143,7 @@ class CompressionCallback(Callback):
         self._is_pending = self._has_run_step = self._is_trained = self._is_unfinished = False
         self._was_compressed = False
         self._continues: Progress | None = None
+        self._hidden = ExitStack()
 
     @property
     def state_key(self) -> str:
@@ -191,6 +195,8 @@ class CompressionCallback(Callback):
             )
         if stage == "fit" and trainer.world_size > 1:
             check_ranks(trainer)
+        if stage == "fit" and onloads(trainer) and (self.settings.weights is not None or is_on_meta(pl_module)):
+            self._hidden.enter_context(compat.without_example(pl_module))
         if stage == "fit" and is_on_meta(pl_module) and self._would_be_moved(trainer):
             raise UnsupportedModelError(meta_under(trainer, pl_module))
 
@@ -224,7 +230,13 @@ class CompressionCallback(Callback):
                 check_output_dir(self.settings.output_dir)
             needs = may_need_data(self.settings.recipe)
         else:
-            needs = needs_data(plan_recipe(module, self.settings)[1])
+            try:
+                needs = needs_data(plan_recipe(module, self.settings)[1])
+            except UnsupportedModelError as error:
+                if self.when == "only":
+                    raise
+                check_foldable(trainer, trainer.lightning_module, error)
+                needs = may_need_data(self.settings.recipe)
         if needs:
             trains = self.when == "after_train"
             self._data = calibration_set(trainer, module, self.calibration, self.max_samples, self.seed, trains=trains)
@@ -282,6 +294,8 @@ class CompressionCallback(Callback):
         every = compat.callbacks(trainer)
         if trainer.ckpt_path is not None and not self._has_run_step and not is_on_meta(pl_module):
             compat.take_averages(every, pl_module)
+            if self.when == "after_train" and not self._is_trained:
+                warn_of_skipped(trainer, pl_module)
         # all of the module: a `calibration_step` may run dropout that is not the model's
         with (
             calibrating(pl_module),
@@ -311,6 +325,7 @@ class CompressionCallback(Callback):
                     is_whole = loop.report is not None and not loop.report.is_partial
                     self._is_unfinished = job.run.flow.store.has_written and not is_whole
                     compat.forget_averages(every)
+                    compat.set_logged_steps(training_loop, compat.logged_steps(loop))
         self.report = loop.report
         if self.report is not None:
             rank_zero_info(self.report.summary())
@@ -321,6 +336,7 @@ class CompressionCallback(Callback):
         return not onloads(trainer) and (plain or self.when == "only")
 
     def _restore(self, trainer: pl.Trainer) -> None:
+        self._hidden.close()
         trainer.fit_loop.__dict__.pop("run", None)
         self._data = None
         self._is_pending = self._has_run_step = self._is_trained = False

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from pathlib import Path
 from types import FrameType
@@ -20,6 +20,7 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.fabric.utilities.data import _update_dataloader
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.fabric.wrappers import _FabricModule
 from lightning.pytorch.callbacks import (
     Callback,
     ModelCheckpoint,
@@ -35,7 +36,9 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
 from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
+from torch import nn
 from torch.distributed.constants import default_pg_timeout
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_compress.distributed.collective import Collective, ProcessGroup, SingleProcess
@@ -95,6 +98,23 @@ def is_fitting(module: pl.LightningModule) -> bool:
 def call_callbacks(trainer: pl.Trainer, hook: str, *args: Any) -> None:
     """Call a hook of the trainer's callbacks, with Lightning's profiling and logging context."""
     call._call_callback_hooks(trainer, hook, *args)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """A model without what was put around it to compile it or to share it out, and into the names of its parameters."""
+    while True:
+        if isinstance(model, DataParallel | DistributedDataParallel | _FabricModule):
+            model = model.module
+        elif "_orig_mod" in model._modules:
+            model = model.get_submodule("_orig_mod")
+        else:
+            return model
+
+
+def without_example(module: pl.LightningModule) -> AbstractContextManager[None]:
+    """Inside, the module has no example that summaries and loggers would run it on."""
+    is_plain = type(module).example_input_array is pl.LightningModule.example_input_array
+    return replaced(module, example_input_array=None) if is_plain else nullcontext()
 
 
 def batch_on_device(trainer: pl.Trainer, batch: Any) -> Any:
@@ -348,16 +368,16 @@ def set_module_device(module: pl.LightningModule, device: torch.device) -> None:
 
 
 @contextmanager
-def replaced(trainer: pl.Trainer, **attributes: object) -> Iterator[None]:
-    """The trainer with other values of some attributes; the old ones are back afterwards."""
-    saved = {name: getattr(trainer, name) for name in attributes}
+def replaced(owner: object, **attributes: object) -> Iterator[None]:
+    """A trainer or module with other values of some attributes; the old ones are back afterwards."""
+    saved = {name: getattr(owner, name) for name in attributes}
     try:
         for name, value in attributes.items():
-            setattr(trainer, name, value)
+            setattr(owner, name, value)
         yield
     finally:
         for name, value in saved.items():
-            setattr(trainer, name, value)
+            setattr(owner, name, value)
 
 
 def detach_model(trainer: pl.Trainer) -> None:

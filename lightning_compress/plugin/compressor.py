@@ -5,7 +5,12 @@ from contextlib import contextmanager
 from typing import Any, final
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    BatchSizeFinder,
+    LearningRateFinder,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim import Optimizer
@@ -16,8 +21,9 @@ from lightning_compress.plugin.module import Adapter
 from lightning_compress.recipe.load import RecipeLike
 from lightning_compress.report.report import Report
 
-_OF_TRAINING = (CompressionCallback, LearningRateFinder, BatchSizeFinder)
-"""Callbacks that sit out: there is no training that could be searched for its settings or followed by a compression."""
+_OF_TRAINING = (CompressionCallback, LearningRateFinder, BatchSizeFinder, BaseFinetuning, StochasticWeightAveraging)
+"""Callbacks that sit out: there is no training that could be searched for its settings, that they could change, or that
+a compression could follow."""
 
 
 @final
@@ -40,6 +46,7 @@ class Compressor:
         dataloaders: Any | None = None,
         datamodule: pl.LightningDataModule | None = None,
         ckpt_path: Any | None = None,
+        weights_only: bool | None = None,
         **options: Any,
     ) -> Report:
         """Quantize `model` and write it to `output_dir`.
@@ -53,6 +60,7 @@ class Compressor:
             ckpt_path: a checkpoint that is loaded before, as by `trainer.fit`: of the LightningModule's weights
                 (its epochs and optimizers are not restored); or one that was saved during this compression, which is
                 then continued.
+            weights_only: of that, as `trainer.fit` has it.
             options: further arguments of `CompressionCallback`.
 
         Raises:
@@ -67,8 +75,11 @@ class Compressor:
                 raise TypeError(f"The {name} is a {kind.__name__}, not {given!r}; a model is loaded before.")
         callback = CompressionCallback(recipe, output_dir, when="only", calibration=dataloaders, **options)
         others = [other for other in compat.callbacks(self._trainer) if not isinstance(other, _OF_TRAINING)]
-        with _fittable(model) as carried, compat.replaced(self._trainer, callbacks=[callback, *others]):
-            self._trainer.fit(carried, datamodule=datamodule, ckpt_path=ckpt_path)
+        with (
+            _fittable(compat.unwrapped(model)) as carried,
+            compat.replaced(self._trainer, callbacks=[callback, *others]),
+        ):
+            self._trainer.fit(carried, datamodule=datamodule, ckpt_path=ckpt_path, weights_only=weights_only)
         if callback.report is None:
             if compat.spawns(self._trainer):
                 raise RuntimeError(
@@ -83,17 +94,20 @@ class Compressor:
 @contextmanager
 def _fittable(model: nn.Module) -> Iterator[pl.LightningModule]:
     """What `Trainer.fit` takes: a LightningModule itself, for its hooks and the names in its checkpoints, with what
-    `fit` asks for before any hook runs, where the class has none."""
+    `fit` asks for before any hook runs; its optimizers may ask how long the training will be."""
     carried = model if isinstance(model, pl.LightningModule) else Adapter(model)
-    stand_ins = {"training_step": _training_step, "configure_optimizers": _configure_optimizers}
-    lacking = [name for name in stand_ins if not is_overridden(name, carried)]
-    for name in lacking:
-        setattr(carried, name, stand_ins[name])
+    stand_ins: dict[str, object] = {"configure_optimizers": _configure_optimizers}
+    if not is_overridden("training_step", carried):
+        stand_ins["training_step"] = _training_step
+    own = vars(carried)
+    before = {name: own[name] for name in stand_ins if name in own}
+    own.update(stand_ins)
     try:
         yield carried
     finally:
-        for name in lacking:
-            delattr(carried, name)
+        for name in stand_ins:
+            del own[name]
+        own.update(before)
 
 
 def _training_step(batch: Any, batch_idx: int) -> None:

@@ -365,8 +365,9 @@ def _what_changed(job: Job, records: Sequence[SubgraphRecord], writer: Checkpoin
             f"It failed in {failed.name}. The model holds no weights and is as before; those it was given are intact."
         )
     written = "Nothing was written."
-    if writer is not None and records:
-        written = f"{len(records)} finished subgraphs are in {writer.folder}; the same run continues there."
+    finished = 0 if writer is None else max(len(records), len(writer.finished))  # of those an earlier run's
+    if writer is not None and finished:
+        written = f"{finished} finished subgraphs are in {writer.folder}; the same run continues there."
     return f"{model} {written}"
 
 

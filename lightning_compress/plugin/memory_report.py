@@ -176,6 +176,11 @@ class MemoryReportCallback(Callback):
         if self._meter.num_steps >= self.num_steps:
             self._finish()
 
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Behind a batch that a hook has skipped, and its epoch with it."""
+        if self._meter is not None:
+            self._meter.leave()
+
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """A run of fewer steps."""
         self._finish()
@@ -228,6 +233,7 @@ class _Meter:
 
     def begin(self, tensors: Any, batch: Any) -> None:
         """A batch, before which these tensors are there."""
+        self.leave()  # one that a hook has skipped has no end
         self.is_stepping = False
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)

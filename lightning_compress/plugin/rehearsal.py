@@ -16,6 +16,7 @@ from typing import Any, final
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -34,7 +35,7 @@ from lightning_compress.graph.compat import (
 from lightning_compress.graph.restore import attributes_restored, containers_restored
 from lightning_compress.memory.tracker import LiveMemory
 from lightning_compress.memory.workspaces import cublas_workspace_bytes
-from lightning_compress.plugin.compat import batch_on_device
+from lightning_compress.plugin.compat import batch_on_device, callbacks
 from lightning_compress.plugin.data import begins_once
 
 STEPS = 2
@@ -134,7 +135,8 @@ def _rehearsed(trainer: pl.Trainer, module: pl.LightningModule, batch: Any) -> d
             module.__dict__[name] = lambda *args, **kwargs: None
         after = dict(module.named_parameters(remove_duplicate=False))
         optimizer = _on_fakes(trainer.optimizers[0], {key: after[name] for key, name in before.items()})
-        with traceable_transformers(module, packed_sequences=False), mode:
+        # anomalies are NaNs, and there are no values
+        with traceable_transformers(module, packed_sequences=False), mode, torch.autograd.set_detect_anomaly(False):
             fakes = apply_to_collection(batch, Tensor, lambda tensor: fake_like(mode, tensor, tensor.device))
             rehearsal = _Rehearsal(trainer, module, optimizer)
             return rehearsal.run(fakes)
@@ -177,6 +179,7 @@ class _Rehearsal:
         self.worst: dict[str, Phase] = {}
         self.weights = 0
         self.outside = _buckets(trainer, module)  # of what is followed: and the batch
+        self.accumulated = _accumulated(trainer)
 
     def run(self, batch: Any) -> dict[str, Phase]:
         """Of the worst moment of each phase."""
@@ -197,7 +200,7 @@ class _Rehearsal:
         return self.worst
 
     def _step(self, batch: Any) -> None:
-        batches = min(self.trainer.accumulate_grad_batches, 2)  # the later ones are like the second
+        batches = min(self.accumulated, 2)  # the later ones are like the second
         for number in range(batches - 1):
             self._closure(batch, number)
         kept: list[object] = []  # as in Lightning, until the step is done
@@ -232,12 +235,13 @@ class _Rehearsal:
 
     def _forward(self, batch: Any, number: int) -> tuple[Tensor | None, object]:
         step = self.module.training_step
+        batch = apply_to_collection(batch, Tensor, lambda tensor: tensor)  # a step may take out what it has read
         arguments = (batch, number) if _takes_index(step) else (batch,)
         with self.trainer.precision_plugin.train_step_context():
             output: Any = step(*arguments)
         loss = output["loss"] if isinstance(output, Mapping) else output
         extra = {name: value for name, value in output.items() if name != "loss"} if output is not loss else None
-        return None if loss is None else loss / self.trainer.accumulate_grad_batches, extra
+        return None if loss is None else loss / self.accumulated, extra
 
     def _close(self, name: str | None, gradients: int | None = None) -> None:
         """Note the peak since the last call as one of a phase."""
@@ -249,6 +253,14 @@ class _Rehearsal:
             found = Phase(name, self.weights, gradients, states, working=working + self.outside, stepping=stepping)
             self.worst[name] = max(self.worst.get(name, found), found, key=lambda phase: phase.peak)
         self.memory.reset_peak()
+
+
+def _accumulated(trainer: pl.Trainer) -> int:
+    """Over how many batches the first steps have their gradients."""
+    for callback in callbacks(trainer):
+        if isinstance(callback, GradientAccumulationScheduler):
+            return callback.get_accumulate_grad_batches(trainer.current_epoch)
+    return trainer.accumulate_grad_batches
 
 
 def _takes_index(step: Callable[..., Any]) -> bool:

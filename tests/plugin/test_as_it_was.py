@@ -141,6 +141,13 @@ def test_a_state_dict_without_some_of_the_weights(make_trainer: Any, tmp_path: P
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     module = Leaves()
-    with pytest.raises(UnsupportedModelError, match=r"leaves out 2 parameters \(first.weight, first.bias"):
+    with pytest.raises(UnsupportedModelError, match=r"leaves out, or .* 2 parameters \(first.weight, first.bias"):
         make_trainer(compression(RTN, tmp_path / "out")).fit(module, DataLoader(torch.randn(4, 16), 2))  # type: ignore[arg-type]
     assert module.steps == 0
+
+    class Renames(Leaves):
+        def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+            return {f"inner.{key}": value for key, value in pl.LightningModule.state_dict(self, *args).items()}
+
+    with pytest.raises(UnsupportedModelError, match=r"names otherwise, 4 parameters"):
+        make_trainer(compression(RTN, tmp_path / "out")).fit(Renames(), DataLoader(torch.randn(4, 16), 2))  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
 """The command, as a user types it: real processes for what Hydra owns, composition in-process for every group."""
 
 import json
+import runpy
 import shutil
 import sys
 from collections.abc import Callable
@@ -408,3 +409,10 @@ def test_evaluate_tells_of_samples_beyond_the_positions(checkpoint: Path) -> Non
         config = compose("evaluate", overrides=[f"model.path={checkpoint}", *of_data])
     with pytest.warns(RunWarning, match=f"{positions + 8} tokens are more than the {positions} positions"):
         run_evaluate(config)
+
+
+def test_the_package_is_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """`python -m lightning_compress`."""
+    monkeypatch.setattr("sys.argv", ["lightning_compress", "--help"])
+    runpy.run_module("lightning_compress", run_name="__main__")
+    assert "compress" in capsys.readouterr().out

@@ -7,12 +7,16 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from compressed_tensors.quantization import QuantizationArgs
 from helpers import tiny_mixtral
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_compress import CompressionError, MemoryReport, MemoryReportCallback
+from lightning_compress.calibration.solve import InputQuantizer, quantize_inputs
 from lightning_compress.foresight.jobs import Phase
 from lightning_compress.plugin.memory_report import MemoryRow
 from tests.plugin.conftest import VOCABULARY, tiny_model
@@ -101,7 +105,7 @@ def fit(module: pl.LightningModule, *callbacks: pl.Callback, **options: Any) -> 
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=list(callbacks),
+        callbacks=[*callbacks, *options.pop("callbacks", ())],
         **options,
     )
     trainer.fit(module)
@@ -139,12 +143,54 @@ def test_foreseen_is_measured(module: Any, optimizer: str) -> None:
         {"precision": "bf16-true"},
         {"accumulate_grad_batches": 3},
         {"gradient_clip_val": 0.5},
+        {"callbacks": [GradientAccumulationScheduler({0: 3})]},
     ],
 )
 def test_options_of_the_trainer(options: dict[str, Any]) -> None:
-    """Seen to fail: without the precision plugin's context; with one batch per step; without clipping."""
+    """Seen to fail: without the precision plugin's context; with one batch per step; without clipping; a schedule that
+    says of the first epoch what `accumulate_grad_batches` does not yet."""
     found = report(Llama(OPTIMIZERS["adam" if "precision" in options else "sgd"]), **options)
     assert [row.foreseen_bytes for row in found.rows] == [row.measured_bytes for row in found.rows]
+
+
+def test_a_step_that_takes_its_batch_apart() -> None:
+    """Also where anomalies are looked for, which are values. Seen to fail: a KeyError in the second step."""
+
+    class Takes(Llama):
+        def training_step(self, batch: dict[str, Tensor]) -> Tensor:  # type: ignore[override]
+            ids = batch.pop("ids")
+            loss: Tensor = self.layers(input_ids=ids, labels=ids, use_cache=False).loss
+            return loss
+
+        def train_dataloader(self) -> Any:
+            return DataLoader([{"ids": row} for row in torch.randint(VOCABULARY, (24, 12))], batch_size=4)  # type: ignore[arg-type]
+
+    for options in ({}, {"detect_anomaly": True}):
+        found = report(Takes(OPTIMIZERS["sgd"]), **options)
+        assert not found.notes
+        assert [row.error for row in found.rows] == pytest.approx([0.0] * 3, abs=1e-4)
+
+
+def test_an_epoch_that_a_hook_ends() -> None:
+    """Seen to fail: the tracker stayed on for everything behind the run."""
+
+    class Ends(Perceptron):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+            return -1 if batch_idx == 1 else None
+
+    before = _get_current_dispatch_mode_stack()
+    fit(Ends(), MemoryReportCallback())
+    assert _get_current_dispatch_mode_stack() == before
+
+
+def test_inputs_that_are_quantized() -> None:
+    """A module that was compressed before is trained with them. Seen to fail: foreseen without."""
+    module = Llama()
+    args = QuantizationArgs(num_bits=8, strategy="token", dynamic=True)
+    for each in module.layers.modules():
+        if isinstance(each, nn.Linear):
+            quantize_inputs(each, InputQuantizer(args, None, None))
+    assert [row.error for row in report(module).rows] == pytest.approx([0.0] * 3, abs=1e-3)
 
 
 def test_distributed_data_parallel() -> None:

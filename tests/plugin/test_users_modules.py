@@ -581,7 +581,7 @@ def test_what_stays_in_other_processes_is_told_before(make_trainer: Any, monkeyp
     """Seen to fail: `report` was None behind `ddp_spawn`, without a word."""
     monkeypatch.setattr(compat, "spawns", lambda trainer: True)
     trainer = make_trainer(compression(PER_CHANNEL))
-    with pytest.warns(UserWarning, match="will find them in output_dir=here only"):
+    with pytest.warns(UserWarning, match="`report` stays.*quantized weights, but neither.*load here into it"):
         warn_of_later(trainer, Stepping(), "here")
 
 
