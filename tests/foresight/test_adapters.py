@@ -75,8 +75,8 @@ def test_fake_is_real(family: str, job: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("method", ["lora", "qlora"])
 def test_models_that_look_at_weights(method: Method) -> None:
-    """T5 casts to the type of `wo`, which transformers keeps from bitsandbytes. Seen to fail: with adapters that have no
-    weight; with `wo` packed."""
+    """T5 casts to the type of `wo`, which transformers keeps from bitsandbytes. Seen to fail: with adapters that have
+    no weight; with `wo` packed."""
     job = FineTuningJob(3, 12, method=method, lora_rank=4)
     assert foreseen(job, "t5") == on_real(job, "t5")
     model = build("t5")

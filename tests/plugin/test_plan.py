@@ -125,6 +125,34 @@ def test_compress_makes_its_own_plan(command: Command, checkpoint: Path, tmp_pat
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
+def test_what_is_given_in_another_form_is_the_users_too(command: Command, checkpoint: Path, tmp_path: Path) -> None:
+    """A mapping, or a file of one's own. Seen to fail: a plan overruled all of it without a word."""
+    experiments = {
+        "mine": {"calibration": {"schedule": "basic"}, "data": {"batch_size": 3}},
+        "waiting": {"memory": {"activation_budget": "1MiB"}},
+    }
+    for name, content in {f"experiment/{each}": of for each, of in experiments.items()}.items():
+        file = tmp_path / "cfg" / f"{name}.yaml"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"# @package _global_\n{json.dumps(content)}")
+    (tmp_path / "cfg" / "data").mkdir()
+    OmegaConf.save({"defaults": ["docs"], "batch_size": 4}, tmp_path / "cfg" / "data" / "few.yaml")
+    where = (f"model.path={checkpoint}", *DATA, f"--config-dir={tmp_path / 'cfg'}")
+    plan = ("plan", *where, "choices={load: [memory], prefetch_depth: [1]}", f"json={tmp_path / 'plan.json'}")
+    assert "batch size 3," in command(*plan, "data={batch_size: 3}")
+    assert "batch size 4," in command(*plan, "data=few")
+    assert "data.batch_size=2 is not among choices" in refused(
+        command, *plan[:-2], "choices={batch_size: [4]}", "data={batch_size: 2}"
+    )
+    given = ("compress", *where, "trainer=cpu", f"output_dir={tmp_path / 'out'}")
+    for waiting in ("memory={activation_budget: 1MiB}", "experiment=waiting"):
+        assert "plan=auto chooses memory.activation_budget" in refused(command, *given, "plan=auto", waiting)
+    of_file = f"plan={tmp_path / 'plan.json'}"
+    assert "calibration.schedule=basic, and" in refused(command, *given, of_file, "calibration={schedule: basic}")
+    assert "plan: schedule basic, batch size 3," in command(*given, "plan=auto", "experiment=mine")
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
 def test_weights_that_are_elsewhere(command: Command, checkpoint: Path, tmp_path: Path) -> None:
     """Are read from there, layer by layer. Seen to fail: with weights in memory, for there are no files in
     model.path."""
