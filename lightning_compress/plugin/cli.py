@@ -35,6 +35,7 @@ from lightning_compress.foresight.estimate import Estimate
 from lightning_compress.foresight.jobs import FineTuningJob
 from lightning_compress.foresight.planned import save_planned
 from lightning_compress.memory.host import available_bytes
+from lightning_compress.plugin.arguments import as_overrides, is_multirun, overrides_first
 from lightning_compress.plugin.callback import CompressionCallback
 from lightning_compress.plugin.compressor import Compressor
 from lightning_compress.plugin.estimate import estimate as foresee
@@ -113,11 +114,10 @@ def main() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # with which Hydra raises its errors, and does not print them
     try:
-        several = [flag for flag in given[2:] if flag in ("-m", "--multirun")]  # which Hydra reads in front alone
-        rest = [each for each in given[2:] if each not in several]
-        with named_recipes([*several, *with_quoted_paths(_as_overrides(rest), bool(several))]) as overrides:
-            check_groups(overrides)
-            sys.argv = [f"{given[0]} {command}", *overrides]
+        ordered = overrides_first(as_overrides(given[2:]))
+        with named_recipes(with_quoted_paths(ordered, is_multirun(ordered))) as arguments:
+            check_groups(arguments)
+            sys.argv = [f"{given[0]} {command}", *arguments]
             hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=command)(task)()
     except CompressionError as error:
         _end(_told(error))
@@ -128,19 +128,6 @@ def main() -> None:
 def _own_keys(command: str) -> str:
     """With the comments in its configuration, which Hydra's help leaves out: they say what values there are."""
     return (config_dir() / f"{command}.yaml").read_text(encoding="utf-8").partition("\n\n")[2]
-
-
-def _as_overrides(arguments: list[str]) -> list[str]:
-    """`--graph FILE` and `--refit FILE`, as other tools have it, are `graph=FILE` and `refit=[FILE]`.
-
-    >>> _as_overrides(["--refit", "a/report.json", "run_on=cpu"])
-    ['refit=[a/report.json]', 'run_on=cpu']
-    """
-    for flag, written in (("--graph", "graph={}"), ("--refit", "refit=[{}]")):
-        if flag in arguments[:-1]:
-            at = arguments.index(flag)
-            arguments = [*arguments[:at], written.format(arguments[at + 1]), *arguments[at + 2 :]]
-    return arguments
 
 
 def _completed(config: DictConfig, needs_weights: bool) -> DictConfig:

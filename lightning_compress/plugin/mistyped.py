@@ -15,6 +15,9 @@ from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseExce
 from lightning_compress.errors import CompressionError, nearest
 from lightning_compress.recipe.load import config_dir
 
+_NO_NAME = re.compile(r"null|true|false|[-+]?(\d[\d_]*\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
+"""What Hydra's grammar does not take for a string."""
+
 
 def mistyped(error: HydraException | InterpolationToMissingValueError) -> str:
     """What is wrong, with the nearest known name.
@@ -42,13 +45,13 @@ def mistyped(error: HydraException | InterpolationToMissingValueError) -> str:
 def check_groups(overrides: Iterable[str]) -> None:
     """
     Raises:
-        CompressionError: a group is given as null, of which Hydra says that it got a NoneType.
+        CompressionError: a group is given as null or a number, of which Hydra says that it got a NoneType or an int.
     """
     groups = {folder.name for folder in config_dir().iterdir() if folder.is_dir()}
     for override in overrides:
         key, _, value = override.partition("=")
-        group = key.partition("@")[0]
-        if value == "null" and group in groups:
+        group = key.partition("@")[0].lstrip("+")
+        if group in groups and any(_NO_NAME.fullmatch(each) for each in value.split(",")):
             options = sorted(file.stem for file in (config_dir() / group).glob("*.yaml"))
             raise CompressionError(f"{override}: give one of {', '.join(options)}, or leave {key} out.")
 

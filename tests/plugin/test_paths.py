@@ -62,3 +62,36 @@ def test_a_folder_named_like_a_number(command: Command, tmp_path: Path, monkeypa
     command("compress", "model.path=2024", "model.tokenizer=null", "recipe=w4a16_rtn", "trainer=cpu", "output_dir=1.10")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1.10", "2024"]
     assert (tmp_path / "1.10" / "report.json").is_file()
+
+
+RECIPE = "modifiers: [{algorithm: rtn, scheme: W8A16, targets: [Linear], ignore: [mine]}]"
+
+
+@pytest.mark.parametrize("name", ["mine", "2024", "1.10", "é", "true", "1_0", "my recipe (v1)", ".hidden"])
+def test_a_recipe_of_any_name(name: str, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen to fail: numbers with "Got int", accents as errors of Hydra's grammar."""
+    (tmp_path / f"{name}.yaml").write_text(RECIPE)
+    monkeypatch.chdir(tmp_path)
+    assert "- mine" in command("compress", f"recipe={name}.yaml", "--cfg", "job")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["--config-dir", "{folder}", "recipe=mine.yaml", "data=own"],
+        ["--config-dir={folder}", "recipe=mine.yaml", "data=own"],
+        ["data=own", "--config-dir", "{folder}", "recipe=mine.yaml"],
+        ["recipe=mine.yaml", "hydra.searchpath=[file://{folder}]", "data=own"],
+    ],
+)
+def test_a_recipe_of_a_file_beside_a_folder_of_ones_own(
+    given: list[str], command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever the flags are. Seen to fail: overrides behind them, a folder in quotes, two search paths."""
+    (tmp_path / "cfg" / "data").mkdir(parents=True)
+    (tmp_path / "cfg" / "data" / "own.yaml").write_text("defaults: [docs]\nnum_samples: 77")
+    (tmp_path / "mine.yaml").write_text(RECIPE)
+    monkeypatch.chdir(tmp_path)
+    said = command("compress", *(each.format(folder=tmp_path / "cfg") for each in given), "--cfg", "job")
+    assert "- mine" in said
+    assert "num_samples: 77" in said
