@@ -57,6 +57,7 @@ from lightning_compress.plugin.models import (
     with_model_config,
 )
 from lightning_compress.plugin.module import onload_device, onloads
+from lightning_compress.plugin.output_file import with_own_files
 from lightning_compress.plugin.paths import with_quoted_paths
 from lightning_compress.plugin.planned_run import keep_plan, plan_for_run, with_plan
 from lightning_compress.plugin.planning import run_generation_plan, run_plan, run_probe
@@ -132,7 +133,7 @@ def _own_keys(command: str) -> str:
 
 def _completed(config: DictConfig, needs_weights: bool) -> DictConfig:
     """A command's configuration as the rest has it; it is changed."""
-    config = complete(with_dequantized(with_model_config(with_flags(config), needs_weights)))
+    config = with_own_files(complete(with_dequantized(with_model_config(with_flags(config), needs_weights))))
     if config.get("output_dir") is not None:  # OUT/, as a shell completes it, is OUT: logs go to ${output_dir}_logs
         config.output_dir = str(Path(str(config.output_dir)))
     return config
@@ -311,7 +312,7 @@ def inspect(config: DictConfig) -> None:
     """Print how a model is cut, and draw it."""
     found = _reporting_errors(lambda: run_inspect(config))
     print("\n".join(graph_lines(found)))
-    _reporting_errors(lambda: _save("graph", config.graph, save_picture, found, "picture: "))
+    _save("graph", config.graph, save_picture, found, "picture: ")
 
 
 def _save(key: str, file: str | None, save: Callable[[Result, Path], None], found: Result, said: str) -> None:

@@ -231,7 +231,7 @@ def test_another_machine(command: Command, tmp_path: Path) -> None:
         (["+choices.speed=[1]"], "choices has no option speed; known are batch_size,"),
         (["disk=1KiB"], r"No plan fits .*disk=1.00 KiB.* The smallest that could do"),
         (["host=1MiB"], "No plan fits host=1.00 MiB"),
-        (["json=/nowhere/plan.json"], "json=/nowhere/plan.json cannot be written"),
+        (["json=/dev/null/plan.json"], "json=/dev/null/plan.json cannot be written"),
     ],
 )
 def test_wrong_input(command: Command, checkpoint: Path, options: list[str], message: str) -> None:

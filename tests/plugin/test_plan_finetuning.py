@@ -222,7 +222,7 @@ def test_what_a_model_cannot_do_is_not_planned(command: Command, tmp_path: Path)
         (["choices.batch_size=[2]"], "choices.batch_size: choices are those of a calibration"),
         (["job.lora_targets=[nowhere]", "job.method=lora"], "job.lora_targets: 'nowhere' means no linear layer"),
         (["gpu=null", "run_on=cpu"], "Fine-tuning is planned for a GPU, and "),
-        (["json=/nowhere/plan.json"], "json=/nowhere/plan.json cannot be written"),
+        (["json=/dev/null/plan.json"], "json=/dev/null/plan.json cannot be written"),
         (["job=calibration"], "for a calibration (without job), for job=inference and for job=finetuning"),
         (["job=inference", "layout.zero=1"], "layout.zero=1: only plans of job=finetuning have these"),
     ],
