@@ -359,7 +359,8 @@ def _worst(found: Sequence[Peak], place: Place, forms: Mapping[str, int]) -> lis
         parts = {TITLES[part]: size for part, size in peak.parts.items()}
         modules = dict.fromkeys(name.rpartition(".")[2] for name in peak.moment.of.split(", ") if name)
         at = ": ".join(filter(None, (peak.row.name, ", ".join(modules))))
-        rows.append(Row(what, place, parts, forms.get(what) if place == "device" else None, at))
+        form = forms.get(what) if place == "device" else None
+        rows.append(Row(what, place, parts, None if form is None else form + peak.parts["libraries"], at))
     return rows
 
 

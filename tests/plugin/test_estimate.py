@@ -281,8 +281,10 @@ def test_calibration(estimate: Any) -> None:
     assert device["write"].get("workspace", 0) == 0, "tensors are packed, copied and read back in host memory"
     assert host["write"]["workspace"] > 0 < host["solve"]["workspace"]
     assert estimate(*sizes, "memory.device_activation_budget=1MiB")[0]["reserved"] is None, "of what waits there"
-    has_form = {row["name"] for row in found["rows"] if row["place"] == "device" and row["closed_form"]}
-    assert has_form == {"batch", "solve"}
+    with_form = {row["name"]: row for row in found["rows"] if row["place"] == "device" and row["closed_form"]}
+    assert with_form.keys() == {"batch", "solve"}
+    for row in with_form.values():  # seen to fail: without libraries, which are most of it
+        assert row["closed_form"] == pytest.approx(row["total"], abs=row["parts"]["libraries"] / 8)
     ranks, _ = estimate(*sizes, "job.ranks=4")
 
     def waiting(of: dict[str, Any]) -> int:
