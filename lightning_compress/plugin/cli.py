@@ -20,7 +20,7 @@ from hydra.utils import get_class, instantiate
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryValue
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from rich.console import Console
 from torch import Tensor, nn
 
@@ -63,7 +63,7 @@ from lightning_compress.plugin.planned_run import keep_plan, plan_for_run, with_
 from lightning_compress.plugin.planning import run_generation_plan, run_plan, run_probe
 from lightning_compress.plugin.ranks import ranks_of
 from lightning_compress.plugin.recipe_files import named_recipes
-from lightning_compress.plugin.settings import Settings
+from lightning_compress.plugin.settings import Settings, check_number
 from lightning_compress.plugin.strategy import check_precision
 from lightning_compress.recipe.load import config_dir, load_recipe
 from lightning_compress.report.estimate import estimate_lines, estimate_table, save_estimate
@@ -122,7 +122,7 @@ def main() -> None:
             hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=command)(task)()
     except CompressionError as error:
         _end(_told(error))
-    except (HydraException, InterpolationToMissingValueError) as error:  # the latter of a multirun without output_dir
+    except (HydraException, OmegaConfBaseException) as error:  # the latter of a multirun without output_dir
         _end(_told(CompressionError(mistyped(error))))
 
 
@@ -240,15 +240,28 @@ def run_compress(config: DictConfig, output_dir: Path) -> Report:
     """
     trainer = instantiate(
         config.trainer,
-        callbacks=[instantiate(callback) for callback in config.callbacks.values()],
-        logger=[instantiate(logger) for logger in config.logger.values()] or False,
+        callbacks=_made(config, "callbacks"),
+        logger=_made(config, "logger") or False,
     )
     with ranks_of(trainer) as ranks:
         return _compress_among(ranks, trainer, config, output_dir)
 
 
+def _made(config: DictConfig, group: str) -> list[Any]:
+    """
+    Raises:
+        CompressionError: one is no object of a class.
+    """
+    made = {name: instantiate(node) if OmegaConf.is_config(node) else node for name, node in config[group].items()}
+    for name, each in made.items():
+        if type(each).__module__ == "builtins" or OmegaConf.is_config(each):  # a number or a mapping
+            raise CompressionError(f"{group}.{name}={each} is no class of Lightning's with arguments: give _target_.")
+    return list(made.values())
+
+
 def _compress_among(ranks: Collective, trainer: pl.Trainer, config: DictConfig, output_dir: Path) -> Report:
     memory_options(config.memory)  # what is misspelt is told before anything is loaded
+    check_number("data.num_samples", config.data.num_samples, 1)
     check_output_dir(output_dir)
     planned = None
     if config.plan is not None:
@@ -348,7 +361,7 @@ def _reporting_errors(run: Callable[[], Result]) -> Result:
         sys.exit(128 + signal.SIGINT if isinstance(error.__context__, KeyboardInterrupt) else error.code)
     except CommunicationError as error:  # each rank's says what it was doing
         sys.exit(_told(error))
-    except HydraException as error:  # Trainer, callbacks or loggers that cannot be made
+    except (HydraException, OmegaConfBaseException) as error:  # Trainer, callbacks or loggers that cannot be made
         _end(_told(CompressionError(mistyped(error))))
     except (CompressionError, FileNotFoundError) as error:
         _end(_told(error))

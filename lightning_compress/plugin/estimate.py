@@ -95,8 +95,9 @@ def check_unquantized(model: PreTrainedModel, where: DictConfig) -> None:
         CompressionError: the configuration is of quantized weights, which the model on the meta device does not have.
     """
     if getattr(model.config, "quantization_config", None) is not None:
+        key = "model.path" if where.get("config") is None else "model.config"
         raise CompressionError(
-            f"model.path={where.path} is quantized, and its weights would be counted as if it was not. Give the "
+            f"{key}={where.path} is quantized, and its weights would be counted as if it was not. Give the "
             "original model; for `estimate job=inference` with job.weight_bits=4 or the like."
         )
 

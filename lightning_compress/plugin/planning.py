@@ -222,7 +222,7 @@ def plain_value(config: DictConfig, key: str) -> Any:
 
 
 def max_length(config: DictConfig) -> int:
-    """Tokens of each sample.
+    """Tokens of each sample, as they are given.
 
     Raises:
         CompressionError: the source does not say.
@@ -233,7 +233,7 @@ def max_length(config: DictConfig) -> int:
             "Plan for samples like them, `lightning-compress plan data=docs data.max_length=... num_images=... "
             "json=plan.json`, and give plan=plan.json; or compress without a plan."
         )
-    return int(config.data.max_length)
+    return cast(int, config.data.max_length)
 
 
 def _choices(config: DictConfig) -> Choices:

@@ -14,6 +14,7 @@ from transformers import BertConfig, GPT2Config, LlamaConfig, LlamaForCausalLM, 
 
 from lightning_compress.memory.needs import pinned_bytes
 from lightning_compress.plugin import cli
+from lightning_compress.plugin.flags import with_flags
 from lightning_compress.plugin.models import load_config_only, load_model
 
 from .conftest import Command, refused
@@ -175,6 +176,14 @@ def test_words_for_flags(estimate: Any) -> None:
         for given in (["job.gradient_checkpointing=yes"], ["job.gradient_checkpointing=off"], [])
     )
     assert no == plain != yes
+
+
+def test_flags_are_those_of_the_command() -> None:
+    """Seen to fail: 1 and 0 of the user's own function as booleans, `dequantize: no` as it is, and true."""
+    given = {"_target_": "mine.loader", "packing": 1, "deep": {"verify": 0}}
+    config = OmegaConf.create({"data": {"loader": given, "packing": 0}, "model": {"dequantize": "no"}})
+    assert with_flags(config) == {"data": {"loader": given, "packing": False}, "model": {"dequantize": False}}
+    assert type(config.data.loader.packing) is type(config.data.loader.deep.verify) is int
 
 
 def test_more_tokens_than_positions_are_told(estimate: Any) -> None:

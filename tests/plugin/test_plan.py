@@ -225,7 +225,9 @@ def test_another_machine(command: Command, tmp_path: Path) -> None:
         (["model.load=disk", "choices.load=[memory]"], r"model.load=disk is not among choices.load=\['memory'\]"),
         (["choices.batch_size=[0]"], "choices.batch_size=0: schedules are"),
         (["choices.batch_size=[4096]"], r"choices.batch_size=\[4096\]: no batch can have more than the [0-9]+ samples"),
-        (["data.num_samples=0"], "data.num_samples=0 is no number of at least 1"),
+        (["data.num_samples=0"], "data.num_samples=0 is no whole number of at least 1"),
+        (["data.num_samples=16.5"], "data.num_samples=16.5 is no whole number"),
+        (["data.max_length=abc"], "data.max_length='abc' is no whole number"),
         (["choices.schedule=staged"], "choices.schedule=staged is no list"),
         (["choices.schedule=[fast]"], "choices.schedule=fast: schedules are staged, recompute, block, basic"),
         (["+choices.speed=[1]"], "choices has no option speed; known are batch_size,"),
@@ -240,6 +242,12 @@ def test_wrong_input(command: Command, checkpoint: Path, options: list[str], mes
     few = [] if any(option.startswith("choices.batch") for option in options) else ["choices.batch_size=[2]"]
     said = refused(command, "plan", f"model.path={checkpoint}", *DATA, *few, *options)
     assert re.search(message, said), said
+
+
+def test_a_probe_of_a_device_that_is_not_here(command: Command) -> None:
+    """Seen to fail: with the advice to name one, which a probe refuses."""
+    if not torch.cuda.is_available():
+        assert "There is no CUDA device here; use run_on=cpu." in refused(command, "probe", "run_on=cuda")
 
 
 def test_ranks_write_a_checkpoint_together(command: Command, checkpoint: Path, tmp_path: Path) -> None:
