@@ -57,8 +57,9 @@ def error_figure(axes: "Axes", errors: Sequence[tuple[str, float]]) -> None:
     axes.set_xlim(-0.7, len(errors) - 0.3)
     axes.locator_params(axis="x", integer=True)
     if len(kinds) <= 12:
-        place = {"loc": "lower left", "bbox_to_anchor": (0, 1)}
-        for text in axes.legend(ncols=min(len(kinds), 7), fontsize=8, frameon=False, **place).get_texts():
+        columns = min(len(kinds), 7)
+        legend = axes.legend(ncols=columns, fontsize=8, frameon=False, loc="lower left", bbox_to_anchor=(0, 1))
+        for text in legend.get_texts():
             text.set_parse_math(False)  # names may hold $
 
 
