@@ -34,15 +34,21 @@ def packed_bytes(num_weights: int) -> int:
 
 def saved_by_packing(model: nn.Module, method: str) -> dict[Tensor, int]:
     """Bytes that linear weights have less of where a method of fine-tuning packs them."""
-    weights = [linear.weight for linear in linears(model).values()] if method == "qlora" else []
+    weights = [linear.weight for linear in _packable(model).values()] if method == "qlora" else []
     return {weight: weight.nbytes - packed_bytes(weight.numel()) for weight in weights}
 
 
 def linears(model: nn.Module) -> dict[str, nn.Linear]:
-    """By name, all linear layers but the output embedding: PEFT's `all-linear`, and what bitsandbytes packs."""
+    """By name, all linear layers but the output embedding: PEFT's `all-linear`."""
     find = getattr(model, "get_output_embeddings", None)
     last = None if find is None else find()
     return {name: module for name, module in model.named_modules() if type(module) is nn.Linear and module is not last}
+
+
+def _packable(model: nn.Module) -> dict[str, nn.Linear]:
+    """What bitsandbytes packs of `linears`: not those that the model's class keeps in float32 (T5's `wo`)."""
+    kept = tuple(getattr(model, "_keep_in_fp32_modules", None) or ())
+    return {name: linear for name, linear in linears(model).items() if not name.endswith(kept)}
 
 
 def targets_of(model: nn.Module, targets: str | Sequence[str] | None) -> dict[str, nn.Linear]:
@@ -109,7 +115,7 @@ def adapt(model: nn.Module, rank: int, targets: str | Sequence[str] | None, pack
     """
     chosen = targets_of(model, targets)
     model.requires_grad_(False)
-    packable = linears(model) if packs else {}
+    packable = _packable(model) if packs else {}
     for name, linear in {**packable, **chosen}.items():
         base: nn.Linear | Packed = Packed(linear) if name in packable else linear
         module = Adapted(base, rank) if name in chosen else base
@@ -174,7 +180,8 @@ class Packed(nn.Module):
 
 @final
 class Adapted(nn.Module):
-    """A linear layer that stays as it is, and a low-rank one beside it that is trained; no dropout (PEFT's default)."""
+    """A linear layer that stays as it is, and a low-rank one beside it that is trained; no dropout (PEFT's default).
+    Weight and bias are the base's, for models that look at them (T5) or multiply by them (Mamba)."""
 
     def __init__(self, base: "nn.Linear | Packed", rank: int) -> None:
         super().__init__()
@@ -182,6 +189,14 @@ class Adapted(nn.Module):
         self.base_layer = base
         self.lora_A = nn.Linear(base.in_features, rank, bias=False, dtype=torch.float32, device=device)
         self.lora_B = nn.Linear(rank, base.out_features, bias=False, dtype=torch.float32, device=device)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base_layer.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.base_layer.bias
 
     def forward(self, inputs: Tensor) -> Tensor:
         """`[..., I]` to `[..., O]`, in the base's type."""

@@ -47,12 +47,14 @@ class WorkMeter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if not func.is_view and (written := _tensors(out) or _changed(func, args, kwargs)):
-            self._count(func, args, kwargs, written)
+        if not func.is_view:
+            self._count(func, args, kwargs, out)
         return out
 
-    def _count(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], written: Sequence[Tensor]) -> None:
-        read = _tensors((args, kwargs))
+    def _count(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+        read, written = _tensors((args, kwargs)), _tensors(out) or _changed(func, args, kwargs)
+        if not written:
+            return
         self.work["call"] += 1
         if self._on_cpu:
             known = {tensor.untyped_storage()._cdata for tensor in read}
@@ -69,8 +71,13 @@ class WorkMeter(TorchDispatchMode):
             is_causal = bool(args[at] if at < len(args) else kwargs.get("is_causal", False))
             flops = (10 if is_backward else 4) * prod(query.shape) * key.shape[-2] / (2 if is_causal else 1)
             self.work[f"attention {_dtype(query)}"] += flops
+        elif str(packet) == "aten.convolution_backward":  # torch's formula knows no groups
+            gradient, x, weight = args[:3]
+            is_transposed, needed = args[7], args[10]
+            flops = 2 * (x if is_transposed else gradient).numel() * prod(weight.shape[1:])
+            self.work[f"product {_dtype(x)}"] += sum(needed[:2]) * flops
         elif packet in flop_registry:
-            self.work[f"product {_dtype(read[0])}"] += flop_registry[packet](*args, **kwargs, out_val=written[0])
+            self.work[f"product {_dtype(read[0])}"] += flop_registry[packet](*args, **kwargs, out_val=out)
         elif str(packet) in _GROUPED:  # each row by one of the matrices
             self.work[f"product {_dtype(written[0])}"] += (
                 _GROUPED[str(packet)] * 2 * args[0].numel() * args[1].shape[-1]

@@ -20,7 +20,7 @@ from hydra.utils import get_class, instantiate
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryValue
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from rich.console import Console
 from torch import Tensor, nn
 
@@ -35,6 +35,7 @@ from lightning_compress.foresight.estimate import Estimate
 from lightning_compress.foresight.jobs import FineTuningJob
 from lightning_compress.foresight.planned import save_planned
 from lightning_compress.memory.host import available_bytes
+from lightning_compress.plugin.arguments import as_overrides, is_multirun, overrides_first
 from lightning_compress.plugin.callback import CompressionCallback
 from lightning_compress.plugin.compressor import Compressor
 from lightning_compress.plugin.estimate import estimate as foresee
@@ -56,12 +57,13 @@ from lightning_compress.plugin.models import (
     with_model_config,
 )
 from lightning_compress.plugin.module import onload_device, onloads
+from lightning_compress.plugin.output_file import with_own_files
 from lightning_compress.plugin.paths import with_quoted_paths
 from lightning_compress.plugin.planned_run import keep_plan, plan_for_run, with_plan
 from lightning_compress.plugin.planning import run_generation_plan, run_plan, run_probe
 from lightning_compress.plugin.ranks import ranks_of
 from lightning_compress.plugin.recipe_files import named_recipes
-from lightning_compress.plugin.settings import Settings
+from lightning_compress.plugin.settings import Settings, check_number
 from lightning_compress.plugin.strategy import check_precision
 from lightning_compress.recipe.load import config_dir, load_recipe
 from lightning_compress.report.estimate import estimate_lines, estimate_table, save_estimate
@@ -113,15 +115,14 @@ def main() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # with which Hydra raises its errors, and does not print them
     try:
-        several = [flag for flag in given[2:] if flag in ("-m", "--multirun")]  # which Hydra reads in front alone
-        rest = [each for each in given[2:] if each not in several]
-        with named_recipes([*several, *with_quoted_paths(_as_overrides(rest), bool(several))]) as overrides:
-            check_groups(overrides)
-            sys.argv = [f"{given[0]} {command}", *overrides]
+        ordered = overrides_first(as_overrides(given[2:]))
+        with named_recipes(with_quoted_paths(ordered, is_multirun(ordered))) as arguments:
+            check_groups(arguments)
+            sys.argv = [f"{given[0]} {command}", *arguments]
             hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=command)(task)()
     except CompressionError as error:
         _end(_told(error))
-    except (HydraException, InterpolationToMissingValueError) as error:  # the latter of a multirun without output_dir
+    except (HydraException, OmegaConfBaseException) as error:  # the latter of a multirun without output_dir
         _end(_told(CompressionError(mistyped(error))))
 
 
@@ -130,22 +131,9 @@ def _own_keys(command: str) -> str:
     return (config_dir() / f"{command}.yaml").read_text(encoding="utf-8").partition("\n\n")[2]
 
 
-def _as_overrides(arguments: list[str]) -> list[str]:
-    """`--graph FILE` and `--refit FILE`, as other tools have it, are `graph=FILE` and `refit=[FILE]`.
-
-    >>> _as_overrides(["--refit", "a/report.json", "run_on=cpu"])
-    ['refit=[a/report.json]', 'run_on=cpu']
-    """
-    for flag, written in (("--graph", "graph={}"), ("--refit", "refit=[{}]")):
-        if flag in arguments[:-1]:
-            at = arguments.index(flag)
-            arguments = [*arguments[:at], written.format(arguments[at + 1]), *arguments[at + 2 :]]
-    return arguments
-
-
 def _completed(config: DictConfig, needs_weights: bool) -> DictConfig:
     """A command's configuration as the rest has it; it is changed."""
-    config = complete(with_dequantized(with_model_config(with_flags(config), needs_weights)))
+    config = with_own_files(complete(with_dequantized(with_model_config(with_flags(config), needs_weights))))
     if config.get("output_dir") is not None:  # OUT/, as a shell completes it, is OUT: logs go to ${output_dir}_logs
         config.output_dir = str(Path(str(config.output_dir)))
     return config
@@ -252,15 +240,28 @@ def run_compress(config: DictConfig, output_dir: Path) -> Report:
     """
     trainer = instantiate(
         config.trainer,
-        callbacks=[instantiate(callback) for callback in config.callbacks.values()],
-        logger=[instantiate(logger) for logger in config.logger.values()] or False,
+        callbacks=_made(config, "callbacks"),
+        logger=_made(config, "logger") or False,
     )
     with ranks_of(trainer) as ranks:
         return _compress_among(ranks, trainer, config, output_dir)
 
 
+def _made(config: DictConfig, group: str) -> list[Any]:
+    """
+    Raises:
+        CompressionError: one is no object of a class.
+    """
+    made = {name: instantiate(node) if OmegaConf.is_config(node) else node for name, node in config[group].items()}
+    for name, each in made.items():
+        if type(each).__module__ == "builtins" or OmegaConf.is_config(each):  # a number or a mapping
+            raise CompressionError(f"{group}.{name}={each} is no class of Lightning's with arguments: give _target_.")
+    return list(made.values())
+
+
 def _compress_among(ranks: Collective, trainer: pl.Trainer, config: DictConfig, output_dir: Path) -> Report:
     memory_options(config.memory)  # what is misspelt is told before anything is loaded
+    check_number("data.num_samples", config.data.num_samples, 1)
     check_output_dir(output_dir)
     planned = None
     if config.plan is not None:
@@ -324,7 +325,7 @@ def inspect(config: DictConfig) -> None:
     """Print how a model is cut, and draw it."""
     found = _reporting_errors(lambda: run_inspect(config))
     print("\n".join(graph_lines(found)))
-    _reporting_errors(lambda: _save("graph", config.graph, save_picture, found, "picture: "))
+    _save("graph", config.graph, save_picture, found, "picture: ")
 
 
 def _save(key: str, file: str | None, save: Callable[[Result, Path], None], found: Result, said: str) -> None:
@@ -360,7 +361,7 @@ def _reporting_errors(run: Callable[[], Result]) -> Result:
         sys.exit(128 + signal.SIGINT if isinstance(error.__context__, KeyboardInterrupt) else error.code)
     except CommunicationError as error:  # each rank's says what it was doing
         sys.exit(_told(error))
-    except HydraException as error:  # Trainer, callbacks or loggers that cannot be made
+    except (HydraException, OmegaConfBaseException) as error:  # Trainer, callbacks or loggers that cannot be made
         _end(_told(CompressionError(mistyped(error))))
     except (CompressionError, FileNotFoundError) as error:
         _end(_told(error))

@@ -95,8 +95,9 @@ def check_unquantized(model: PreTrainedModel, where: DictConfig) -> None:
         CompressionError: the configuration is of quantized weights, which the model on the meta device does not have.
     """
     if getattr(model.config, "quantization_config", None) is not None:
+        key = "model.path" if where.get("config") is None else "model.config"
         raise CompressionError(
-            f"model.path={where.path} is quantized, and its weights would be counted as if it was not. Give the "
+            f"{key}={where.path} is quantized, and its weights would be counted as if it was not. Give the "
             "original model; for `estimate job=inference` with job.weight_bits=4 or the like."
         )
 
@@ -359,7 +360,8 @@ def _worst(found: Sequence[Peak], place: Place, forms: Mapping[str, int]) -> lis
         parts = {TITLES[part]: size for part, size in peak.parts.items()}
         modules = dict.fromkeys(name.rpartition(".")[2] for name in peak.moment.of.split(", ") if name)
         at = ": ".join(filter(None, (peak.row.name, ", ".join(modules))))
-        rows.append(Row(what, place, parts, forms.get(what) if place == "device" else None, at))
+        form = forms.get(what) if place == "device" else None
+        rows.append(Row(what, place, parts, None if form is None else form + peak.parts["libraries"], at))
     return rows
 
 

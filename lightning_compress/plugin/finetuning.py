@@ -38,10 +38,11 @@ from lightning_compress.graph.configs import size_in
 from lightning_compress.memory.host import available_bytes
 from lightning_compress.memory.tracker import LiveMemory
 from lightning_compress.memory.work import WorkMeter
+from lightning_compress.plugin.chosen import chosen_keys
 from lightning_compress.plugin.estimate import check_unquantized, foreseeing, instantiated
 from lightning_compress.plugin.models import load_config_only
 from lightning_compress.plugin.plan import machine_for, size_of
-from lightning_compress.plugin.planning import check_ranks, typed_keys
+from lightning_compress.plugin.planning import check_ranks
 
 
 def run_finetuning_plan(config: DictConfig) -> PlannedFineTuning:
@@ -53,8 +54,8 @@ def run_finetuning_plan(config: DictConfig) -> PlannedFineTuning:
     job = instantiated(config.job)
     assert isinstance(job, FineTuningJob)
     check_ranks(config)
-    typed = typed_keys()
-    idle = sorted(key for key in typed if key.startswith("choices."))
+    given = chosen_keys(config)
+    idle = sorted(key for key in given if key.startswith("choices."))
     if idle:
         raise CompressionError(
             f"{', '.join(idle)}: choices are those of a calibration. Of job=finetuning, layout.data, layout.zero, "
@@ -74,7 +75,7 @@ def run_finetuning_plan(config: DictConfig) -> PlannedFineTuning:
         budgets={"device": None if card is None else tensors_on(card), "host": host},
         interconnect=size_of("interconnect", config.interconnect),
         fixed=fixed,
-        fixes_checkpointing="job.gradient_checkpointing" in typed,
+        fixes_checkpointing="job.gradient_checkpointing" in given,
     )
 
 

@@ -9,18 +9,21 @@ from collections.abc import Iterable, Iterator
 from typing import cast
 
 from hydra.errors import HydraException, InstantiationException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, InterpolationResolutionError, OmegaConfBaseException
 
 from lightning_compress.errors import CompressionError, nearest
 from lightning_compress.recipe.load import config_dir
 
+_NO_NAME = re.compile(r"null|true|false|[-+]?(\d[\d_]*\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
+"""What Hydra's grammar does not take for a string."""
 
-def mistyped(error: HydraException | InterpolationToMissingValueError) -> str:
+
+def mistyped(error: HydraException | OmegaConfBaseException) -> str:
     """What is wrong, with the nearest known name.
 
     Args:
-        error: of composing a configuration, or of making what it describes.
+        error: of composing a configuration, of making what it describes, or of reading it.
     """
     cause = error.__cause__
     if isinstance(error, MissingConfigException) and error.missing_cfg_file is not None:
@@ -28,9 +31,19 @@ def mistyped(error: HydraException | InterpolationToMissingValueError) -> str:
     if isinstance(error, InstantiationException) and cause is not None:
         why = re.sub(", set env var HYDRA_FULL_ERROR=1.*", "", str(cause))  # which the command has set
         return f"{str(error).rpartition('full_key: ')[2]}: {why}"
-    if isinstance(cause, OmegaConfBaseException) and isinstance(cause.parent_node, DictConfig):
+    if isinstance(cause, OmegaConfBaseException):
         as_typed = re.sub(r"\[(\d+)\]", r".\1", str(cause.full_key))
-        return _unknown_key(str(cause.key), as_typed, cause.parent_node)
+        if isinstance(cause.parent_node, DictConfig):
+            return _unknown_key(str(cause.key), as_typed, cause.parent_node)
+        if isinstance(cause.parent_node, ListConfig):
+            parent, number = as_typed.rpartition(".")[0], len(cause.parent_node)
+            return f"{as_typed} is not there: {parent} has {number}, counted from 0. Give all: '{parent}=[...]'"
+    if isinstance(error, ConfigAttributeError | ConfigKeyError):
+        return f"{error.full_key} is missing, and there has to be one."
+    if isinstance(error, InterpolationResolutionError):
+        said = str(error).splitlines()[0]
+        said = said.partition("interpolation: ")[2].strip('"') or said
+        return f"{error.full_key}: {said}."
     given = f"{error.override}: " if isinstance(error, OverrideParseException) else ""
     remedy = "--help behind the command lists groups and keys."
     if given:
@@ -42,13 +55,13 @@ def mistyped(error: HydraException | InterpolationToMissingValueError) -> str:
 def check_groups(overrides: Iterable[str]) -> None:
     """
     Raises:
-        CompressionError: a group is given as null, of which Hydra says that it got a NoneType.
+        CompressionError: a group is given as null or a number, of which Hydra says that it got a NoneType or an int.
     """
     groups = {folder.name for folder in config_dir().iterdir() if folder.is_dir()}
     for override in overrides:
         key, _, value = override.partition("=")
-        group = key.partition("@")[0]
-        if value == "null" and group in groups:
+        group = key.partition("@")[0].lstrip("+")
+        if group in groups and any(_NO_NAME.fullmatch(each) for each in value.split(",")):
             options = sorted(file.stem for file in (config_dir() / group).glob("*.yaml"))
             raise CompressionError(f"{override}: give one of {', '.join(options)}, or leave {key} out.")
 

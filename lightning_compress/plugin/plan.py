@@ -34,6 +34,7 @@ from lightning_compress.memory.files import nearest_existing
 from lightning_compress.memory.garbage import no_full_collections
 from lightning_compress.memory.tracker import held_bytes, parse_bytes
 from lightning_compress.plugin.measure import READING, Measured, measured
+from lightning_compress.plugin.settings import check_number
 from lightning_compress.recipe.resolve import ResolvedRecipe, named_by, resolve
 
 
@@ -95,8 +96,8 @@ def plan_calibration(
     """
     start = time.perf_counter()
     for name in ("num_samples", "max_length"):
-        if getattr(situation, name) < 1:
-            raise CompressionError(f"data.{name}={getattr(situation, name)} is no number of at least 1.")
+        given = getattr(situation, name)
+        check_number(f"data.{name}", "null" if given is None else given, 1)
     check_images("", situation.num_images, situation.image_size)
     choices = replace(choices, batch_size=_possible(choices.batch_size, situation))
     target = find_target(model)
@@ -286,14 +287,14 @@ def machine_for(gpu: str | None, device: str, folder: Path) -> Machine:
     if gpu is not None:
         file = next((file for kind in ("cuda", "cpu") if (file := record_of(kind)).is_file()), None)
         return named_gpu(gpu, None if file is None else load_machine(file))
-    kind = device_kind(device)
+    kind = device_kind(device, remedy="name the one to plan for as gpu=..., e.g. gpu=rtx4090")
     file = record_of(kind)
     if file.is_file() and (known := load_machine(file)).is_complete:
         return known
     return probed(kind, folder)
 
 
-def device_kind(device: str, key: str = "run_on") -> str:
+def device_kind(device: str, key: str = "run_on", remedy: str = "") -> str:
     """What "auto" is here, given as `key`.
 
     Raises:
@@ -302,8 +303,7 @@ def device_kind(device: str, key: str = "run_on") -> str:
     if device not in ("auto", "cpu", "cuda"):
         raise CompressionError(f"{key}={device} is not known; use auto, cpu or cuda.")
     if device == "cuda" and not torch.cuda.is_available():
-        remedy = "name the one to plan for as gpu=..., e.g. gpu=rtx4090" if key == "run_on" else f"use {key}=cpu"
-        raise CompressionError(f"There is no CUDA device here; {remedy}.")
+        raise CompressionError(f"There is no CUDA device here; {remedy or f'use {key}=cpu'}.")
     return device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
 
 

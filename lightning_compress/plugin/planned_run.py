@@ -29,9 +29,10 @@ from lightning_compress.memory.placement import FORESEEN
 from lightning_compress.memory.tracker import resident_bytes
 from lightning_compress.memory.workspaces import cublas_workspace_bytes
 from lightning_compress.plugin.beforehand import check_ranks
+from lightning_compress.plugin.chosen import chosen_keys
 from lightning_compress.plugin.models import load_config_only, memory_options
 from lightning_compress.plugin.plan import Choices, machine_for, plan_calibration
-from lightning_compress.plugin.planning import choices_left, max_length, plain, plain_value, typed_keys
+from lightning_compress.plugin.planning import choices_left, max_length, plain, plain_value
 from lightning_compress.recipe.load import load_recipe
 
 
@@ -66,13 +67,13 @@ def plan_for_run(
     if trainer.world_size > 1:
         check_ranks(trainer)
     model = load_config_only(config.model)
-    typed = typed_keys()
+    given = chosen_keys(config)
     begun = _begun(config, output_dir, ranks)
     if begun is not None:
         config = cast(DictConfig, OmegaConf.merge(config, {"plan": str(output_dir / PLAN)}))
     of_ranks: list[Rank] = []
     if config.plan == "auto":
-        of_ranks = ranks.gather(_rank(config, trainer, device, output_dir, typed), "comparing the ranks")
+        of_ranks = ranks.gather(_rank(config, trainer, device, output_dir, given), "comparing the ranks")
         _check_alike(of_ranks)
     planned: Planned | CompressionError | None = begun
     if ranks.rank == 0 and begun is None:
@@ -86,7 +87,7 @@ def plan_for_run(
         raise planned
     _check_same(config, planned, model, device, trainer)
     if config.plan != "auto":
-        _check_typed(config, planned, typed)
+        _check_given(config, planned, given)
     ranks.meet("comparing the plan and the command")  # nobody begins what another one refuses
     return planned
 
@@ -129,7 +130,7 @@ def _found(
     return plan_calibration(model, situation, choices, machine_for(None, of_ranks[0].kind, output_dir))
 
 
-def _rank(config: DictConfig, trainer: pl.Trainer, device: torch.device, output_dir: Path, typed: Set[str]) -> Rank:
+def _rank(config: DictConfig, trainer: pl.Trainer, device: torch.device, output_dir: Path, given: Set[str]) -> Rank:
     memory, here = memory_options(config.memory), trainer.world_size // trainer.num_nodes
     on_device = memory.num_bytes("device_budget", device) if device.type == "cuda" else None
     if on_device is not None:
@@ -137,7 +138,7 @@ def _rank(config: DictConfig, trainer: pl.Trainer, device: torch.device, output_
     elif device.type == "cuda":
         on_device = tensors_on(free_on(device))
     budget = memory.num_bytes("host_budget", device)
-    choices = _choices_left(config, typed)
+    choices = _choices_left(config, given)
     if len(choices.load) > 1 and not has_safetensors(Path(config.model.path)):
         choices = replace(choices, load=("memory",))  # of other files, or of a name on the Hub
     return Rank(
@@ -234,30 +235,30 @@ def with_plan(config: DictConfig, planned: Planned) -> DictConfig:
     )
 
 
-def _choices_left(config: DictConfig, typed: Set[str]) -> Choices:
+def _choices_left(config: DictConfig, given: Set[str]) -> Choices:
     """What a new plan may choose from: not what the user has chosen.
 
     Raises:
         CompressionError: a budget of activations, which is what the plan is about.
     """
-    budgets = sorted(typed & {"memory.activation_budget", "memory.device_activation_budget"})
+    budgets = sorted(given & {"memory.activation_budget", "memory.device_activation_budget"})
     if budgets:
         raise CompressionError(
             f"plan=auto chooses {', '.join(budgets)}; leave it out, or the plan. memory.host_budget and "
             "memory.device_budget are what it has to keep."
         )
-    return choices_left(config, Choices(), typed)
+    return choices_left(config, Choices(), given)
 
 
-def _check_typed(config: DictConfig, planned: Planned, typed: Set[str]) -> None:
-    """What the user typed is what the plan says."""
+def _check_given(config: DictConfig, planned: Planned, given: Set[str]) -> None:
+    """What the user gave is what the plan says."""
     after = with_plan(config, planned)
     keys = [
         *("model.load", "data.batch_size", "calibration.schedule", "calibration.sequential_targets"),
         "calibration.expert_parts",
         *("memory.prefetch_depth", "memory.activation_budget", "memory.device_activation_budget"),
     ]
-    pairs = [(key, plain_value(config, key), plain_value(after, key)) for key in keys if key in typed]
+    pairs = [(key, plain_value(config, key), plain_value(after, key)) for key in keys if key in given]
     left = ("calibration.expert_parts", None)  # to whoever chooses
     different = [
         f"{key}={here}, and the plan {there}" for key, here, there in pairs if here != there and (key, here) != left

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_compress.errors import CompressionError, nearest, reason
@@ -19,6 +18,7 @@ from lightning_compress.foresight.planned import Planned, Situation, plan_of, te
 from lightning_compress.memory.files import free_bytes
 from lightning_compress.memory.host import available_bytes
 from lightning_compress.memory.tracker import resident_bytes
+from lightning_compress.plugin.chosen import chosen_keys
 from lightning_compress.plugin.estimate import check_unquantized, instantiated
 from lightning_compress.plugin.generation import PlannedGeneration, plan_generation
 from lightning_compress.plugin.models import load_config_only, reads_from_disk
@@ -45,7 +45,7 @@ def run_plan(config: DictConfig) -> Planned:
     """
     check_ranks(config)
     only_for_fine_tuning(config)
-    choices = choices_left(config, _choices(config.choices), typed_keys())
+    choices = choices_left(config, _choices(config.choices), chosen_keys(config))
     sizes = {name: config[name] for name in ("device", "host", "disk")}
     card, host, disk = (None if size == "auto" else size_of(name, size) for name, size in sizes.items())
     folder = Path(config.output_dir)
@@ -136,7 +136,9 @@ def run_generation_plan(config: DictConfig) -> PlannedGeneration:
     return plan_generation(
         model,
         machine,
-        Task(job.context, job.new_tokens, num_prompts=job.batch_size if "job.batch_size" in typed_keys() else None),
+        Task(
+            job.context, job.new_tokens, num_prompts=job.batch_size if "job.batch_size" in chosen_keys(config) else None
+        ),
         device_bytes=tensors_on(card),
         host_bytes=host,
         disk_bytes=disk,
@@ -179,30 +181,24 @@ def _report_of(path: Path, kind: str) -> tuple[Plan, list[dict[str, Any]]]:
     return plan, subgraphs
 
 
-def typed_keys() -> set[str]:
-    """The keys that the user gave on the command line."""
-    given = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
-    return {override.partition("=")[0].lstrip("+") for override in given}
-
-
-def choices_left(config: DictConfig, among: Choices, typed: Set[str]) -> Choices:
+def choices_left(config: DictConfig, among: Choices, given: Set[str]) -> Choices:
     """What a plan may choose from: not what the user has chosen.
 
     Args:
         config: of a compression, or of its plan.
         among: what there is.
-        typed: keys that the user gave.
+        given: keys that the user gave.
 
     Raises:
         CompressionError: what was chosen is not among those that the user lets a plan choose from.
     """
-    chosen = {key: (name, plain_value(config, key)) for key, name in _CHOICES.items() if key in typed}
+    chosen = {key: (name, plain_value(config, key)) for key, name in _CHOICES.items() if key in given}
     if chosen.get("calibration.expert_parts", ("", None))[1] is None:  # whoever chooses
         chosen.pop("calibration.expert_parts", None)
     if config.model.load != "auto" or config.model.get("weights") is not None:
         chosen["model.load"] = ("load", "disk" if reads_from_disk(config.model) else "memory")
     for key, (name, value) in chosen.items():
-        if f"choices.{name}" in typed and value not in getattr(among, name):
+        if f"choices.{name}" in given and value not in getattr(among, name):
             raise CompressionError(
                 f"{key}={value} is not among choices.{name}={list(getattr(among, name))}; leave one of them out."
             )
@@ -226,7 +222,7 @@ def plain_value(config: DictConfig, key: str) -> Any:
 
 
 def max_length(config: DictConfig) -> int:
-    """Tokens of each sample.
+    """Tokens of each sample, as they are given.
 
     Raises:
         CompressionError: the source does not say.
@@ -237,7 +233,7 @@ def max_length(config: DictConfig) -> int:
             "Plan for samples like them, `lightning-compress plan data=docs data.max_length=... num_images=... "
             "json=plan.json`, and give plan=plan.json; or compress without a plan."
         )
-    return int(config.data.max_length)
+    return cast(int, config.data.max_length)
 
 
 def _choices(config: DictConfig) -> Choices:

@@ -7,9 +7,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
 from lightning_compress.recipe.load import load_recipe, shipped_recipes
 
-_CHOICE = "recipe="
+_CHOICE, _SEARCHED = "recipe=", "hydra.searchpath="
 _SUFFIXES = (".yaml", ".yml", ".json")
 
 
@@ -33,7 +35,10 @@ def named_recipes(arguments: Sequence[str]) -> Iterator[list[str]]:
         group.mkdir()
         for name, file in files.items():
             shutil.copyfile(file, group / f"{name}.yaml")
-        yield [*named, f"hydra.searchpath=[file://{folder}]"]
+        searched = [each.removeprefix(_SEARCHED).strip("[]") for each in named if each.startswith(_SEARCHED)]
+        everywhere = ",".join([*filter(None, searched), f"file://{folder}"])
+        # in front, as flags come last
+        yield [f"{_SEARCHED}[{everywhere}]", *(each for each in named if not each.startswith(_SEARCHED))]
 
 
 def _named(argument: str, files: dict[str, Path]) -> str:
@@ -44,9 +49,11 @@ def _named(argument: str, files: dict[str, Path]) -> str:
 
 
 def _name(file: str, files: dict[str, Path]) -> str:
-    """An option's name for a file, which it is kept under."""
+    """An option's name for a file, which it is kept under: one that Hydra's grammar takes for a string."""
     load_recipe(Path(file))
-    stem = re.sub(r"\W", "_", Path(file).stem)
+    stem = re.sub(r"\W", "_", Path(file).stem, flags=re.ASCII)
+    if not isinstance(OverridesParser.create().parse_override(f"{_CHOICE}{stem}").value(), str):
+        stem = f"recipe_{stem}"
     taken = {*shipped_recipes(), *files}
     name = next(each for each in (stem, *(f"{stem}_{number}" for number in range(2, 99))) if each not in taken)
     files[name] = Path(file)

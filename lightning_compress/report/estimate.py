@@ -65,7 +65,6 @@ def estimate_lines(estimate: Estimate) -> list[str]:
 def save_estimate(estimate: Estimate, file: Path) -> None:
     """Write it as JSON; sizes are bytes."""
     rows = [{**asdict(row), "total": row.total} for row in estimate.rows]
-    file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps({**asdict(estimate), "rows": rows}, indent=2) + "\n", encoding="utf-8")
 
 

@@ -48,7 +48,8 @@ def error_figure(axes: "Axes", errors: Sequence[tuple[str, float]]) -> None:
     kinds = list(dict.fromkeys(name.rpartition(".")[2] for name, _ in errors))
     for number, kind in enumerate(kinds):
         chosen = [(position, error) for position, (name, error) in enumerate(errors) if name.rpartition(".")[2] == kind]
-        axes.plot(*zip(*chosen, strict=True), "o", markersize=5, label=kind, color=f"C{number % 10}")
+        # with a space, as matplotlib leaves labels out that begin with _
+        axes.plot(*zip(*chosen, strict=True), "o", markersize=5, label=f" {kind}", color=f"C{number % 10}")
     if any(error > 0 for _, error in errors):
         axes.set_yscale("log")
     axes.set_xlabel("module, in the model's order")
@@ -56,7 +57,10 @@ def error_figure(axes: "Axes", errors: Sequence[tuple[str, float]]) -> None:
     axes.set_xlim(-0.7, len(errors) - 0.3)
     axes.locator_params(axis="x", integer=True)
     if len(kinds) <= 12:
-        axes.legend(ncols=min(len(kinds), 7), fontsize=8, frameon=False, loc="lower left", bbox_to_anchor=(0, 1))
+        columns = min(len(kinds), 7)
+        legend = axes.legend(ncols=columns, fontsize=8, frameon=False, loc="lower left", bbox_to_anchor=(0, 1))
+        for text in legend.get_texts():
+            text.set_parse_math(False)  # names may hold $
 
 
 @figure(3.2)

@@ -12,6 +12,7 @@ from lightning_compress.errors import CompressionError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _MARGIN, _TITLE, _LINE, _GAP = 0.4, 0.42, 0.34, 0.5
 """Heights in a picture, in inches."""
@@ -129,9 +130,8 @@ def _texts(step: Sequence[GroupView]) -> list[str]:
     return [text if count == 1 else f"{text} x {count}" for text, count in counts.items()]
 
 
-def save_picture(view: GraphView, file: Path) -> None:
-    """Draw the graph from top to bottom, in the format that the file's name ends in (svg, png, pdf).
-
+def check_picture(file: Path) -> None:
+    """
     Raises:
         CompressionError: matplotlib is not there, or does not know the format.
     """
@@ -139,10 +139,28 @@ def save_picture(view: GraphView, file: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise CompressionError("A picture needs matplotlib: pip install 'lightning-compress[report]'.") from error
+    known, given = sorted(Figure().canvas.get_supported_filetypes()), file.suffix.removeprefix(".")
+    if given and given.lower() not in known:
+        raise CompressionError(f"graph={file}: Format {given!r} is not supported; supported are {', '.join(known)}.")
+
+
+def save_picture(view: GraphView, file: Path) -> None:
+    """Draw the graph from top to bottom, in the format that the file's name ends in (svg, png, pdf; see
+    `check_picture`)."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context({"text.parse_math": False}):  # names may hold $
+        figure = Figure()
+        _draw(figure, view)
+        figure.savefig(file)
+
+
+def _draw(figure: "Figure", view: GraphView) -> None:
     parts = collapsed(view.parts)
     heights = [_height(part) for part in parts]
     total = sum(heights) + _GAP * len(parts) + 2 * _MARGIN + _TITLE + _LINE
-    figure = Figure(figsize=(11, total))
+    figure.set_size_inches(11, total)
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set_axis_off()
     axes.set_xlim(0, 11)
@@ -159,10 +177,6 @@ def save_picture(view: GraphView, file: Path) -> None:
             axes.annotate("", (1.2, top - _GAP + 0.03), (1.2, top), arrowprops={"arrowstyle": "-|>", "color": "0.35"})
             axes.text(1.4, top - _GAP / 2, _crossing(part), fontsize=8, color="0.35", va="center")
         top -= _GAP
-    try:
-        figure.savefig(file)
-    except ValueError as error:
-        raise CompressionError(f"graph={file}: {error}.") from error
 
 
 def _height(part: SubgraphView) -> float:

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from lightning_compress.errors import CompressionError
 from lightning_compress.foresight.adapters import Packed, adapt, linears, num_trainable, packed_bytes, targets_of
-from lightning_compress.foresight.jobs import FineTuningJob, Phase, on_fakes
+from lightning_compress.foresight.jobs import FineTuningJob, Method, Phase, on_fakes
 from lightning_compress.foresight.layouts import Layout, per_rank
 from lightning_compress.foresight.optimizers import AdamW8bitMemory, state_bytes
 from lightning_compress.foresight.training import finetune
@@ -25,6 +25,16 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 128,
 }
 FAMILIES: dict[str, dict[str, Any]] = {"llama": SIZES, "gpt_neox": SIZES}
+T5: dict[str, Any] = {
+    "decoder_start_token_id": 0,
+    "pad_token_id": 0,
+    "d_model": 64,
+    "d_ff": 96,
+    "d_kv": 16,
+    "num_layers": 2,
+    "num_heads": 4,
+    "vocab_size": 97,
+}
 JOBS: dict[str, FineTuningJob] = {
     "lora": FineTuningJob(3, 12, method="lora", lora_rank=4),
     "lora_some": FineTuningJob(3, 12, method="lora", lora_rank=4, lora_targets=r".*(q_proj|query_key_value|dense)"),
@@ -38,7 +48,8 @@ JOBS: dict[str, FineTuningJob] = {
 
 
 def build(family: str = "llama", dtype: torch.dtype = torch.bfloat16) -> nn.Module:
-    model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **FAMILIES[family]), dtype=dtype)
+    auto = AutoModelForSeq2SeqLM if family == "t5" else AutoModelForCausalLM
+    model: nn.Module = auto.from_config(AutoConfig.for_model(family, **{**FAMILIES, "t5": T5}[family]), dtype=dtype)
     return model
 
 
@@ -60,6 +71,22 @@ def test_fake_is_real(family: str, job: str, dtype: torch.dtype) -> None:
     fake = foreseen(JOBS[job], family, dtype)
     assert fake == on_real(JOBS[job], family, dtype)
     assert list(dict.fromkeys(phase.name for phase in fake)) == ["forward", "backward", "step"]
+
+
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+def test_models_that_look_at_weights(method: Method) -> None:
+    """T5 casts to the type of `wo`, which transformers keeps from bitsandbytes. Seen to fail: with adapters that have
+    no weight; with `wo` packed."""
+    job = FineTuningJob(3, 12, method=method, lora_rank=4)
+    assert foreseen(job, "t5") == on_real(job, "t5")
+    model = build("t5")
+    adapt(model, 4, None, packs=method == "qlora")
+    packed = {
+        name.removesuffix(".base_layer").rpartition(".")[2]
+        for name, each in model.named_modules()
+        if type(each) is Packed
+    }
+    assert packed == ({"q", "k", "v", "o", "wi"} if method == "qlora" else set())
 
 
 @pytest.mark.parametrize("family", FAMILIES)

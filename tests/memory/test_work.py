@@ -103,3 +103,20 @@ def test_backward_of_attention_and_optimizers_in_place() -> None:
     with meter:
         torch._foreach_add_(tensors, tensors)
     assert dict(meter.work) == {"call": 1, "elementwise": 3 * 4 * 11}
+
+
+@pytest.mark.parametrize("kind", [nn.Conv1d, nn.ConvTranspose1d])
+@pytest.mark.parametrize("groups", [1, 8])
+def test_backward_of_a_convolution(kind: type[nn.Conv1d], groups: int) -> None:
+    """As much for the inputs as for the weight as forward. Seen to fail: by torch's formula, which raises where it is
+    given the first tensor alone, and multiplies by the number of groups."""
+    convolution, inputs = kind(8, 8, 3, groups=groups), torch.randn(2, 8, 11, requires_grad=True)
+    meter = WorkMeter()
+    with meter:
+        out = convolution(inputs)
+    forward = meter.work["product float32"]
+    assert forward == 2 * 2 * 8 * (9 if kind is nn.Conv1d else 11) * 3 * 8 // groups
+    meter.work.clear()
+    with meter:
+        out.backward(torch.ones_like(out))
+    assert meter.work["product float32"] == 2 * forward

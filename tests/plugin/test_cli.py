@@ -221,15 +221,15 @@ def test_files_named_like_other_recipes_are_told_apart(tmp_path: Path) -> None:
     for file, text in zip(files, (content, json.dumps(OmegaConf.to_container(OmegaConf.create(content)))), strict=True):
         file.parent.mkdir()
         file.write_text(text)
-    given = ["-m", "recipe=" + ",".join([*map(str, files), "w8a8_gptq"]), "data=docs"]
+    given = ["recipe=" + ",".join([*map(str, files), "w8a8_gptq"]), "data=docs", "-m"]
     with named_recipes(given) as arguments:
-        assert arguments[:3] == ["-m", "recipe=w8a8_gptq_2,w8a8_gptq_3,w8a8_gptq", "data=docs"]
-        folder = Path(arguments[3].removeprefix("hydra.searchpath=[file://").removesuffix("]"))
+        assert arguments[1:] == ["recipe=w8a8_gptq_2,w8a8_gptq_3,w8a8_gptq", "data=docs", "-m"]
+        folder = Path(arguments[0].removeprefix("hydra.searchpath=[file://").removesuffix("]"))
         expected = load_recipe(files[0])
         assert [load_recipe(path) for path in sorted(folder.glob("recipe/*"))] == [expected, expected]
     assert not folder.exists()
     with named_recipes([f"recipe='{files[0]}'"]) as arguments:
-        assert arguments[0] == "recipe=w8a8_gptq_2"
+        assert arguments[1] == "recipe=w8a8_gptq_2"
     with named_recipes(["recipe=w4a16_rtn"]) as arguments:
         assert arguments == ["recipe=w4a16_rtn"]
 
@@ -340,6 +340,14 @@ def test_an_unfinished_compression_is_not_read(command: Command, checkpoint: Pat
         (["data=text"], "data.files=... has to be given."),
         (["data=text", "data.files=a.txt"], "(field 'files'); give a list, as data.files=[a.txt]"),
         (["data=null"], "data=null: give one of audio, custom, docs, "),
+        (["recipe=4"], "recipe=4: give one of w2a16_best, "),
+        (["recipe.modifiers.5.group_size=64"], "recipe.modifiers.5 is not there: recipe.modifiers has 1, counted from"),
+        (["data.num_samples=0"], "data.num_samples=0 is no whole number of at least 1."),
+        (["data.num_samples=${{oc.env:UNSET}}"], "data.num_samples: Environment variable 'UNSET' not found."),
+        (["~callbacks"], "callbacks is missing, and there has to be one."),
+        (["~calibration.resume"], "calibration.resume is missing, and there has to be one."),
+        (["+callbacks.mine=3"], "callbacks.mine=3 is no class of Lightning's"),
+        (["+logger.mine={{_target_: builtins.dict}}"], "logger.mine={} is no class of Lightning's with arguments"),
         (["calibration=null"], "calibration=null: there has to be one."),
         (["output_dir=null"], "output_dir=null: there has to be one."),
         (["held_out=docs_test"], "held_out is not known without the group, which is given as data@held_out=..."),

@@ -27,6 +27,7 @@ from transformers import (
 
 from lightning_compress.memory.needs import pinned_bytes
 from lightning_compress.plugin import cli
+from lightning_compress.plugin.flags import with_flags
 from lightning_compress.plugin.models import load_config_only, load_model
 
 from .conftest import Command, refused
@@ -237,6 +238,14 @@ def test_words_for_flags(estimate: Any) -> None:
     assert no == plain != yes
 
 
+def test_flags_are_those_of_the_command() -> None:
+    """Seen to fail: 1 and 0 of the user's own function as booleans, `dequantize: no` as it is, and true."""
+    given = {"_target_": "mine.loader", "packing": 1, "deep": {"verify": 0}}
+    config = OmegaConf.create({"data": {"loader": given, "packing": 0}, "model": {"dequantize": "no"}})
+    assert with_flags(config) == {"data": {"loader": given, "packing": False}, "model": {"dequantize": False}}
+    assert type(config.data.loader.packing) is type(config.data.loader.deep.verify) is int
+
+
 def test_more_tokens_than_positions_are_told(estimate: Any) -> None:
     for options in (("job=inference", "job.context=4096", "job.new_tokens=1"), ("job=finetuning", "job.length=4097")):
         _, said = estimate(*options)
@@ -341,8 +350,10 @@ def test_calibration(estimate: Any) -> None:
     assert device["write"].get("workspace", 0) == 0, "tensors are packed, copied and read back in host memory"
     assert host["write"]["workspace"] > 0 < host["solve"]["workspace"]
     assert estimate(*sizes, "memory.device_activation_budget=1MiB")[0]["reserved"] is None, "of what waits there"
-    has_form = {row["name"] for row in found["rows"] if row["place"] == "device" and row["closed_form"]}
-    assert has_form == {"batch", "solve"}
+    with_form = {row["name"]: row for row in found["rows"] if row["place"] == "device" and row["closed_form"]}
+    assert with_form.keys() == {"batch", "solve"}
+    for row in with_form.values():  # seen to fail: without libraries, which are most of it
+        assert row["closed_form"] == pytest.approx(row["total"], abs=row["parts"]["libraries"] / 8)
     ranks, _ = estimate(*sizes, "job.ranks=4")
 
     def waiting(of: dict[str, Any]) -> int:

@@ -172,7 +172,7 @@ def mllama_processor(size: int = 16) -> MllamaProcessor:
         (["graph=out.xyz"], "graph=out.xyz: Format 'xyz' is not supported"),
         (["schedule=stagd"], "schedules are staged, recompute, block, basic, datafree"),
         (["schedule=datafree"], "With schedule=datafree nothing runs"),
-        (["graph=/nowhere/out.svg"], "graph=/nowhere/out.svg cannot be written"),
+        (["graph=/dev/null/out.svg"], "graph=/dev/null/out.svg cannot be written"),
         (["rows=two"], "rows=two"),
         (["sequential_targets=[NoSuchLayer]"], "No module matches sequential_targets"),
     ],

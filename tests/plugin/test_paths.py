@@ -7,9 +7,10 @@ import pytest
 from helpers import tiny_llama
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from lightning_compress.plugin import cli
 from lightning_compress.plugin.paths import with_quoted_paths
 
-from .conftest import Command
+from .conftest import Command, refused
 
 
 @pytest.mark.parametrize(
@@ -62,3 +63,64 @@ def test_a_folder_named_like_a_number(command: Command, tmp_path: Path, monkeypa
     command("compress", "model.path=2024", "model.tokenizer=null", "recipe=w4a16_rtn", "trainer=cpu", "output_dir=1.10")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1.10", "2024"]
     assert (tmp_path / "1.10" / "report.json").is_file()
+
+
+RECIPE = "modifiers: [{algorithm: rtn, scheme: W8A16, targets: [Linear], ignore: [mine]}]"
+
+
+@pytest.mark.parametrize("name", ["mine", "2024", "1.10", "é", "true", "1_0", "my recipe (v1)", ".hidden"])
+def test_a_recipe_of_any_name(name: str, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen to fail: numbers with "Got int", accents as errors of Hydra's grammar."""
+    (tmp_path / f"{name}.yaml").write_text(RECIPE)
+    monkeypatch.chdir(tmp_path)
+    assert "- mine" in command("compress", f"recipe={name}.yaml", "--cfg", "job")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["--config-dir", "{folder}", "recipe=mine.yaml", "data=own"],
+        ["--config-dir={folder}", "recipe=mine.yaml", "data=own"],
+        ["data=own", "--config-dir", "{folder}", "recipe=mine.yaml"],
+        ["recipe=mine.yaml", "hydra.searchpath=[file://{folder}]", "data=own"],
+    ],
+)
+def test_a_recipe_of_a_file_beside_a_folder_of_ones_own(
+    given: list[str], command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever the flags are. Seen to fail: overrides behind them, a folder in quotes, two search paths."""
+    (tmp_path / "cfg" / "data").mkdir(parents=True)
+    (tmp_path / "cfg" / "data" / "own.yaml").write_text("defaults: [docs]\nnum_samples: 77")
+    (tmp_path / "mine.yaml").write_text(RECIPE)
+    monkeypatch.chdir(tmp_path)
+    said = command("compress", *(each.format(folder=tmp_path / "cfg") for each in given), "--cfg", "job")
+    assert "- mine" in said
+    assert "num_samples: 77" in said
+
+
+def test_files_are_known_to_be_writable_before_the_work(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their folder is made. Seen to fail: behind it, and for want of the folder."""
+    tiny_llama(1).config.save_pretrained(tmp_path / "model")
+    given = ("inspect", f"model.path={tmp_path / 'model'}", "length=8", "recipe.modifiers.0.group_size=16")
+    command(*given, f"graph={tmp_path / 'new' / 'graph.svg'}")
+    assert (tmp_path / "new" / "graph.svg").stat().st_size > 1000
+    monkeypatch.setattr(cli, "run_inspect", lambda config: pytest.fail("worked"))
+    for file, message in (
+        (tmp_path, "cannot be written"),
+        ("/dev/null/x.svg", "cannot be written"),
+        ("x.y", "Format 'y' is"),
+    ):
+        assert message in refused(command, *given, f"graph={file}")
+    assert not list(tmp_path.glob("*.y"))
+
+
+def test_each_run_of_a_multirun_has_its_own_file(command: Command, tmp_path: Path) -> None:
+    """Seen to fail: the last one's alone was left."""
+    tiny_llama(1).config.save_pretrained(tmp_path / "model")
+    of_job = ("job=inference", "job.context=8", "job.new_tokens=1,2", f"output_dir={tmp_path / 'out'}")
+    command("estimate", "-m", f"model.path={tmp_path / 'model'}", *of_job, f"json={tmp_path / 'e.json'}")
+    files = sorted(tmp_path.glob("*.json"))
+    assert [file.name for file in files] == ["0_e.json", "1_e.json"]
+    assert ["new_tokens=1" in file.read_text() for file in files] == [True, False]

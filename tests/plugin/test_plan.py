@@ -125,6 +125,34 @@ def test_compress_makes_its_own_plan(command: Command, checkpoint: Path, tmp_pat
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
+def test_what_is_given_in_another_form_is_the_users_too(command: Command, checkpoint: Path, tmp_path: Path) -> None:
+    """A mapping, or a file of one's own. Seen to fail: a plan overruled all of it without a word."""
+    experiments = {
+        "mine": {"calibration": {"schedule": "basic"}, "data": {"batch_size": 3}},
+        "waiting": {"memory": {"activation_budget": "1MiB"}},
+    }
+    for name, content in {f"experiment/{each}": of for each, of in experiments.items()}.items():
+        file = tmp_path / "cfg" / f"{name}.yaml"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"# @package _global_\n{json.dumps(content)}")
+    (tmp_path / "cfg" / "data").mkdir()
+    OmegaConf.save({"defaults": ["docs"], "batch_size": 4}, tmp_path / "cfg" / "data" / "few.yaml")
+    where = (f"model.path={checkpoint}", *DATA, f"--config-dir={tmp_path / 'cfg'}")
+    plan = ("plan", *where, "choices={load: [memory], prefetch_depth: [1]}", f"json={tmp_path / 'plan.json'}")
+    assert "batch size 3," in command(*plan, "data={batch_size: 3}")
+    assert "batch size 4," in command(*plan, "data=few")
+    assert "data.batch_size=2 is not among choices" in refused(
+        command, *plan[:-2], "choices={batch_size: [4]}", "data={batch_size: 2}"
+    )
+    given = ("compress", *where, "trainer=cpu", f"output_dir={tmp_path / 'out'}")
+    for waiting in ("memory={activation_budget: 1MiB}", "experiment=waiting"):
+        assert "plan=auto chooses memory.activation_budget" in refused(command, *given, "plan=auto", waiting)
+    of_file = f"plan={tmp_path / 'plan.json'}"
+    assert "calibration.schedule=basic, and" in refused(command, *given, of_file, "calibration={schedule: basic}")
+    assert "plan: schedule basic, batch size 3," in command(*given, "plan=auto", "experiment=mine")
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
 def test_weights_that_are_elsewhere(command: Command, checkpoint: Path, tmp_path: Path) -> None:
     """Are read from there, layer by layer. Seen to fail: with weights in memory, for there are no files in
     model.path."""
@@ -197,13 +225,15 @@ def test_another_machine(command: Command, tmp_path: Path) -> None:
         (["model.load=disk", "choices.load=[memory]"], r"model.load=disk is not among choices.load=\['memory'\]"),
         (["choices.batch_size=[0]"], "choices.batch_size=0: schedules are"),
         (["choices.batch_size=[4096]"], r"choices.batch_size=\[4096\]: no batch can have more than the [0-9]+ samples"),
-        (["data.num_samples=0"], "data.num_samples=0 is no number of at least 1"),
+        (["data.num_samples=0"], "data.num_samples=0 is no whole number of at least 1"),
+        (["data.num_samples=16.5"], "data.num_samples=16.5 is no whole number"),
+        (["data.max_length=abc"], "data.max_length='abc' is no whole number"),
         (["choices.schedule=staged"], "choices.schedule=staged is no list"),
         (["choices.schedule=[fast]"], "choices.schedule=fast: schedules are staged, recompute, block, basic"),
         (["+choices.speed=[1]"], "choices has no option speed; known are batch_size,"),
         (["disk=1KiB"], r"No plan fits .*disk=1.00 KiB.* The smallest that could do"),
         (["host=1MiB"], "No plan fits host=1.00 MiB"),
-        (["json=/nowhere/plan.json"], "json=/nowhere/plan.json cannot be written"),
+        (["json=/dev/null/plan.json"], "json=/dev/null/plan.json cannot be written"),
     ],
 )
 def test_wrong_input(command: Command, checkpoint: Path, options: list[str], message: str) -> None:
@@ -212,6 +242,12 @@ def test_wrong_input(command: Command, checkpoint: Path, options: list[str], mes
     few = [] if any(option.startswith("choices.batch") for option in options) else ["choices.batch_size=[2]"]
     said = refused(command, "plan", f"model.path={checkpoint}", *DATA, *few, *options)
     assert re.search(message, said), said
+
+
+def test_a_probe_of_a_device_that_is_not_here(command: Command) -> None:
+    """Seen to fail: with the advice to name one, which a probe refuses."""
+    if not torch.cuda.is_available():
+        assert "There is no CUDA device here; use run_on=cpu." in refused(command, "probe", "run_on=cuda")
 
 
 def test_ranks_write_a_checkpoint_together(command: Command, checkpoint: Path, tmp_path: Path) -> None:

@@ -219,10 +219,11 @@ def test_what_a_model_cannot_do_is_not_planned(command: Command, tmp_path: Path)
         (["interconnect=0"], "interconnect=0 is no rate"),
         (["job.batch_size=0"], "job.batch_size=0 is no number of at least 1"),
         (["layout.zero=5"], "cannot be laid out with layout.zero=5"),
+        (["choices={batch_size: [2]}"], "choices.batch_size: choices are those of a calibration"),
         (["choices.batch_size=[2]"], "choices.batch_size: choices are those of a calibration"),
         (["job.lora_targets=[nowhere]", "job.method=lora"], "job.lora_targets: 'nowhere' means no linear layer"),
         (["gpu=null", "run_on=cpu"], "Fine-tuning is planned for a GPU, and "),
-        (["json=/nowhere/plan.json"], "json=/nowhere/plan.json cannot be written"),
+        (["json=/dev/null/plan.json"], "json=/dev/null/plan.json cannot be written"),
         (["job=calibration"], "for a calibration (without job), for job=inference and for job=finetuning"),
         (["job=inference", "layout.zero=1"], "layout.zero=1: only plans of job=finetuning have these"),
     ],
@@ -238,4 +239,7 @@ def test_quantized_models_are_refused(command: Command, tmp_path: Path, job: str
     """As `estimate` does. Seen to fail: without it, weights of 4 bits being counted as of 16."""
     LlamaConfig(**SIZES, quantization_config={"quant_method": "gptq", "bits": 4}).save_pretrained(tmp_path / "packed")
     said = refused(command, "plan", f"model.path={tmp_path / 'packed'}", *MACHINE, f"job={job}", "disk=1GiB")
-    assert "is quantized, and its weights would be counted as if it was not" in said
+    assert f"model.path={tmp_path / 'packed'} is quantized, and its weights would be counted as if it was not" in said
+    file = tmp_path / "packed" / "config.json"
+    said = refused(command, "estimate", f"model.config={file}", f"job={job}")
+    assert f"model.config={file} is quantized" in said

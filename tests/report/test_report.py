@@ -14,7 +14,7 @@ from rich.console import Console
 from lightning_compress.calibration.solve import describe_scheme
 from lightning_compress.errors import RunWarning
 from lightning_compress.recipe.load import load_recipe
-from lightning_compress.report.figures import lanes_figure
+from lightning_compress.report.figures import error_figure, lanes_figure
 from lightning_compress.report.html import render_html
 from lightning_compress.report.report import Report
 
@@ -263,3 +263,13 @@ def test_weights_are_read_before_the_run_that_needs_them() -> None:
     disk = [bar for bar in axes.patches if bar.get_y() == -0.4]
     assert [(bar.get_x(), bar.get_x() + bar.get_width()) for bar in disk] == [(0.0, 4.0), (4.0, 8.0)]
     assert axes.get_xlim()[0] == 0
+
+
+def test_modules_of_any_name_are_in_the_legend() -> None:
+    """Seen to fail: without `_proj`, and with a warning where all are such; with an error about `$_$_$`."""
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    for names in (["a._proj"], ["a._proj", "a.$_$_$", "b.fc"]):
+        axes = figure().add_subplot()
+        error_figure.__wrapped__(axes, [(name, 0.1) for name in names])  # type: ignore[attr-defined]
+        assert [text.get_text().strip() for text in axes.get_legend().get_texts()] == [name[2:] for name in names]
+        assert error_figure([(name, 0.1) for name in names]).count("<svg") == 1
