@@ -257,18 +257,20 @@ def infer(
     """
     model.eval()
     device = next(model.parameters()).device
-    keep: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in signature(model.forward).parameters else {}
+    named = signature(model.forward).parameters
+    keep: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in named else {}
+    cache_name = "cache" if "cache" in named else "past_key_values"  # of transformers 5.24, and before
     with torch.no_grad(), memory:
         weights = follow(model, memory)
 
         def run(given: Mapping[str, Tensor], cache: Any = None) -> Any:
-            return getattr(model(**given, past_key_values=cache, use_cache=True, **keep), "past_key_values", None)
+            return getattr(model(**given, **{cache_name: cache}, use_cache=True, **keep), cache_name, None)
 
         def cached(length: int, cache: Any = None) -> Any:
             return run({"input_ids": torch.zeros(job.batch_size, length, dtype=torch.long, device=device)}, cache)
 
         if cached(1) is None:
-            raise CompressionError(f"{type(model).__name__} gives no past_key_values: inference is not foreseen.")
+            raise CompressionError(f"{type(model).__name__} gives no cache: inference is not foreseen.")
         for tensor in (prompt or {}).values():  # whoever generates keeps them to the end
             memory.track(tensor)
         memory.reset_peak()

@@ -1,6 +1,6 @@
 """Every private import of torch and transformers, and everything of theirs that is patched while tracing.
 
-Written against torch 2.11-2.13 and transformers 5.15-5.23. What is used and why:
+Written against torch 2.11-2.15 and transformers 5.15-5.24. What is used and why:
 
 - `ProxyTorchDispatchMode`, `PythonKeyTracer`, `FakeTensorMode`, `ShapeEnv`: parts of `make_fx`, which itself names
   parameters `_param_constant0`, keeps `no_grad` and autocast switches as nodes and builds a GraphModule nobody runs.

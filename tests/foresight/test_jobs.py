@@ -159,7 +159,7 @@ def test_without_a_cache() -> None:
         def forward(self, input_ids: torch.Tensor, past_key_values: object, use_cache: bool) -> torch.Tensor:  # type: ignore[override]
             return input_ids
 
-    with pytest.raises(CompressionError, match="Bag gives no past_key_values"):
+    with pytest.raises(CompressionError, match="Bag gives no cache"):
         infer(Bag(1, 1), InferenceJob(context=2), LiveMemory())
 
 

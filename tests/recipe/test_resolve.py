@@ -472,7 +472,7 @@ def test_names_and_patterns_that_mean_nothing_are_said() -> None:
         resolved(recipe(4, targets=["Linear", "re:.*w1"]), tiny_llama(1))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
 def test_torchscript_is_refused() -> None:
     """Seen to fail: with an error of a hook container."""
     model = nn.Sequential(nn.Linear(32, 32), torch.jit.script(nn.Linear(32, 32)))
