@@ -34,6 +34,10 @@ class UnsupportedModelError(CompressionError):
     """The recipe does not fit the model, or the model cannot be compressed as it is."""
 
 
+class ComputedWeightError(UnsupportedModelError):
+    """A weight that is to be quantized is computed of other parameters, into which nobody has folded them."""
+
+
 class UntraceableModelError(CompressionError):
     """The model's forward cannot be recorded as a graph, even with its layers as single nodes."""
 

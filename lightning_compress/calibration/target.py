@@ -154,17 +154,20 @@ def fields_of(model: PreTrainedModel) -> Callable[[Mapping[str, Any]], dict[str,
     """What of a batch the model is called with: the fields that its `forward` names, as `transformers.Trainer` does.
 
     Nearly every `forward` of transformers has `**kwargs`, and fails for some fields that tokenizers and data sets
-    give. There, those are passed that a `forward` behind it names (of its base classes, of the models inside), its main
-    input and the `attention_mask`; and all of a batch of which nothing is named.
+    give. There, those are passed that a `forward` behind it names (of its base classes, of models inside with the same
+    main input), its main input and, of token ids, the `attention_mask`; and all of a batch of which nothing is named.
     """
     named = _named(model.forward)
     if not takes_any_field(model):
         return lambda batch: {key: value for key, value in batch.items() if key in named}
-    inside = [module.forward for module in model.modules() if isinstance(module, PreTrainedModel)]
+    models = (module for module in model.modules() if isinstance(module, PreTrainedModel))
+    inside = [module.forward for module in models if module.main_input_name == model.main_input_name]
     bases = [kind.forward for kind in type(model).__mro__ if issubclass(kind, nn.Module)]
-    named = named.union(*map(_named, (*inside, *bases)))
     main = [model.main_input_name] if isinstance(model.main_input_name, str) else model.main_input_name
-    known = named.union(main, ["attention_mask"])
+    of_text = {"attention_mask"}  # beside images it is the text's, which is not what encoders of images call so
+    behind = set().union(*map(_named, (*inside, *bases)))
+    named |= behind if "input_ids" in main else behind - of_text
+    known = named.union(main, of_text if "input_ids" in main else ())
 
     def taken(batch: Mapping[str, Any]) -> dict[str, Any]:
         has_named = not named.isdisjoint(batch)

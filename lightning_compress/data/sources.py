@@ -159,7 +159,10 @@ def _split(saved: datasets.Dataset | datasets.DatasetDict, split: str) -> datase
     if split in saved:
         return saved[split]
     parts = datasets.ReadInstruction.from_spec(split).to_absolute(saved.num_rows)
-    return datasets.concatenate_datasets([saved[part.splitname].select(range(part.from_, part.to)) for part in parts])
+    rows = [saved[part.splitname].select(range(part.from_, part.to)) for part in parts if part.from_ < part.to]
+    if not rows:
+        raise ValueError(f"there are no such rows; it has {dict(saved.num_rows)}.")
+    return datasets.concatenate_datasets(rows)
 
 
 def _column(dataset: datasets.Dataset, config: HfConfig) -> Sequence[Document]:

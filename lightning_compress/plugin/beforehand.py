@@ -13,14 +13,15 @@ from lightning_compress.calibration.batches import CalibrationSet
 from lightning_compress.calibration.prepare import evaluating
 from lightning_compress.calibration.solve import already_quantized, read_whole
 from lightning_compress.calibration.target import find_target
-from lightning_compress.errors import UnsupportedModelError
+from lightning_compress.errors import ComputedWeightError, UnsupportedModelError
 from lightning_compress.graph.restore import attributes_restored, contents_restored
 from lightning_compress.graph.synthesize import flatten_batch
 from lightning_compress.memory.source import is_on_meta
 from lightning_compress.plugin import compat
 from lightning_compress.plugin.module import compressed_module
-from lightning_compress.recipe.forms import has_computed_weight
 from lightning_compress.recipe.refused import adapters
+
+_OURS = ("lightning.", "lightning_compress.")
 
 
 def undo_earlier(module: nn.Module) -> None:
@@ -116,24 +117,21 @@ def meta_under(trainer: pl.Trainer, pl_module: pl.LightningModule) -> str:
 
 def _ending(trainer: pl.Trainer, pl_module: pl.LightningModule) -> list[str]:
     """The classes that may change the module in `on_train_end`."""
-    names = [
-        type(each).__name__
-        for each in compat.callbacks(trainer)
-        if isinstance(each, StochasticWeightAveraging)
-        or (is_overridden("on_train_end", each, Callback) and not type(each).__module__.startswith("lightning"))
-    ]
+    others = [each for each in compat.callbacks(trainer) if not type(each).__module__.startswith(_OURS)]
+    others = [each for each in others if is_overridden("on_train_end", each, Callback)]
+    others += [each for each in compat.callbacks(trainer) if isinstance(each, StochasticWeightAveraging)]
+    names = [type(each).__name__ for each in others]
     return names + [type(pl_module).__name__] * is_overridden("on_train_end", pl_module, pl.LightningModule)
 
 
-def check_foldable(trainer: pl.Trainer, pl_module: pl.LightningModule, error: UnsupportedModelError) -> None:
-    """Called before a training with the reason why the module cannot be compressed as it is.
+def check_foldable(trainer: pl.Trainer, pl_module: pl.LightningModule, error: ComputedWeightError) -> None:
+    """Called before a training where a weight that is to be quantized is computed of others (weight_norm).
 
     Raises:
-        UnsupportedModelError: the given one, if weights that are computed (weight_norm) are not what it may be about,
-            or nobody may fold them when the training ends.
+        ComputedWeightError: the given one, if nobody may fold it when the training ends.
     """
-    names, modules = _ending(trainer, pl_module), compressed_module(pl_module).modules()
-    if not names or not any(map(has_computed_weight, modules)):
+    names = _ending(trainer, pl_module)
+    if not names:
         raise error
     rank_zero_warn(
         f"As the module is now it will not be compressed: {error} This is looked at again when the training has ended, "

@@ -1,7 +1,6 @@
 """The callback that adds a compression stage to a Trainer run."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -17,7 +16,12 @@ from lightning_compress.calibration.solve import already_quantized
 from lightning_compress.distributed.bars import bars_of_first
 from lightning_compress.distributed.buffers import share_buffers
 from lightning_compress.distributed.collective import closing_all
-from lightning_compress.errors import CalibrationDataError, CompressionError, UnsupportedModelError
+from lightning_compress.errors import (
+    CalibrationDataError,
+    CompressionError,
+    ComputedWeightError,
+    UnsupportedModelError,
+)
 from lightning_compress.export.checkpoint import SavesPretrained, check_output_dir, is_unfinished
 from lightning_compress.graph.stages import Schedule
 from lightning_compress.graph.targets import as_patterns
@@ -140,10 +144,11 @@ class CompressionCallback(Callback):
         self.report: Report | None = None
         self._data: CalibrationSet | None = None
         self._num_sanity_val_steps: int | float | None = None
-        self._is_pending = self._has_run_step = self._is_trained = self._is_unfinished = False
+        self._is_pending = self._has_run_step = self._has_ended = False
+        self._is_trained = self._is_unfinished = False
         self._was_compressed = False
         self._continues: Progress | None = None
-        self._hidden = ExitStack()
+        self._example: Any = None
 
     @property
     def state_key(self) -> str:
@@ -196,7 +201,7 @@ class CompressionCallback(Callback):
         if stage == "fit" and trainer.world_size > 1:
             check_ranks(trainer)
         if stage == "fit" and onloads(trainer) and (self.settings.weights is not None or is_on_meta(pl_module)):
-            self._hidden.enter_context(compat.without_example(pl_module))
+            self._example = compat.exchange_example(pl_module, None)
         if stage == "fit" and is_on_meta(pl_module) and self._would_be_moved(trainer):
             raise UnsupportedModelError(meta_under(trainer, pl_module))
 
@@ -232,7 +237,7 @@ class CompressionCallback(Callback):
         else:
             try:
                 needs = needs_data(plan_recipe(module, self.settings)[1])
-            except UnsupportedModelError as error:
+            except ComputedWeightError as error:
                 if self.when == "only":
                     raise
                 check_foldable(trainer, trainer.lightning_module, error)
@@ -270,6 +275,10 @@ class CompressionCallback(Callback):
                 batch_size=1,
             )
 
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Called when a training ends that was begun, with or without a step."""
+        self._has_ended = True
+
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Called when `fit` ends by an exception, an interrupt or SIGTERM."""
         if is_on_meta(pl_module) and not onloads(trainer):
@@ -294,7 +303,7 @@ class CompressionCallback(Callback):
         every = compat.callbacks(trainer)
         if trainer.ckpt_path is not None and not self._has_run_step and not is_on_meta(pl_module):
             compat.take_averages(every, pl_module)
-            if self.when == "after_train" and not self._is_trained:
+            if self.when == "after_train" and not self._is_trained and not self._has_ended:
                 warn_of_skipped(trainer, pl_module)
         # all of the module: a `calibration_step` may run dropout that is not the model's
         with (
@@ -336,10 +345,11 @@ class CompressionCallback(Callback):
         return not onloads(trainer) and (plain or self.when == "only")
 
     def _restore(self, trainer: pl.Trainer) -> None:
-        self._hidden.close()
+        if self._example is not None:
+            self._example = compat.exchange_example(trainer.lightning_module, self._example)
         trainer.fit_loop.__dict__.pop("run", None)
         self._data = None
-        self._is_pending = self._has_run_step = self._is_trained = False
+        self._is_pending = self._has_run_step = self._has_ended = self._is_trained = False
         self._continues = None
         if self._num_sanity_val_steps is not None:
             trainer.num_sanity_val_steps = cast(int, self._num_sanity_val_steps)

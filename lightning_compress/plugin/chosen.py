@@ -23,19 +23,29 @@ def chosen_keys(config: DictConfig) -> set[str]:
     hydra = HydraConfig.get()
     overrides = OverridesParser.create().parse_overrides(list(hydra.overrides.task))
     typed = {key for override in overrides for key, _ in _leaves(override.value(), override.key_or_group)}
-    known = dict(_leaves(_shipped("plan" if "choices" in config else "compress", hydra.runtime.choices), ""))
+    known = dict(_leaves(_shipped(config, hydra.runtime.choices), ""))
     found = _leaves(OmegaConf.to_container(config), "")
     return typed | {key for key, value in found if key not in known or known[key] != value}
 
 
-def _shipped(command: str, choices: Mapping[str, str]) -> dict[str, Any]:
-    """The configuration of a command as it is shipped, with the user's choice of data and job; without these where they
-    are the user's own."""
-    groups = {group: f"{choices.get(group)}" for group in ("data", "job")}
-    own = [group for group, name in groups.items() if not (config_dir() / group / f"{name}.yaml").is_file()]
-    config = compose(command, overrides=[f"{group}={name}" for group, name in groups.items() if group not in own])
-    found = cast(dict[str, Any], OmegaConf.to_container(config))
-    return {key: value for key, value in found.items() if key not in own}
+def _shipped(config: DictConfig, choices: Mapping[str, str]) -> dict[str, Any]:
+    """The configuration of a command as it is shipped, with the user's choice of data and job, or, where they are the
+    user's own, with those of their kind."""
+    own = {"data": OmegaConf.select(config, "data.source"), "job": _kind(OmegaConf.select(config, "job._target_"))}
+    names = {group: [name for name in (choices.get(group), kind) if _ships(group, name)] for group, kind in own.items()}
+    overrides = [f"{group}={name}" for group, found in names.items() for name in found[:1]]
+    shipped = compose("plan" if "choices" in config else "compress", overrides=overrides)
+    return cast(dict[str, Any], OmegaConf.to_container(shipped))
+
+
+def _ships(group: str, name: str | None) -> bool:
+    return (config_dir() / group / f"{name}.yaml").is_file()
+
+
+def _kind(target: str | None) -> str | None:
+    """The shipped job that is of this class."""
+    jobs = (config_dir() / "job").glob("*.yaml")
+    return next((job.stem for job in jobs if OmegaConf.select(OmegaConf.load(job), "_target_") == target), None)
 
 
 def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:

@@ -3,11 +3,12 @@
 Written and tested against Lightning 2.6; `check_lightning` refuses other minors early instead of failing inside a run.
 """
 
+import inspect
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from pathlib import Path
 from types import FrameType
@@ -111,10 +112,15 @@ def unwrapped(model: nn.Module) -> nn.Module:
             return model
 
 
-def without_example(module: pl.LightningModule) -> AbstractContextManager[None]:
-    """Inside, the module has no example that summaries and loggers would run it on."""
-    is_plain = type(module).example_input_array is pl.LightningModule.example_input_array
-    return replaced(module, example_input_array=None) if is_plain else nullcontext()
+def exchange_example(module: pl.LightningModule, value: Any) -> Any:
+    """Give a module another example, which summaries and loggers run it on; returns what it was. One that a property of
+    the user's own computes stays."""
+    kind = inspect.getattr_static(type(module), "example_input_array")
+    if isinstance(kind, property) and kind.fset is None:
+        return None
+    before = module.example_input_array
+    module.example_input_array = value
+    return before
 
 
 def batch_on_device(trainer: pl.Trainer, batch: Any) -> Any:

@@ -79,7 +79,9 @@ class Compressor:
             _fittable(compat.unwrapped(model)) as carried,
             compat.replaced(self._trainer, callbacks=[callback, *others]),
         ):
-            self._trainer.fit(carried, datamodule=datamodule, ckpt_path=ckpt_path, weights_only=weights_only)
+            # the loaders too, for optimizers that ask how long a training will be
+            options = {"datamodule": datamodule, "ckpt_path": ckpt_path, "weights_only": weights_only}
+            self._trainer.fit(carried, dataloaders, **options)
         if callback.report is None:
             if compat.spawns(self._trainer):
                 raise RuntimeError(
@@ -94,20 +96,17 @@ class Compressor:
 @contextmanager
 def _fittable(model: nn.Module) -> Iterator[pl.LightningModule]:
     """What `Trainer.fit` takes: a LightningModule itself, for its hooks and the names in its checkpoints, with what
-    `fit` asks for before any hook runs; its optimizers may ask how long the training will be."""
+    `fit` asks for before any hook runs, where the class has none."""
     carried = model if isinstance(model, pl.LightningModule) else Adapter(model)
-    stand_ins: dict[str, object] = {"configure_optimizers": _configure_optimizers}
-    if not is_overridden("training_step", carried):
-        stand_ins["training_step"] = _training_step
-    own = vars(carried)
-    before = {name: own[name] for name in stand_ins if name in own}
-    own.update(stand_ins)
+    stand_ins = {"training_step": _training_step, "configure_optimizers": _configure_optimizers}
+    lacking = [name for name in stand_ins if not is_overridden(name, carried)]
+    for name in lacking:
+        setattr(carried, name, stand_ins[name])
     try:
         yield carried
     finally:
-        for name in stand_ins:
-            del own[name]
-        own.update(before)
+        for name in lacking:
+            delattr(carried, name)
 
 
 def _training_step(batch: Any, batch_idx: int) -> None:

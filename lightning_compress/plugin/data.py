@@ -34,6 +34,7 @@ from lightning_compress.plugin import compat
 from lightning_compress.recipe.parts import transformers_models
 
 DEFAULT_SAMPLES = 512
+_OF_HUGGING_FACE = {("datasets.arrow_dataset", "Dataset"), ("datasets.iterable_dataset", "IterableDataset")}
 
 
 def calibration_set(
@@ -110,7 +111,8 @@ def check_data_given(calibration: object) -> None:
         for value in calibration.values():
             check_data_given(value)
     is_dataset = isinstance(calibration, Dataset) and not isinstance(calibration, IterableDataset)
-    if is_dataset or type(calibration).__module__.startswith("datasets."):  # Hugging Face's, not imported for this
+    kinds = {(kind.__module__, kind.__name__) for kind in type(calibration).__mro__}
+    if is_dataset or kinds & _OF_HUGGING_FACE:  # not imported for this
         raise CalibrationDataError(
             f"The calibration data is a dataset ({type(calibration).__name__}), whose items are samples: give batches "
             "of them, as DataLoader(dataset, batch_size=8); batch_size=None if its items are batches already."
@@ -158,13 +160,8 @@ def _kept_generators(loader: Any) -> Iterator[None]:
     would have."""
     sampler = getattr(loader, "sampler", None)
     batch_sampler = getattr(loader, "batch_sampler", None)
-    carriers = (
-        loader,
-        getattr(loader, "dataset", None),
-        sampler,
-        batch_sampler,
-        getattr(batch_sampler, "sampler", None),
-    )
+    samplers = (sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
+    carriers = (loader, *samplers, *_datasets(getattr(loader, "dataset", None)))
     carried = (value for carrier in carriers for value in getattr(carrier, "__dict__", {}).values())
     restore = [restoring for restoring in map(_restoring, carried) if restoring is not None]
     try:
@@ -172,6 +169,14 @@ def _kept_generators(loader: Any) -> Iterator[None]:
     finally:
         for each in restore:
             each()
+
+
+def _datasets(dataset: Any) -> Iterator[Any]:
+    """A dataset and those that it is a part of, or consists of."""
+    if isinstance(dataset, Dataset):
+        yield dataset
+        for inner in (getattr(dataset, "dataset", None), *(getattr(dataset, "datasets", None) or ())):
+            yield from _datasets(inner)
 
 
 def _restoring(generator: object) -> Callable[[], object] | None:

@@ -19,10 +19,10 @@ from torch.nn.parameter import is_lazy
 
 from lightning_compress.algorithms.base import Algorithm, is_finite
 from lightning_compress.algorithms.rtn import Rtn
-from lightning_compress.errors import NonFiniteError, UnsupportedModelError
+from lightning_compress.errors import ComputedWeightError, NonFiniteError, UnsupportedModelError
 from lightning_compress.recipe.config import Modifier, Recipe
 from lightning_compress.recipe.defaults import left_alone, output_embeddings
-from lightning_compress.recipe.forms import Quantizable, classes, origin, why_not
+from lightning_compress.recipe.forms import Quantizable, classes, has_computed_weight, origin, why_not
 from lightning_compress.recipe.groups import check_groups
 from lightning_compress.recipe.refused import check_compiled, check_merged
 from lightning_compress.recipe.schemes import check_scheme
@@ -252,7 +252,8 @@ def _quantizable(name: str, module: nn.Module) -> Quantizable:
     if isinstance(module, Quantizable) and reason is None:
         return module
     weight = cast(torch.Tensor, module.weight)
-    raise UnsupportedModelError(
+    kind = ComputedWeightError if has_computed_weight(module) else UnsupportedModelError
+    raise kind(
         f"{name} ({type(module).__name__}, weight of shape {list(weight.shape)}) cannot be "
         f"quantized: {reason}. Remove it from `targets`, or add {name!r} to `ignore`."
     )

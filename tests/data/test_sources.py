@@ -140,6 +140,14 @@ def test_splits_of_a_data_set_that_was_saved_alone(
         load_documents(config)
 
 
+@pytest.mark.parametrize("split", ["train[100:]", "train[2:2]"])
+def test_slices_without_rows(tmp_path: Path, split: str) -> None:
+    """Seen to fail: an IndexError."""
+    datasets.Dataset.from_dict({"text": list("abcd")}).save_to_disk(tmp_path)
+    with pytest.raises(CalibrationDataError, match=r"there are no such rows; it has {'train': 4}"):
+        load_documents(HfConfig(path=str(tmp_path), split=split))
+
+
 def test_chats_stay_lists_of_messages(tmp_path: Path) -> None:
     path = tmp_path / "chats.jsonl"
     path.write_text(json.dumps({"messages": CHAT}) + "\n")

@@ -2,6 +2,7 @@
 summaries, and trainings that had ended before."""
 
 import argparse
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric import Fabric
-from lightning.pytorch.callbacks import BackboneFinetuning, Callback, StochasticWeightAveraging
+from lightning.pytorch.callbacks import BackboneFinetuning, Callback, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_compress import Compressor, load_compressed, parameters_on_meta
+from lightning_compress import Compressor, SequentialOnloadStrategy, load_compressed, parameters_on_meta
 from lightning_compress.errors import UnsupportedModelError
 from lightning_compress.plugin import compat
 
@@ -64,6 +65,16 @@ def test_what_changes_a_training_sits_out(make: Any, strategy: str, make_trainer
     assert len(report.modules) == 2
     assert all(parameter.requires_grad for parameter in module.parameters())
     assert "configure_optimizers" not in vars(module)
+
+
+class Looks(Net):
+    def on_fit_start(self) -> None:
+        if not isinstance(self.trainer.strategy, SequentialOnloadStrategy):
+            assert self.optimizers().param_groups  # type: ignore[union-attr]
+
+
+def test_hooks_find_the_optimizers(make_trainer: Any) -> None:
+    Compressor(make_trainer()).compress(Looks(), recipe=PER_CHANNEL, output_dir=None, dataloaders=images())
 
 
 def test_averages_are_refused_where_nothing_trains(make_trainer: Any) -> None:
@@ -116,13 +127,18 @@ class WithExample(Net):
         self.example_input_array = torch.zeros(2, 16)
 
 
-def test_summaries_do_not_run_a_model_without_values(make_trainer: Any, tmp_path: Path) -> None:
+class OfClass(Net):
+    example_input_array = torch.zeros(2, 16)
+
+
+@pytest.mark.parametrize("kind", [WithExample, OfClass])
+def test_summaries_do_not_run_a_model_without_values(kind: type[Net], make_trainer: Any, tmp_path: Path) -> None:
     """Seen to fail: `Tensor on device meta is not on the expected device cpu`."""
     trainer = make_trainer()
     trainer.fit(Net(), images())
     trainer.save_checkpoint(tmp_path / "trained.ckpt")
     with parameters_on_meta():
-        module = WithExample()
+        module = kind()
     trainer = make_trainer(strategy="sequential_onload", enable_model_summary=True)
     options = {"recipe": PER_CHANNEL, "output_dir": tmp_path / "out", "dataloaders": images()}
     report = Compressor(trainer).compress(module, weights=tmp_path / "trained.ckpt", **options)
@@ -151,6 +167,16 @@ def test_weights_that_are_folded_when_the_training_ends(make_trainer: Any) -> No
         make_trainer(compression(PER_CHANNEL)).fit(Bare(), images())
 
 
+def test_other_faults_are_found_before_a_training_that_folds(make_trainer: Any) -> None:
+    """Seen to fail: refused when it had ended."""
+    module = Folds()
+    scheme = {"weights": CHANNEL | {"strategy": "group", "group_size": 24}}
+    given = {"modifiers": [{"algorithm": "gptq", "scheme": scheme, "ignore": ["backbone"]}]}
+    with pytest.raises(UnsupportedModelError, match=r"head has a weight of shape .* 24 does not divide"):
+        make_trainer(compression(given)).fit(module, images())
+    assert hasattr(module.backbone, "parametrizations")
+
+
 class Bare(Net):
     """Nobody folds it."""
 
@@ -174,6 +200,20 @@ def test_the_end_of_a_training_that_had_ended(make_trainer: Any, tmp_path: Path)
     with pytest.warns(UserWarning, match=r"had ended when .*last.ckpt was saved.*`on_train_end` of Watching again"):
         trainer.fit(Net(), images(), ckpt_path=tmp_path / "last.ckpt")
     assert callback.report is not None
+
+
+@pytest.mark.filterwarnings("ignore:.*callbacks used to create the checkpoint")
+def test_the_end_of_a_training_whose_last_step_was_saved(make_trainer: Any, tmp_path: Path) -> None:
+    """Lightning ends it, behind no step. Seen to fail: said not to be called."""
+    saver = ModelCheckpoint(tmp_path / "saved", every_n_train_steps=1, save_top_k=-1)
+    make_trainer(saver, enable_checkpointing=True).fit(Net(), images())
+    callback = compression(PER_CHANNEL)
+    (last,) = (tmp_path / "saved").glob("*step=4.ckpt")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        make_trainer(Watching(), callback).fit(Net(), images(), ckpt_path=last)
+    assert callback.report is not None
+    assert not [each for each in told if "had ended when" in str(each.message)]
 
 
 def test_wrappers_are_taken_off_one_by_one() -> None:

@@ -11,15 +11,25 @@ import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, Subset
+from transformers import (
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    GPT2Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    VisionEncoderDecoderConfig,
+    VisionEncoderDecoderModel,
+    ViTConfig,
+)
 
 from lightning_compress.calibration.batches import CalibrationSet, collect
 from lightning_compress.calibration.target import fields_of
 from lightning_compress.errors import CalibrationDataError, CalibrationWarning
 from lightning_compress.plugin.data import calibration_set
 
-from .conftest import BATCH_SIZE, LENGTH, TinyModule, compression, loader, samples
+from .conftest import BATCH_SIZE, LENGTH, VOCABULARY, TinyModule, compression, loader, samples
 
 
 @pytest.fixture
@@ -203,6 +213,25 @@ def test_generators_of_a_users_own_sampler(read: Any, make: Any, permuted: Any) 
     sampler = Drawing(make(), permuted)
     assert tokens(read(calibration=loader(sampler=sampler))) != rows()
     assert list(sampler) == list(Drawing(make(), permuted))
+
+
+def test_generators_of_a_data_set_that_is_split(read: Any) -> None:
+    """Seen to fail: only those of the outermost were looked for."""
+
+    class Noisy(Dataset[Any]):
+        def __init__(self) -> None:
+            self.rng = random.Random(3)
+
+        def __len__(self) -> int:
+            return 16
+
+        def __getitem__(self, index: int) -> dict[str, Tensor]:
+            return {"input_ids": torch.tensor([self.rng.randrange(VOCABULARY) for _ in range(LENGTH)])}
+
+    inner = Noisy()
+    parts = ConcatDataset([Subset(inner, range(8)), Subset(inner, range(8, 16))])
+    read(calibration=DataLoader(parts, batch_size=4))
+    assert inner.rng.random() == random.Random(3).random()
 
 
 # ---- as training would see the batch
@@ -406,6 +435,17 @@ def test_fields_that_forward_takes_as_kwargs(kind: type[PreTrainedModel], fields
     assert list(fields_of(kind(config))(dict.fromkeys(fields, 0))) == taken.split()
 
 
+def test_fields_of_images_are_no_text() -> None:
+    """Seen to fail: the mask of the text, and what a decoder inside names, reached the encoder of images."""
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    images = {"image_size": 4, "patch_size": 2}
+    batch = dict.fromkeys(("pixel_values", "input_ids", "attention_mask", "labels"), 0)
+    assert list(fields_of(CLIPVisionModel(CLIPVisionConfig(**sizes, **images)))(batch)) == ["pixel_values"]
+    both = ViTConfig(**sizes, **images), GPT2Config(vocab_size=8, n_positions=8, n_embd=8, n_layer=1, n_head=1)
+    model = VisionEncoderDecoderModel(VisionEncoderDecoderConfig.from_encoder_decoder_configs(*both))
+    assert list(fields_of(model)(batch)) == ["pixel_values", "labels"]
+
+
 @pytest.mark.parametrize(("limit", "given"), [(0, "=0 of 4 batches"), (0.1, "=0.1 of 4 batches")])
 def test_a_limit_that_leaves_nothing_is_named(read: Any, limit: int | float, given: str) -> None:
     with pytest.raises(CalibrationDataError, match=f"limit_train_batches{given} leaves no calibration data"):
@@ -429,3 +469,4 @@ def test_a_data_set_in_place_of_batches(kind: Any) -> None:
     """Seen to fail: its rows were taken for batches."""
     with pytest.raises(CalibrationDataError, match=r"a dataset \(\w*Dataset\), whose items are samples: give batches"):
         compression(calibration=kind([{"input_ids": [1, 2]}]).with_format("torch"))
+    compression(calibration=type("Batches", (list,), {"__module__": "datasets.mine"})())  # a project's own package

@@ -150,6 +150,10 @@ def test_what_is_given_in_another_form_is_the_users_too(command: Command, checkp
     of_file = f"plan={tmp_path / 'plan.json'}"
     assert "calibration.schedule=basic, and" in refused(command, *given, of_file, "calibration={schedule: basic}")
     assert "plan: schedule basic, batch size 3," in command(*given, "plan=auto", "experiment=mine")
+    # what a file of one's own has from a shipped one is not chosen; seen to fail: taken for it
+    OmegaConf.save({"defaults": ["docs"], "num_samples": 6}, tmp_path / "cfg" / "data" / "more.yaml")
+    (tmp_path / "out").rename(tmp_path / "first")
+    assert "plan: schedule" in command(*given, "data=more", of_file)
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
