@@ -233,7 +233,6 @@ class _Meter:
 
     def begin(self, tensors: Any, batch: Any) -> None:
         """A batch, before which these tensors are there."""
-        self.leave()  # one that a hook has skipped has no end
         self.is_stepping = False
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)

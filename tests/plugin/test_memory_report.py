@@ -175,6 +175,9 @@ def test_an_epoch_that_a_hook_ends() -> None:
     """Seen to fail: the tracker stayed on for everything behind the run."""
 
     class Ends(Perceptron):
+        def on_fit_start(self) -> None:
+            self.trainer.fit_loop.max_epochs = 3
+
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
             return -1 if batch_idx == 1 else None
 
