@@ -16,6 +16,7 @@ from lightning_compress.errors import CompressionError, nearest
 from lightning_compress.recipe.load import config_dir
 
 _NO_NAME = re.compile(r"null|true|false|[-+]?(\d[\d_]*\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
+_NAMED_MODIFIER = re.compile(r"[+~]*recipe\.modifiers\.([A-Za-z_]\w*)")
 """What Hydra's grammar does not take for a string."""
 
 
@@ -55,11 +56,14 @@ def mistyped(error: HydraException | OmegaConfBaseException) -> str:
 def check_groups(overrides: Iterable[str]) -> None:
     """
     Raises:
-        CompressionError: a group is given as null or a number, of which Hydra says that it got a NoneType or an int.
+        CompressionError: a group is given as null or a number, of which Hydra says that it got a NoneType or an int; or
+            a modifier by a name, of which it says nothing.
     """
     groups = {folder.name for folder in config_dir().iterdir() if folder.is_dir()}
     for override in overrides:
         key, _, value = override.partition("=")
+        if named := _NAMED_MODIFIER.match(key):
+            raise CompressionError(f"{override}: modifiers have no names ({named[1]}), but numbers from 0.")
         group = key.partition("@")[0].lstrip("+")
         if group in groups and any(_NO_NAME.fullmatch(each) for each in value.split(",")):
             options = sorted(file.stem for file in (config_dir() / group).glob("*.yaml"))

@@ -24,7 +24,7 @@ def with_quoted_paths(overrides: Sequence[str], is_multirun: bool) -> list[str]:
 
 def _quoted(override: str, is_multirun: bool) -> str:
     key, equals, value = override.partition("=")
-    if not equals or key[0] in "~-" or not (key.lstrip("+") in _PATHS or key.endswith(("path", "dir"))):
+    if not key or not equals or key[0] in "~-" or not (key.lstrip("+") in _PATHS or key.endswith(("path", "dir"))):
         return override
     if is_multirun and not set(value) & set("()[]{}\"'$"):
         return f"{key}={','.join(_one(each.strip()) for each in value.split(','))}"

@@ -341,6 +341,8 @@ def test_an_unfinished_compression_is_not_read(command: Command, checkpoint: Pat
         (["data=text", "data.files=a.txt"], "(field 'files'); give a list, as data.files=[a.txt]"),
         (["data=null"], "data=null: give one of audio, custom, docs, "),
         (["recipe=4"], "recipe=4: give one of w2a16_best, "),
+        (["recipe.modifiers.w4.group_size=64"], r"modifiers have no names (w4), but numbers from 0"),
+        (["=x"], "Could not override"),
         (["recipe.modifiers.5.group_size=64"], "recipe.modifiers.5 is not there: recipe.modifiers has 1, counted from"),
         (["data.num_samples=0"], "data.num_samples=0 is no whole number of at least 1."),
         (["data.num_samples=${{oc.env:UNSET}}"], "data.num_samples: Environment variable 'UNSET' not found."),
