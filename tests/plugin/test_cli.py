@@ -424,5 +424,6 @@ def test_evaluate_tells_of_samples_beyond_the_positions(checkpoint: Path) -> Non
 def test_the_package_is_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """`python -m lightning_compress`."""
     monkeypatch.setattr("sys.argv", ["lightning_compress", "--help"])
+    monkeypatch.delitem(sys.modules, "lightning_compress.__main__", raising=False)  # which doctests import
     runpy.run_module("lightning_compress", run_name="__main__")
     assert "compress" in capsys.readouterr().out
