@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
-from helpers import tiny_mixtral
+from helpers import NEEDS_RECENT, tiny_mixtral
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
@@ -442,6 +442,7 @@ def test_an_operator_that_keeps_more() -> None:
         assert row.error == pytest.approx(0, abs=0.01)
 
 
+@NEEDS_RECENT
 def test_experts_in_float32() -> None:
     """But for numbers of tokens that the experts' code keeps. Seen to fail: with torch's refusal of such products."""
     for row in report(Mixture()).rows:
