@@ -374,16 +374,16 @@ def set_module_device(module: pl.LightningModule, device: torch.device) -> None:
 
 
 @contextmanager
-def replaced(owner: object, **attributes: object) -> Iterator[None]:
-    """A trainer or module with other values of some attributes; the old ones are back afterwards."""
-    saved = {name: getattr(owner, name) for name in attributes}
+def replaced(trainer: pl.Trainer, **attributes: object) -> Iterator[None]:
+    """The trainer with other values of some attributes; the old ones are back afterwards."""
+    saved = {name: getattr(trainer, name) for name in attributes}
     try:
         for name, value in attributes.items():
-            setattr(owner, name, value)
+            setattr(trainer, name, value)
         yield
     finally:
         for name, value in saved.items():
-            setattr(owner, name, value)
+            setattr(trainer, name, value)
 
 
 def detach_model(trainer: pl.Trainer) -> None:

@@ -63,7 +63,7 @@ def calibration_set(
         flattened = [compat.of_all_ranks(loader) for loader in _flattened(loaders)]
         for loader in flattened:
             _check_bounded(loader, trainer.limit_train_batches, max_samples)
-            stack.enter_context(_kept_generators(loader))
+            stack.enter_context(kept_generators(loader))
         share = -(-(max_samples or DEFAULT_SAMPLES) // len(flattened))
         with attributes_restored(module), contents_restored(module):  # which its hooks may change
             batches = [batch for loader in flattened for batch in _read(trainer, loader, share)]
@@ -155,7 +155,7 @@ def _seed(seed: int) -> None:
 
 
 @contextmanager
-def _kept_generators(loader: Any) -> Iterator[None]:
+def kept_generators(loader: Any) -> Iterator[None]:
     """Generators that a loader, its dataset or its samplers carry are as before afterwards: training draws what it
     would have."""
     sampler = getattr(loader, "sampler", None)

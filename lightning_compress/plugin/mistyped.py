@@ -16,8 +16,8 @@ from lightning_compress.errors import CompressionError, nearest
 from lightning_compress.recipe.load import config_dir
 
 _NO_NAME = re.compile(r"null|true|false|[-+]?(\d[\d_]*\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
-_NAMED_MODIFIER = re.compile(r"[+~]*recipe\.modifiers\.([A-Za-z_]\w*)")
 """What Hydra's grammar does not take for a string."""
+_NAMED_MODIFIER = re.compile(r"[+~]*recipe\.modifiers\.([A-Za-z_]\w*)")
 
 
 def mistyped(error: HydraException | OmegaConfBaseException) -> str:

@@ -10,8 +10,7 @@ tensors without values, and leave traces in progress, logs and checkpoints.
 import copy
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, final
 
 import lightning.pytorch as pl
@@ -36,7 +35,7 @@ from lightning_compress.graph.restore import attributes_restored, containers_res
 from lightning_compress.memory.tracker import LiveMemory
 from lightning_compress.memory.workspaces import cublas_workspace_bytes
 from lightning_compress.plugin.compat import batch_on_device, callbacks
-from lightning_compress.plugin.data import begins_once
+from lightning_compress.plugin.data import begins_once, kept_generators
 
 STEPS = 2
 """The second one has the optimizer's state, and gradients, from the start."""
@@ -47,7 +46,7 @@ def rehearse(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Phase
     """What the phases of training will have alive at most, in bytes, by their names: forward, backward, step.
 
     The module, its optimizers, the dataloader and the random number generators are as before afterwards; what a dataset
-    keeps itself (its own random state, a place in a stream) moves on by one batch.
+    keeps itself (a place in a stream) moves on by one batch.
 
     Raises:
         CompressionError: it cannot be foreseen, and why.
@@ -87,7 +86,7 @@ def _check(trainer: pl.Trainer, module: pl.LightningModule) -> None:
 def first_batch(trainer: pl.Trainer) -> Any:
     """Of the training dataloader, on the device; the run itself will see it again.
 
-    Read without workers, and with the samplers' generators put back.
+    Read without workers, and with the generators of samplers and dataset put back.
 
     Raises:
         CompressionError: there are several loaders, or one that cannot be begun twice.
@@ -97,7 +96,7 @@ def first_batch(trainer: pl.Trainer) -> Any:
         raise CompressionError("there are several training dataloaders.")
     if begins_once(loader):
         raise CompressionError("the training dataloader cannot be begun twice.")
-    with _generators_restored(loader):
+    with kept_generators(loader):
         if isinstance(loader, DataLoader):
             loader = copy.copy(loader)
             loader.num_workers, loader.timeout = 0, 0
@@ -105,20 +104,6 @@ def first_batch(trainer: pl.Trainer) -> Any:
     if batch is None:
         raise CompressionError("the training dataloader has no batch.")
     return batch_on_device(trainer, batch)
-
-
-@contextmanager
-def _generators_restored(loader: object) -> Iterator[None]:
-    """Within: random number generators that a loader and its samplers keep may be used."""
-    samplers = [getattr(loader, name, None) for name in ("sampler", "batch_sampler")]
-    owners = [loader, *samplers, *(getattr(sampler, "sampler", None) for sampler in samplers)]
-    found = [value for owner in owners for value in getattr(owner, "__dict__", {}).values()]
-    saved = [(value, value.get_state()) for value in found if isinstance(value, torch.Generator)]
-    try:
-        yield
-    finally:
-        for generator, state in saved:
-            generator.set_state(state)
 
 
 def _rehearsed(trainer: pl.Trainer, module: pl.LightningModule, batch: Any) -> dict[str, Phase]:

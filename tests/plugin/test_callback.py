@@ -78,7 +78,7 @@ class Noisy(torch.utils.data.Dataset[Any]):
     ids=["shuffled", "own-generator", "random-samples"],
 )
 def test_training_is_the_same_with_and_without(make_trainer: Any, data: Any) -> None:
-    """Fails when `calibration_set` reads without `isolate_rng`, or without `_kept_generators`."""
+    """Fails when `calibration_set` reads without `isolate_rng`, or without `kept_generators`."""
     outcomes = []
     for callbacks in ([], [compression()]):
         np.random.seed(1)

@@ -1,5 +1,6 @@
 """What a training run takes of memory, foreseen on fake tensors and measured: equal to the byte on a CPU."""
 
+import random
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
@@ -13,7 +14,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from lightning_compress import CompressionError, MemoryReport, MemoryReportCallback
 from lightning_compress.calibration.solve import InputQuantizer, quantize_inputs
@@ -250,10 +251,25 @@ def test_a_loader_with_its_own_generator() -> None:
             data = super().train_dataloader().dataset
             return DataLoader(data, 8, shuffle=True, generator=torch.Generator().manual_seed(1))
 
-    plain, watched = Own(), Own()
-    fit(plain)
-    fit(watched, MemoryReportCallback())
-    assert all(torch.equal(one, other) for one, other in zip(plain.seen, watched.seen, strict=True))
+    class Drawing(Sampler[int]):
+        def __init__(self) -> None:
+            self.rng = random.Random(3)
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(self.rng.sample(range(48), 48))
+
+        def __len__(self) -> int:
+            return 48
+
+    class Sampled(Perceptron):
+        def train_dataloader(self) -> Any:
+            return DataLoader(super().train_dataloader().dataset, 8, sampler=Drawing())
+
+    for kind in (Own, Sampled):
+        plain, watched = kind(), kind()
+        fit(plain)
+        fit(watched, MemoryReportCallback())
+        assert all(torch.equal(one, other) for one, other in zip(plain.seen, watched.seen, strict=True))
 
 
 class Batches:
