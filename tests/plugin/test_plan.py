@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import prepare, run, tiny_llama, token_batches
+from hydra import initialize_config_dir
 from omegaconf import OmegaConf
 from transformers import LlamaConfig
 
@@ -23,10 +24,11 @@ from lightning_compress.foresight.planned import load_planned
 from lightning_compress.memory.needs import Waiting
 from lightning_compress.memory.placement import MemoryConfig
 from lightning_compress.plugin import plan as plan_module
+from lightning_compress.plugin.chosen import _shipped
 from lightning_compress.plugin.measure import measured
 from lightning_compress.plugin.plan import record_of
 from lightning_compress.plugin.planned_run import with_plan
-from lightning_compress.recipe.load import load_recipe
+from lightning_compress.recipe.load import config_dir, load_recipe
 from lightning_compress.recipe.resolve import resolve
 
 from .conftest import GPTQ, Command, refused
@@ -154,6 +156,19 @@ def test_what_is_given_in_another_form_is_the_users_too(command: Command, checkp
     OmegaConf.save({"defaults": ["docs"], "num_samples": 6}, tmp_path / "cfg" / "data" / "more.yaml")
     (tmp_path / "out").rename(tmp_path / "first")
     assert "plan: schedule" in command(*given, "data=more", of_file)
+
+
+def test_files_of_ones_own_are_compared_with_their_kind() -> None:
+    """Seen to fail: with `docs`, of which a batch of images is not."""
+    mine = {"data": {"source": "multimodal"}, "job": {"_target_": load_shipped("job", "finetuning")["_target_"]}}
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        found = _shipped(OmegaConf.create({**mine, "choices": {}}), {"data": "mine", "job": "mine"})
+    assert found["data"]["batch_size"] == load_shipped("data", "multimodal")["batch_size"] == 1
+    assert found["job"]["length"] == load_shipped("job", "finetuning")["length"]
+
+
+def load_shipped(group: str, name: str) -> Any:
+    return OmegaConf.load(config_dir() / group / f"{name}.yaml")
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
