@@ -277,21 +277,25 @@ def _num_rows(tensors: Sequence[Tensor], lengths: Sequence[int]) -> int:
 
 
 def _row_dim(tensor: Tensor, rows: int, length: int) -> int:
-    """0, but 1 for multi-axis positions [3, B, L] (Qwen2-VL)."""
-    return int(tensor.ndim == 3 and not tensor.is_floating_point() and tensor.shape[1:] == (rows, length))
+    """0, but 1 for multi-axis positions [3, B, L] (Qwen2-VL) and embeddings [L, B, C]."""
+    if tensor.ndim != 3:
+        return 0
+    if tensor.is_floating_point():
+        return int(rows != length and tensor.shape[:2] == (length, rows))
+    return int(tensor.shape[1:] == (rows, length))
 
 
 def _place(
     tensor: Tensor, dim: int, row_dim: int, lengths: Mapping[str, tuple[int, ...]], group: str, sizes: tuple[int, ...]
 ) -> str | None:
     """What a dimension counts: rows; or tokens of which group (in masks and ids wherever the sizes are its lengths, in
-    embeddings [B, L, C] in the second dimension); or something of images or sounds of which batches have not as much;
-    None: nothing that is free."""
+    embeddings [B, L, C] and [L, B, C] in the one beside the rows); or something of images or sounds of which batches
+    have not as much; None: nothing that is free."""
     if dim == row_dim:
         return _ROWS
     differs = len(set(sizes)) > 1
     own = [each for each in (group, *lengths) if lengths[each] == sizes]
-    if dim < row_dim or (tensor.is_floating_point() and (dim != 1 or tensor.ndim > 3)):
+    if (dim != 1 - row_dim or tensor.ndim > 3) if tensor.is_floating_point() else dim < row_dim:
         own = []
     if own and (own[0] == group or differs):
         return own[0]

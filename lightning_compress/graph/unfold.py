@@ -13,9 +13,10 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 
 from lightning_compress.graph.experts import Experts, Stack, assembled, projection_names, stack_of
 from lightning_compress.graph.record import module_signature
+from lightning_compress.recipe.attention import Attention
 from lightning_compress.recipe.forms import Conv1D, Conv2d, Storable, as_matrix, why_not
 
-Unfolding = Experts | Conv1D | Conv2d
+Unfolding = Experts | Attention | Conv1D | Conv2d
 Named = Callable[[str, nn.Module], bool]
 
 
@@ -28,18 +29,21 @@ class Unfolded:
         places: for each a module, the name of its child, that child, and what takes its place.
         experts: of a model all of them, also those that are in place already.
         num_parts: in how many parts they are run meanwhile.
+        encoders: torch's own.
     """
 
     places: tuple[tuple[nn.Module, str, nn.Module, Unfolding | nn.Linear], ...]
     experts: tuple[Experts, ...]
     num_parts: int
+    encoders: tuple[nn.TransformerEncoder, ...]
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Within: they are in place; what is written to their parameters is in the model's afterwards.
 
         Parameters must not move meanwhile, for then views are views no more. What has come to quantize its inputs
-        stays: a stack has no inputs of its own, and of Linears that are one all do then.
+        stays: a stack has no inputs of its own, and of Linears that are one all do then. Layers with hooks do not take
+        the nested tensors that an encoder makes of padded ones.
         """
         before = [len(experts.parts) for experts in self.experts]
         for experts in self.experts:
@@ -56,6 +60,9 @@ class Unfolded:
                 inside = (module for module in unfolding.modules() if not (shares_hooks and module is unfolding))
                 if not any(module._forward_pre_hooks for module in inside):
                     parent._modules[key] = folded
+            for encoder in self.encoders:
+                if any(module._forward_pre_hooks for module in encoder.modules()):
+                    encoder.use_nested_tensor = False
 
 
 def unfold(root: nn.Module, named: Named = lambda name, module: False, num_parts: int = 1) -> Unfolded:
@@ -63,7 +70,7 @@ def unfold(root: nn.Module, named: Named = lambda name, module: False, num_parts
 
     Args:
         root: the model.
-        named: tells by name and module which convolutions are meant; stacked experts and `Conv1D`s always are.
+        named: tells by name and module which convolutions are meant; the others always are.
         num_parts: in how many parts the experts of a layer are run.
     """
     found: dict[nn.Module, Unfolding | nn.Linear] = {}
@@ -74,13 +81,16 @@ def unfold(root: nn.Module, named: Named = lambda name, module: False, num_parts
         if not name:
             continue
         stack = stack_of(module)
-        if stack is None and not isinstance(module, Storable):
+        if stack is None and not isinstance(module, Storable | nn.MultiheadAttention):
             continue
         alike = _what_it_is(module)
         if alike in first:
             found[module] = first[alike]
         elif stack is not None:
             found[module] = first[alike] = _experts(root, name, module, stack, conversions)
+        elif isinstance(module, nn.MultiheadAttention):
+            if _is_plain(module) and not isinstance(_model_around(root, name)[1], PreTrainedModel):
+                found[module] = first[alike] = Attention(module)
         elif (linear := _linear(name, module, matrices, named)) is not None:
             found[module] = first[alike] = linear
         elif isinstance(module, nn.Linear):
@@ -89,7 +99,8 @@ def unfold(root: nn.Module, named: Named = lambda name, module: False, num_parts
     for parent in root.modules():
         places += [(parent, key, child, found[child]) for key, child in parent._modules.items() if child in found]
     known = dict.fromkeys(module for module in (*root.modules(), *found.values()) if isinstance(module, Experts))
-    return Unfolded(tuple(places), tuple(known), num_parts)
+    encoders = tuple(module for module in root.modules() if isinstance(module, nn.TransformerEncoder))
+    return Unfolded(tuple(places), tuple(known), num_parts, encoders)
 
 
 def unfolded(
@@ -114,6 +125,12 @@ def _linear(name: str, module: nn.Module, matrices: dict[int, nn.Parameter], nam
         matrices[id(module.weight)] = as_matrix(module)
     matrix = matrices[id(module.weight)]
     return Conv2d(module, matrix) if isinstance(module, nn.Conv2d) else Conv1D(module, matrix)
+
+
+def _is_plain(module: nn.MultiheadAttention) -> bool:
+    """Whether it computes what its class says, of parameters of its own."""
+    has_own = "forward" in module.__dict__ or type(module).forward is not nn.MultiheadAttention.forward
+    return not has_own and not hasattr(module, "parametrizations")
 
 
 def _what_it_is(module: nn.Module) -> object:

@@ -23,7 +23,7 @@ class Conv1D(nn.Linear):
         super().__init__(folded.nx, folded.nf, device="meta")
         self.weight = weight
         self.bias = folded.bias
-        _share_hooks(self, folded)
+        share_hooks(self, folded)
 
     @property
     def stacks(self) -> tuple[str, ...]:
@@ -54,7 +54,7 @@ class Conv2d(nn.Module):
         self.bias = folded.bias
         self.rows = Rows(self)
         self.__dict__.update(folded=folded)  # not a child
-        _share_hooks(self, folded)
+        share_hooks(self, folded)
 
     @property
     def stacks(self) -> tuple[str, ...]:
@@ -141,7 +141,7 @@ def why_not(module: nn.Module) -> str | None:
     if isinstance(module, nn.Embedding) and module.max_norm is not None:
         return "it changes its weight when it is called (max_norm)"
     if isinstance(module, nn.Conv2d) and module.groups > 1:
-        return f"its {module.groups} groups of channels are as many matrices"
+        return several_matrices(module)
     if has_computed_weight(module):
         return (
             "its weight is computed from other parameters (weight_norm, spectral_norm, pruning or another "
@@ -155,6 +155,11 @@ def why_not(module: nn.Module) -> str | None:
     if isinstance(module, Storable):
         return None
     return "only Linear, transformers' Conv1D, Embedding and Conv2d can be quantized"
+
+
+def several_matrices(module: nn.Conv2d) -> str:
+    """Why a convolution of several groups cannot be quantized."""
+    return f"its {module.groups} groups of channels are as many matrices"
 
 
 def _is_as_it_says(module: nn.Conv2d | pytorch_utils.Conv1D) -> bool:
@@ -232,7 +237,7 @@ def as_matrix(folded: nn.Conv2d | pytorch_utils.Conv1D) -> nn.Parameter:
     return view
 
 
-def _share_hooks(module: nn.Module, folded: nn.Module) -> None:
+def share_hooks(module: nn.Module, folded: nn.Module) -> None:
     """What is hooked on to one of them is on the other too."""
     names = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
     for name in (*names, "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"):

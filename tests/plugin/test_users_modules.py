@@ -21,7 +21,8 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 from transformers import BatchEncoding, LlamaForCausalLM
 
-from lightning_compress import CompressionCallback
+from lightning_compress import CompressionCallback, load_compressed
+from lightning_compress.calibration.solve import read_whole
 from lightning_compress.errors import OutputDirectoryError, UnsupportedModelError, UntraceableModelError
 from lightning_compress.export.checkpoint import INCOMPLETE
 from lightning_compress.export.outputs import FEW, few_tokens
@@ -475,11 +476,31 @@ class Encoder(Stepping):
 
 def test_fused_layers_are_run_module_by_module(make_trainer: Any) -> None:
     """Seen to fail: their Linears never called, and tensors of unequal rows where there is padding."""
-    report = fitted(make_trainer, Encoder(), 6, 16)
-    assert sorted({record.module.rpartition(".")[2] for record in report.modules}) == ["linear1", "linear2"]
-    reasons = {entry.module: entry.reason for entry in report.excluded}
-    assert reasons["net.layers.0.self_attn.out_proj"] == "nn.MultiheadAttention reads it, without calling it"
+    module = Encoder()
+    names = list(module.state_dict())
+    report = fitted(make_trainer, module, 6, 16)
+    parts = ["k_proj", "linear1", "linear2", "out_proj", "q_proj", "v_proj"]
+    assert sorted({record.module.rpartition(".")[2] for record in report.modules}) == parts
+    assert not report.excluded
+    assert list(module.state_dict()) == names
     assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_fused_layers_quantize_their_inputs(make_trainer: Any, tmp_path: Path) -> None:
+    """Seen to fail: an encoder gave its layers nested tensors, which only fused kernels take."""
+    module, folder = Encoder(), tmp_path / "w8"
+    scheme = {"weights": CHANNEL | {"num_bits": 8}, "input_activations": {"num_bits": 8, "strategy": "token"}}
+    scheme["input_activations"] |= {"type": "int", "symmetric": True, "dynamic": True}
+    recipe = {"modifiers": [{"algorithm": "rtn", "scheme": scheme}]}
+    make_trainer(compression(recipe, folder)).fit(module, images(6, 16))
+    fresh = load_compressed(Encoder(), folder)
+    batch = next(iter(images(6, 16)))
+    with torch.no_grad():
+        found = module.eval().calibration_step(batch)
+        assert torch.equal(fresh.eval().calibration_step(batch), found)
+        load_compressed(plain := Encoder(), folder)
+        assert len(read_whole(plain)) == 12
+        assert not torch.equal(plain.eval().calibration_step(batch), found), "inputs of attention are quantized, too"
 
 
 def test_weights_that_are_computed() -> None:
