@@ -77,6 +77,8 @@ _MODULES = "\n".join(
         "| `Embedding` | class or name; rounded to nearest, by searched scales with `gptq` | "
         "transformers (beside Linears of another scheme with 8 "
         "bits alone), `load_compressed`; vLLM as [vllm.md](vllm.md) says |",
+        "| `nn.MultiheadAttention`, outside of transformers' models | as Linears `q_proj`, `k_proj`, `v_proj`, "
+        "`out_proj` | `load_compressed` |",
         "| `Conv2d`, if not of several groups | class or name; as a `Linear` of its patches | `load_compressed`; "
         "transformers refuses |",
         "",

@@ -42,6 +42,7 @@ from lightning_compress.memory.placement import Placement
 from lightning_compress.memory.store import WeightStore
 from lightning_compress.memory.transfer import Lane
 from lightning_compress.recipe.config import Recipe
+from lightning_compress.recipe.parts import transformers_models
 from lightning_compress.recipe.resolve import Assignment, ResolvedRecipe, without
 from lightning_compress.statistics import Drift, Statistic
 
@@ -112,7 +113,7 @@ def prepare(
         flow = Flow(target.root, parts, None, cache, store, placement, {}, {})
         return Calibration(flow, resolved, {}, {}, ((),) * collective.size, collective)
     data = _given(data)
-    traced = traced or trace_on(target, names, boundaries, data, placement.source)
+    traced = traced or trace_on(target, names, boundaries, data, placement.source, multiplied(resolved, target.root))
     resolved = _reached(resolved, traced, target)
     parts = subgraphs(
         traced,
@@ -132,6 +133,19 @@ def prepare(
     buffers = KeptBuffers(target.root, traced.written) if traced.written else None
     flow = Flow(target.root, parts, traced, cache, store, placement, last, masks, reference, buffers, own, slow)
     return Calibration(flow, resolved, needs, sizes, shares, collective)
+
+
+def multiplied(resolved: ResolvedRecipe, root: nn.Module) -> frozenset[str]:
+    """Linears that need not be called by the code that multiplies with their weights: not those whose inputs are
+    quantized, as only a call does it, nor those of transformers models, whose readers leave no weight to read."""
+    inside = tuple(transformers_models(root))
+    return frozenset(
+        name
+        for name, assignment in resolved.assignments.items()
+        if assignment.scheme.input_activations is None
+        and not name.startswith(inside)
+        and isinstance(module_named(root, name), nn.Linear)
+    )
 
 
 def _given(data: CalibrationSet | None) -> CalibrationSet:

@@ -1,7 +1,7 @@
 """The graph that serves all batches of a calibration set."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ def trace_on(
     boundaries: Sequence[str],
     data: CalibrationSet,
     source: WeightSource | None = None,
+    multiplied: Collection[str] = (),
 ) -> Traced:
     """Record the model on the largest batch, or on one of the next where that has sizes that are equal by chance.
 
@@ -38,6 +39,7 @@ def trace_on(
         boundaries: the sequential targets.
         data: the batches that the graph has to serve.
         source: where the values of parameters on the meta device are, should the model have to be run once.
+        multiplied: see `trace`.
 
     Raises:
         UntraceableModelError: the forward cannot be recorded.
@@ -59,6 +61,7 @@ def trace_on(
                 others=data.batches,
                 onloading=onloading,
                 fixed=fixed,
+                multiplied=multiplied,
             )
 
     problems: dict[int, list[str]] = {}

@@ -59,6 +59,7 @@ class Cut:
         methods: of containers, single calls too, with bodies that are observed.
         given_up: methods that cannot be.
         decides: branches that values decide are taken as all batches take them.
+        multiplied: leaves that count as called where code multiplies with their weights.
     """
 
     leaves: Mapping[str, nn.Module]
@@ -69,6 +70,7 @@ class Cut:
     methods: Mapping[str, Method] = field(default_factory=dict)
     given_up: frozenset[str] = frozenset()
     decides: bool = False
+    multiplied: frozenset[str] = frozenset()
 
 
 @dataclass

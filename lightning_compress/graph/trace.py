@@ -43,6 +43,7 @@ from lightning_compress.graph.fallback import (
 from lightning_compress.graph.kept import Preset
 from lightning_compress.graph.leaf import Leaf, leaf_input
 from lightning_compress.graph.methods import methods_replaced
+from lightning_compress.graph.multiplied import as_calls
 from lightning_compress.graph.reads import Reads, watching
 from lightning_compress.graph.record import Attempt, Cut
 from lightning_compress.graph.restore import assigned, attributes_restored, contents_restored
@@ -62,6 +63,7 @@ __all__ = [
     "violated_guards",
 ]
 
+_ONE_LENGTH = "the graph serves batches of one length only"
 _LAYERS_TO_CACHE = 20
 """Fake tensors' cache makes an operation's first run take twice as long, and later ones a third less."""
 
@@ -123,6 +125,7 @@ def trace(
     others: Sequence[Any] = (),
     onloading: Callable[[], AbstractContextManager[None]] | None = None,
     fixed: Fixed = frozenset(),
+    multiplied: Collection[str] = (),
 ) -> Traced:
     """Record `step(batch)`.
 
@@ -136,6 +139,7 @@ def trace(
         others: further batches that the graph has to serve: what sizes of batches with images decide shows in them.
         onloading: within what it gives, modules whose parameters are on the meta device can be run; None: they cannot.
         fixed: (tensor, dimension) whose sizes are constants from the start.
+        multiplied: leaves that are Linears, and count as called where code multiplies with their weights.
 
     Raises:
         UntraceableModelError: not even fallbacks help; names the module and the remedy.
@@ -143,7 +147,7 @@ def trace(
     tensors, structure = flatten_batch(batch)
     others_flat = [flatten_batch(other)[0] for other in others]
     made = partial(synthesize, structure.paths, tensors, separate_decoder=is_encoder_decoder(root), others=others_flat)
-    first = cut = _first_cut(root, leaf_names, boundary_names)
+    first = cut = replace(_first_cut(root, leaf_names, boundary_names), multiplied=frozenset(multiplied))
     lengths, rows = made()[0].lengths, made()[0].rows
     fallbacks: dict[str, Fallback] = {}
     with attributes_restored(root), without_cache(root), watching(root, leaf_names) as reads:
@@ -154,13 +158,11 @@ def trace(
                 cut = with_observations(root, cut, runs, fallbacks, can_run=onloading is not None)
                 outcome = _attempt(root, step, cut, structure, batches, others_flat or [tensors])
                 if isinstance(outcome, Traced) and violated_guards(outcome, batch) and lengths - fixed:
-                    reason = f"the graph serves batches of one length only: {violated_guards(outcome, batch)[0]}"
-                    fallbacks[""] = Fallback("", reason)
+                    fallbacks[""] = Fallback("", f"{_ONE_LENGTH}: {violated_guards(outcome, batch)[0]}")
                     fixed, cut = fixed | lengths, replace(cut, observed={})
                     continue
                 if isinstance(outcome, Traced):
-                    left = in_the_end(cut, fallbacks, leaf_names)
-                    warn(root, left)
+                    warn(root, left := in_the_end(cut, fallbacks, leaf_names))
                     return replace(outcome, fallbacks=left, only_read=_only_read(outcome.graph, leaf_names, reads))
                 known = fixed
                 cut, fixed, told = fall_back(root, cut, fixed, outcome, frozenset(leaf_names))
@@ -284,7 +286,7 @@ def _attempt(
                     compat.add_placeholder(recorder, path.replace(".", "_") or "batch", value)
                 outputs, returned = flatten_batch(step(structure.build(inputs)))
                 recorder.create_node("output", "output", (compat.to_argument(recorder, tuple(outputs)),), {})
-            now = set(root.buffers())
+            spans, now = as_calls(recorder.graph, root, cut.multiplied, attempt.spans), set(root.buffers())
             written = tuple(n for n, each, version in untouched if each in now and each._version != version)
         except Exception as error:
             name = attempt.failure[0] if attempt.failure is not None and attempt.failure[1] is error else ""
@@ -294,7 +296,7 @@ def _attempt(
     guards = tuple(each for each in dict.fromkeys(shapes.decisions) if each.free_symbols <= attempt.symbols)
     return Traced(
         recorder.graph,
-        _tidy(recorder.graph, attempt.spans),
+        _tidy(recorder.graph, spans),
         structure.paths,
         recorder.constants,
         (),

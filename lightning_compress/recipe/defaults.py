@@ -1,4 +1,4 @@
-"""What a target that is a class leaves alone: modules that are quantized only where a target names them."""
+"""What a target that is a class leaves alone: modules that only a name has quantized, or refused."""
 
 import re
 from collections.abc import Collection, Sequence
@@ -6,14 +6,14 @@ from collections.abc import Collection, Sequence
 from torch import nn
 from transformers import PreTrainedModel
 
-from lightning_compress.recipe.forms import NO_PRODUCT, is_product
+from lightning_compress.recipe.forms import NO_PRODUCT, is_product, several_matrices
 from lightning_compress.recipe.parts import transformers_models
 
 _OTHER_MODALITIES = re.compile("vision|image|video|audio|speech|codec|protein")
 
 
 def left_alone(root: nn.Module) -> dict[nn.Module, str]:
-    """Linears of `root` that only a name or a pattern reaches, each with the reason."""
+    """Modules of `root` that only a name or a pattern reaches, each with the reason."""
     routers = dict.fromkeys(_routers(root), "it chooses or weighs experts; name it in `targets` to quantize it")
     towers = dict.fromkeys(
         _beside_language_models(root), "outside the language model; name it in `targets` to quantize it"
@@ -22,7 +22,9 @@ def left_alone(root: nn.Module) -> dict[nn.Module, str]:
     projections: list[nn.Module] = [module.out_proj for module in attention]
     read = dict.fromkeys(projections, "nn.MultiheadAttention reads it, without calling it")
     others = (module for module in root.modules() if isinstance(module, nn.Linear) and not is_product(module))
-    return {**dict.fromkeys(others, NO_PRODUCT), **towers, **routers, **read}
+    grouped = [module for module in root.modules() if isinstance(module, nn.Conv2d) and module.groups > 1]
+    apart = {module: several_matrices(module) for module in grouped}
+    return {**dict.fromkeys(others, NO_PRODUCT), **apart, **towers, **routers, **read}
 
 
 def output_embeddings(root: nn.Module) -> list[nn.Module]:

@@ -319,10 +319,14 @@ def test_tables_that_change_when_they_are_called() -> None:
 def test_convolutions_of_several_groups() -> None:
     model = nn.Sequential(nn.Conv2d(4, 4, 1, groups=2), nn.Conv2d(4, 8, 1))
     with pytest.raises(UnsupportedModelError, match=r"0 \(Conv2d, .*its 2 groups .*add '0' to `ignore`"):
-        resolved(recipe(4, strategy="channel", targets=["Conv2d"]), model)
-    found = recipe(4, strategy="channel", targets=["Conv2d"], ignore=["0"])
-    with unfolded(model, named_by(load_recipe(found))):
-        assert list(resolved(found, model).assignments) == ["1"]
+        resolved(recipe(4, strategy="channel", targets=["0"]), model)
+    by_class = recipe(4, strategy="channel", targets=["Conv2d"])
+    with unfolded(model, named_by(load_recipe(by_class))):
+        found = resolved(by_class, model)
+        assert list(found.assignments) == ["1"]
+        assert [(each.module, each.reason) for each in found.excluded] == [
+            ("0", "its 2 groups of channels are as many matrices")
+        ]
 
 
 def test_conv1d_of_gpt2() -> None:
