@@ -209,3 +209,14 @@ def test_tensor_cores_take_halves_as_they_are(dtype: torch.dtype, on_cuda: bool,
         with LiveMemory() as memory:
             gram.update(x)
         assert memory.peak_bytes // (4 * x.numel()) == copies
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_callers_autocast_changes_no_sum(dtype: torch.dtype) -> None:
+    """Seen to fail: products in half precision, of float16 infinite ones."""
+    x = 300 * correlated(64, 8)
+    plain, inside = InputGram(8, "cpu"), InputGram(8, "cpu")
+    plain.update(x)
+    with torch.autocast("cpu", dtype):
+        inside.update(x)
+    assert torch.equal(plain.matrix(), inside.matrix())

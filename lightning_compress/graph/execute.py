@@ -4,7 +4,9 @@ The executor is a loop over nodes, not a compiled module: which nodes run togeth
 when values die is decided by the caller, batch by batch. Constants of the graph follow the device of the run.
 """
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 from zlib import crc32
 
@@ -55,7 +57,7 @@ def execute(
                 function = node.target.function(root) if isinstance(node.target, Leaf) else node.target
                 try:
                     if isinstance(function, nn.Embedding):
-                        _check_rows(function, [*cast(Any, args), *cast(Any, kwargs).values()])
+                        check_rows(function, [*cast(Any, args), *cast(Any, kwargs).values()])
                     values[node] = cast(Callable[..., object], function)(*cast(Any, args), **cast(Any, kwargs))
                 except Exception as error:
                     if isinstance(error, IndexError) and isinstance(function, nn.Embedding):
@@ -81,13 +83,36 @@ def _name(node: fx.Node) -> str:
     return node.target.name if isinstance(node.target, Leaf) else str(node.target)
 
 
-def _check_rows(table: nn.Embedding, arguments: Sequence[object]) -> None:
+def check_rows(table: nn.Embedding, arguments: Sequence[object]) -> None:
     """As the call itself does on a CPU; on a GPU that would make every later operation fail."""
     for ids in arguments:
         if isinstance(ids, Tensor) and ids.device.type != "cpu" and ids.numel():
             least, most = int(ids.min()), int(ids.max())
             if least < 0 or most >= table.num_embeddings:
                 raise IndexError(f"{least} to {most} of {table.num_embeddings} rows")
+
+
+@contextmanager
+def rows_checked(root: nn.Module) -> Iterator[None]:
+    """Within: tables on a GPU look at what they are asked for before they are.
+
+    Raises:
+        IndexError: within, for rows that one has not.
+    """
+
+    def check(name: str, table: nn.Embedding, arguments: Sequence[object]) -> None:
+        try:
+            check_rows(table, arguments)
+        except IndexError as error:
+            raise IndexError(_out_of_range(name, table)) from error
+
+    tables = [(name, module) for name, module in root.named_modules() if isinstance(module, nn.Embedding)]
+    handles = [table.register_forward_pre_hook(partial(check, name)) for name, table in tables]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _out_of_range(name: str, table: nn.Embedding) -> str:

@@ -168,6 +168,7 @@ class MemoryUse:
         prefetch_depth, activation_budget: that the run was given to stay within; None: all activations in memory.
         notes: what is not as asked.
         peak_bytes: the process's own peak (VmHWM) after the run.
+        held_on_device: of the device before the run, by others of the process.
     """
 
     host_budget: int | None
@@ -180,6 +181,7 @@ class MemoryUse:
     activation_budget: int | None
     notes: tuple[str, ...]
     peak_bytes: int
+    held_on_device: int = 0
 
     def summary(self) -> str:
         """A line for the user."""

@@ -14,6 +14,7 @@ from lightning_compress.calibration.prepare import evaluating
 from lightning_compress.calibration.solve import already_quantized, read_whole
 from lightning_compress.calibration.target import find_target
 from lightning_compress.errors import ComputedWeightError, UnsupportedModelError
+from lightning_compress.graph.execute import rows_checked
 from lightning_compress.graph.restore import attributes_restored, contents_restored
 from lightning_compress.graph.synthesize import flatten_batch
 from lightning_compress.memory.source import is_on_meta
@@ -80,9 +81,17 @@ def try_step(module: nn.Module, data: CalibrationSet, precision: str) -> None:
     device = next((parameter.device for parameter in target.root.parameters()), torch.device("cpu"))
     tensors, structure = flatten_batch(data.batches[0])
     batch = structure.build([tensor.clone() for tensor in tensors])  # which a step may change
-    with isolate_rng(), evaluating(module), contents_restored(module), attributes_restored(module):
+    with (
+        isolate_rng(),
+        evaluating(module),
+        contents_restored(module),
+        attributes_restored(module),
+        rows_checked(module),
+    ):
         try:
             target.step(move_data_to_device(batch, device))
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # an error of the device is one of this step
         except torch.OutOfMemoryError as error:
             error.add_note("This was a calibration batch, tried before the training: give a smaller batch size for it.")
             raise

@@ -85,7 +85,7 @@ def within_budgets(
     if flow.traced is not None:
         diverging = frozenset() if flow.reference is None else flow.reference.diverging
         flow = replace(flow, cache=cached_inputs(flow.traced, batches, placement, diverging))
-    return replace(run, flow=flow), _use(budgets, found)
+    return replace(run, flow=flow), _use(budgets, found, run.flow.device)
 
 
 def _check_widths(run: Calibration) -> None:
@@ -118,7 +118,7 @@ def _check_widths(run: Calibration) -> None:
             )
 
 
-def _use(budgets: Budgets, found: Fit) -> MemoryUse:
+def _use(budgets: Budgets, found: Fit, device: torch.device) -> MemoryUse:
     return MemoryUse(
         host_budget=budgets.host,
         device_budget=budgets.device,
@@ -130,6 +130,7 @@ def _use(budgets: Budgets, found: Fit) -> MemoryUse:
         activation_budget=found.waiting.host,
         notes=found.notes,
         peak_bytes=0,
+        held_on_device=torch.cuda.memory_allocated(device) if device.type == "cuda" else 0,
     )
 
 
@@ -190,6 +191,7 @@ def finished_use(use: MemoryUse | None, device: torch.device, taken: int) -> Mem
             BudgetWarning,
             stacklevel=2,
         )
+    taken -= use.held_on_device
     if device.type == "cuda" and use.device_budget is not None and taken > use.device_budget:
         warnings.warn(
             f"The run took {gib(taken)} of the device, more than memory.device_budget={gib(use.device_budget)}; "

@@ -29,6 +29,7 @@ def ranks_of(trainer: pl.Trainer) -> Iterator[Collective]:
         )
     strategy = trainer.strategy
     if trainer.world_size == 1 or not isinstance(strategy, DDPStrategy) or compat.spawns(trainer):
+        trainer.accelerator.setup_device(strategy.root_device)  # of several cards the one that is meant
         yield SingleProcess()  # other strategies are refused by `fit`; what is spawned has no script of its own
         return
     if strategy.launcher is None:

@@ -16,6 +16,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_compress.plugin import compat
 
@@ -49,6 +50,8 @@ def replace_run(
         elif trains:
             rank_zero_info(f"The training had ended when {trainer.ckpt_path} was saved, and is not repeated.")
         compat.free_optimizers(trainer)  # before saving: its checkpoint is of the weights
+        if isinstance(trainer.strategy.model, DistributedDataParallel):  # which has a copy of all gradients
+            trainer.strategy.model = trainer.strategy.lightning_module
         trained = None
         if trains:
             trained = compat.found_checkpoint(trainer) if is_trained else _save_end(trainer)

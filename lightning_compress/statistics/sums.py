@@ -165,13 +165,13 @@ def _spans(num_channels: int, block: int) -> list[tuple[int, int]]:
 
 @contextmanager
 def full_float32(device: torch.device) -> Iterator[None]:
-    """Products in true float32: TF32 keeps 10 bits of mantissa, too few for a Gram that will be factorized."""
-    if device.type != "cuda":
-        yield
-        return
+    """Products in true float32, also under a caller's autocast: TF32 keeps 10 bits of mantissa, too few for a Gram that
+    will be factorized."""
     before = torch.backends.cuda.matmul.fp32_precision
-    torch.backends.cuda.matmul.fp32_precision = "ieee"
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.fp32_precision = before
+    with torch.autocast(device.type, enabled=False):
+        if device.type == "cuda":
+            torch.backends.cuda.matmul.fp32_precision = "ieee"
+        try:
+            yield
+        finally:
+            torch.backends.cuda.matmul.fp32_precision = before

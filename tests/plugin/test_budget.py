@@ -1,5 +1,6 @@
 """Budgets of memory, from what a user gives to what the run takes."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -162,6 +163,8 @@ def test_a_process_that_takes_more_is_warned_of(monkeypatch: pytest.MonkeyPatch)
     on_device = MemoryUse(None, 1 << 30, 0, 0, 0, 3 << 28, 1, None, (), 0)
     with pytest.warns(BudgetWarning, match=r"took 1\.25 GiB of the device, more than memory\.device_budget=1\.00 GiB"):
         finished_use(on_device, torch.device("cuda"), 5 << 28)
+    beside_others = replace(on_device, held_on_device=2 << 28)
+    assert finished_use(beside_others, torch.device("cuda"), 5 << 28) is not None
 
 
 def test_verification_of_a_model_in_memory_counts(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_compress import CompressionCallback, Compressor
 from lightning_compress.plugin import compat
+from lightning_compress.plugin.ranks import ranks_of
 
 from .conftest import RTN, TinyModule, compression, loader, tiny_model
 
@@ -158,3 +159,11 @@ def test_who_starts_the_ranks(by_torchrun: bool, monkeypatch: pytest.MonkeyPatch
             monkeypatch.setenv(name, "2")
     trainer = pl.Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False)
     assert compat.starts_scripts(trainer) is not by_torchrun
+
+
+def test_the_device_that_is_meant_is_the_current_one(make_trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is measured. Seen to fail: of several cards the first was, whatever `devices` said."""
+    trainer, found = make_trainer(), []
+    monkeypatch.setattr(trainer.accelerator, "setup_device", found.append)
+    with ranks_of(trainer):
+        assert found == [trainer.strategy.root_device]

@@ -15,6 +15,7 @@ from helpers import compress, compress_in_memory
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 from torchmetrics import MeanMetric
@@ -27,6 +28,7 @@ from lightning_compress.errors import OutputDirectoryError, UnsupportedModelErro
 from lightning_compress.export.checkpoint import INCOMPLETE
 from lightning_compress.export.outputs import FEW, few_tokens
 from lightning_compress.export.verify import _copy_of
+from lightning_compress.graph import execute
 from lightning_compress.plugin import compat
 from lightning_compress.plugin.beforehand import warn_of_later
 from lightning_compress.plugin.data import _num_samples
@@ -458,6 +460,46 @@ def test_a_batch_that_finds_no_room_is_said_to_be_one(make_trainer: Any) -> None
     with pytest.raises(torch.OutOfMemoryError) as caught:
         make_trainer(compression(PER_CHANNEL)).fit(Crowded(), images())
     assert "tried before the training: give a smaller batch size" in caught.value.__notes__[0]
+
+
+class Worded(Stepping):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Embedding(8, 16), nn.Linear(16, 4))
+
+    def calibration_step(self, batch: Any) -> Tensor:
+        return self.net(batch[0].abs().long())  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore:.fit. ended by")
+def test_a_table_is_asked_before_the_device_is(make_trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU would say of rows that there are not only that something failed, somewhere later."""
+
+    def refusing(table: nn.Embedding, arguments: Any) -> None:
+        raise IndexError(table.num_embeddings)
+
+    monkeypatch.setattr(execute, "check_rows", refusing)
+    module = Worded()
+    with pytest.raises(
+        UnsupportedModelError, match=r"IndexError: net.0 \(Embedding\) has 8 rows, and a batch asks for"
+    ):
+        make_trainer(compression(PER_CHANNEL)).fit(module, images())
+    assert not module.net[0]._forward_pre_hooks  # type: ignore[index]
+
+
+@pytest.mark.filterwarnings("ignore:.*num_workers")
+def test_gradients_of_ddp_are_gone_when_calibration_begins(make_trainer: Any) -> None:
+    """Seen to fail: its buckets, a copy of all gradients, stayed on the device."""
+    seen: list[bool] = []
+
+    class Wrapped(Stepping):
+        def calibration_step(self, batch: Any) -> Tensor:
+            seen.append(isinstance(self.trainer.strategy.model, DistributedDataParallel))
+            return super().calibration_step(batch)
+
+    make_trainer(compression(PER_CHANNEL), strategy="ddp").fit(Wrapped(), images())
+    assert len(seen) > 1
+    assert not seen[-1]
 
 
 class Encoder(Stepping):
