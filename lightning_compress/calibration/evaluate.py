@@ -62,7 +62,7 @@ def prepare_evaluation(
     """
     with_weights = [name for name, module in target.root.named_modules() if name and list(module.parameters(False))]
     boundaries = sequential_modules(target.root, sequential_targets, with_weights)
-    traced = trace_on(target, boundaries, boundaries, data, placement.source)
+    traced = trace_on(target, boundaries, boundaries, data, placement.source, needs_outputs=True)
     parts = forward_subgraphs(traced)
     (end,) = (node for node in traced.graph.nodes if node.op == "output")
     results = dict(zip(traced.outputs, end.args[0], strict=True))

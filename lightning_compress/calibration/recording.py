@@ -19,6 +19,7 @@ from lightning_compress.memory.source import WeightSource
 from lightning_compress.memory.store import WeightStore
 from lightning_compress.memory.transfer import Lane
 
+_Record = Callable[..., Traced]
 _TRIED = 3
 """Batches to record the model on, one after the other, until one serves all."""
 
@@ -30,8 +31,11 @@ def trace_on(
     data: CalibrationSet,
     source: WeightSource | None = None,
     multiplied: Collection[str] = (),
+    needs_outputs: bool = False,
 ) -> Traced:
     """Record the model on the largest batch, or on one of the next where that has sizes that are equal by chance.
+
+    Where no outputs are needed, what comes behind the last module (a loss) need not be what a graph can hold.
 
     Args:
         target: the model.
@@ -40,6 +44,7 @@ def trace_on(
         data: the batches that the graph has to serve.
         source: where the values of parameters on the meta device are, should the model have to be run once.
         multiplied: see `trace`.
+        needs_outputs: the graph is to have the step's outputs.
 
     Raises:
         UntraceableModelError: the forward cannot be recorded.
@@ -50,7 +55,7 @@ def trace_on(
         store = WeightStore(target.root, Lane(torch.device("cpu")), source)
         onloading = partial(onloaded_when_called, target.root, boundaries, store)
 
-    def record(batch: Any, fixed: Fixed = frozenset()) -> Traced:
+    def record(batch: Any, fixed: Fixed = frozenset(), *, to_the_end: bool = True) -> Traced:
         with attributes_restored(target.module), contents_restored(target.module):
             return trace(
                 target.root,
@@ -62,8 +67,21 @@ def trace_on(
                 onloading=onloading,
                 fixed=fixed,
                 multiplied=multiplied,
+                to_the_end=to_the_end,
             )
 
+    try:
+        return _serving_all(data, record)
+    except (UntraceableModelError, CalibrationDataError) as error:
+        if needs_outputs:
+            raise
+        try:
+            return _serving_all(data, partial(record, to_the_end=False))
+        except Exception:  # whatever it is, it is the first one that tells
+            raise error from error.__cause__
+
+
+def _serving_all(data: CalibrationSet, record: _Record) -> Traced:
     problems: dict[int, list[str]] = {}
     for batch in sorted(data.batches, key=num_elements, reverse=True)[:_TRIED]:
         traced = _with_ones(record(batch), record, data.batches)
@@ -81,7 +99,7 @@ def trace_on(
     )
 
 
-def _with_ones(traced: Traced, record: Callable[[Any, Fixed], Traced], batches: Sequence[Any]) -> Traced:
+def _with_ones(traced: Traced, record: _Record, batches: Sequence[Any]) -> Traced:
     """What batches of one row (or token) take, where the model has another path for them: all do, or it is told."""
     found = first_of_one(traced, batches)
     if found is None:

@@ -15,6 +15,7 @@ from compressed_tensors.utils.match import match_targets
 from torch import Tensor, nn
 
 from lightning_compress.calibration.solve import InputQuantizer, quantize_inputs, read_whole
+from lightning_compress.calibration.target import owner
 from lightning_compress.errors import CompressionError
 from lightning_compress.export.checkpoint import check_finished
 from lightning_compress.export.layout import added_to_state, identity
@@ -74,9 +75,13 @@ def quantization_config(folder: Path) -> QuantizationConfig | None:
 
 def _said(folder: Path) -> dict[str, Any]:
     """The `quantization_config` in a folder's config.json."""
+    return _config(folder).get("quantization_config") or {}
+
+
+def _config(folder: Path) -> dict[str, Any]:
     file = folder / "config.json"
-    content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    return content.get("quantization_config") or {}
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return found
 
 
 def quantized_modules(config: QuantizationConfig, names: Collection[str]) -> dict[str, QuantizationScheme]:
@@ -146,8 +151,8 @@ def load_compressed(module: nn.Module, directory: str | Path) -> nn.Module:
     """Load a compressed checkpoint into a module of the architecture it was made from; returns the module.
 
     Weights are dequantized into the module's parameters, in their dtype; quantized inputs are quantized by forward
-    pre-hooks. For checkpoints of transformers models `from_pretrained` does the same without the original class at
-    hand.
+    pre-hooks. What wraps a transformers model whose checkpoint it is has it loaded into that. For checkpoints of
+    transformers models `from_pretrained` does the same without the original class at hand.
 
     Raises:
         CompressionError: the folder holds no compressed checkpoint, or its tensors do not fit the module.
@@ -165,8 +170,9 @@ def load_compressed(module: nn.Module, directory: str | Path) -> nn.Module:
         )
     stored = stored_tensors(directory)
     schemes = quantized_modules(config, stored.keys())
-    with unfolded(module, _packed_in(module, schemes)):
-        _load(module, directory, stored, schemes)
+    root = owner(module) if "model_type" in _config(directory) else module
+    with unfolded(root, _packed_in(root, schemes)):
+        _load(root, directory, stored, schemes)
     return module
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from lightning_compress.errors import CalibrationDataError
 from lightning_compress.graph.leaf import Leaf
 from lightning_compress.graph.observed import check_expected
+from lightning_compress.graph.values import map_nested
 
 
 def execute(
@@ -45,24 +46,27 @@ def execute(
     def resolve(argument: Any) -> Any:
         if isinstance(argument, fx.Node):
             return attribute(argument, root, constants, device) if argument.op == "get_attr" else values[argument]
-        return device if isinstance(argument, torch.device) else argument
+        if isinstance(argument, slice):
+            return slice(resolve(argument.start), resolve(argument.stop), resolve(argument.step))
+        if isinstance(argument, list):
+            return [*map(resolve, argument)]  # code may write to it, and not to fx's own
+        return device if isinstance(argument, torch.device) else map_nested(argument, resolve)
 
     with torch.no_grad():
         for node in nodes:
             if node.op == "call_function":
-                args = fx.node.map_aggregate(node.args, resolve)
-                kwargs = fx.node.map_aggregate(node.kwargs, resolve)
+                args, kwargs = resolve(node.args), resolve(node.kwargs)
                 if seed is not None:
                     torch.manual_seed(crc32(f"{seed} {node.name}".encode()))
                 function = node.target.function(root) if isinstance(node.target, Leaf) else node.target
                 try:
                     if isinstance(function, nn.Embedding):
-                        check_rows(function, [*cast(Any, args), *cast(Any, kwargs).values()])
-                    values[node] = cast(Callable[..., object], function)(*cast(Any, args), **cast(Any, kwargs))
+                        check_rows(function, [*args, *kwargs.values()])
+                    values[node] = cast(Callable[..., object], function)(*args, **kwargs)
                 except Exception as error:
                     if isinstance(error, IndexError) and isinstance(function, nn.Embedding):
                         raise CalibrationDataError(_out_of_range(_name(node), function)) from error
-                    error.add_note(_where(node, function, [*cast(Any, args), *cast(Any, kwargs).values()]))
+                    error.add_note(_where(node, function, [*args, *kwargs.values()]))
                     raise
                 check_expected(
                     node, {read: values[read] for read in node.all_input_nodes if read in values}, values[node]

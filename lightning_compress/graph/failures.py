@@ -21,3 +21,10 @@ class SpecializedSizeError(RuntimeError):
 
 class SetFromOutsideError(RuntimeError):
     """The model sets something on a leaf before it calls it; the leaf would later run without."""
+
+
+def about_a_size(error: BaseException | None) -> SpecializedSizeError | None:
+    """What was raised because of a size, also where a library (einx) has made an error of its own of it."""
+    while error is not None and not isinstance(error, SpecializedSizeError):
+        error = error.__cause__ or error.__context__
+    return error

@@ -68,7 +68,7 @@ def fall_back(
     one_size = [Fallback(name, f"the graph serves batches of one size only, where the model demands it: {reason}")]
     if name in cut.methods:
         if new:
-            return cut, fixed | new, one_size
+            return replace(cut, observed={}), fixed | new, one_size
         others = {other: method for other, method in cut.methods.items() if other != name}
         cut, name = replace(cut, methods=others, given_up=cut.given_up | {name}), name.rpartition(".")[0]
     if name in cut.leaves:
@@ -87,7 +87,7 @@ def fall_back(
     ]
     left = [method for method in running if method not in cut.methods and method not in cut.given_up]
     if new and (failure.are_rows or not left):
-        return cut, fixed | new, one_size
+        return replace(cut, observed={}), fixed | new, one_size  # of other batches, of which nothing has been seen
     if left:
         method = Method(cut.containers[name], left[0].rpartition(".")[2])
         told = [Fallback(left[0], f"recorded as a single call: {reason}")]

@@ -32,14 +32,14 @@ def as_calls(graph: fx.Graph, root: nn.Module, names: Collection[str], spans: Sp
         if weight.op != "get_attr" or local != "weight" or name not in names:
             continue
         linear = root.get_submodule(name)
-        if not _does_no_more(linear):
+        if not (isinstance(linear, nn.Linear) and _does_no_more(linear)):
             continue
         given = next((bias for bias in rest if bias is not None), None)
         added[node] = _called(graph, node, x, Leaf(name), given, linear.bias)
     return [(name, [each for node in nodes for each in (*added.get(node, ()), node)]) for name, nodes in spans]
 
 
-def _does_no_more(linear: nn.Module) -> bool:
+def _does_no_more(linear: nn.Linear) -> bool:
     hooks = (*linear._forward_pre_hooks, *linear._forward_hooks)
     return type(linear).forward is nn.Linear.forward and "forward" not in linear.__dict__ and not hooks
 

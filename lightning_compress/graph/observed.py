@@ -5,7 +5,7 @@ size of the batch or of the call's inputs, a product of two of them, or one of t
 constant; or, for a call that was observed, any number that is read when it is needed.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, cast
@@ -16,10 +16,12 @@ from torch import Tensor, fx, nn
 
 from lightning_compress.errors import CalibrationDataError
 from lightning_compress.graph import compat
+from lightning_compress.graph.experts import GroupedLinear
 from lightning_compress.graph.failures import SpecializedSizeError
 from lightning_compress.graph.methods import Method, methods_replaced, original
 from lightning_compress.graph.restore import attributes_restored
 from lightning_compress.graph.values import concrete, expression, is_symbolic, items_of, map_nested
+from lightning_compress.recipe.forms import reader
 
 _EXPECTED = "expected"
 _FEW_MORE = 4
@@ -152,6 +154,17 @@ def observe(
     ):
         run()
     return seen
+
+
+def counted(
+    root: nn.Module, leaves: Mapping[str, nn.Module], names: Collection[str], run: Callable[[], object]
+) -> tuple[frozenset[str], int]:
+    """The leaves that are one of the named modules, or run some, and how often a real `run` calls them."""
+    targets = {id(reader(root.get_submodule(name))) for name in names}
+    grouped = {name for name, module in leaves.items() if isinstance(module, GroupedLinear)}
+    around = {name for name, module in leaves.items() if any(id(part) in targets for part in module.modules())}
+    seen = observe(root, {name: leaves[name] for name in grouped | around}, {}, run)
+    return frozenset(seen), sum(map(len, seen.values()))
 
 
 def check_only_tensors(value: Any) -> None:

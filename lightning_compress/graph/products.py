@@ -57,6 +57,8 @@ _FIRST_OPERAND = {
 
 @final
 class _InFloat32(TorchDispatchMode):
+    supports_higher_order_operators = True  # flex attention is one: it is run as it is
+
     def __init__(self, dtypes: frozenset[torch.dtype]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._dtypes = dtypes

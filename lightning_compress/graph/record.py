@@ -60,6 +60,7 @@ class Cut:
         given_up: methods that cannot be.
         decides: branches that values decide are taken as all batches take them.
         multiplied: leaves that count as called where code multiplies with their weights.
+        counted: leaves behind whose last call the recording ends, and how many there are; none: it goes on to the end.
     """
 
     leaves: Mapping[str, nn.Module]
@@ -71,6 +72,11 @@ class Cut:
     given_up: frozenset[str] = frozenset()
     decides: bool = False
     multiplied: frozenset[str] = frozenset()
+    counted: tuple[frozenset[str], int] = (frozenset(), 0)
+
+
+class LastCallRecorded(BaseException):
+    """Ends a recording; no code takes it for an error of its own."""
 
 
 @dataclass
@@ -99,6 +105,7 @@ class Attempt:
     called: set[nn.Module] = field(default_factory=set)
     opened: set[str] = field(default_factory=set)
     remembering: set[str] = field(default_factory=set)
+    num_counted: int = 0
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -131,8 +138,11 @@ class Attempt:
                 raise
             finally:
                 self.inside_boundary &= not is_span
-            if is_span:
-                self.spans.append((name, list(self.recorder.graph.nodes)[first:]))
+                if is_span:
+                    self.spans.append((name, list(self.recorder.graph.nodes)[first:]))
+            self.num_counted += name in self.cut.counted[0]
+            if name in self.cut.counted[0] and self.num_counted == self.cut.counted[1]:
+                raise LastCallRecorded
             return output
 
         return call
@@ -148,10 +158,12 @@ class Attempt:
                 compat.to_argument(self.recorder, (args, kwargs))
         except NotImplementedError:  # modules, caches: no graph can hold them
             return self._call_container(name, module, args, kwargs)
-        before = _versions((args, kwargs))
+        # containers of its own: what the body puts into them must not be there yet when it is recorded
+        given = compat.pytree.tree_map(lambda leaf: leaf, (args, kwargs))
+        before = _contents(given)
         with compat.not_recording():
-            output = self._leaf_output(name, module, args, kwargs)
-        if before != _versions((args, kwargs)):  # what it wrote to others may read, which operations tell
+            output = self._leaf_output(name, module, *given)
+        if before != _contents(given):  # what it wrote to others may read, which operations tell
             return self._call_container(name, module, args, kwargs)
         grouped = module.grouped(name) if isinstance(module, GroupedLinear) else None
         lender = name.rpartition(".")[0] if isinstance(module, Rows) else None
@@ -272,6 +284,12 @@ def _versions(value: object) -> list[int]:
     """How often the tensors in a nested value have been written to."""
     tensors = (leaf for leaf in compat.pytree.tree_leaves(value) if isinstance(leaf, Tensor))
     return [tensor._version for tensor in tensors if not tensor.is_inference()]
+
+
+def _contents(value: object) -> list[Any]:
+    """Which tensors are in a nested value, and how often they have been written to."""
+    leaves, structure = compat.pytree.tree_flatten(value)
+    return [structure, *(id(leaf) for leaf in leaves), *_versions(leaves)]
 
 
 def _forget_inner_sizes(shapes: compat.Shapes, output: object) -> None:

@@ -49,7 +49,8 @@ def sequential_modules(
             f"{name}.{child}" if name else child
             for name, module in root.named_modules()
             if isinstance(module, nn.ModuleList | nn.Sequential)
-            for child, _ in module.named_children()
+            for child, member in module.named_children()
+            if not isinstance(member, nn.ModuleList | nn.ModuleDict)  # those are never called; what is in them is
         ]
     layers = list(_outermost(layers))
     return tuple(layers) if any(_holds(name, quantizable) for name in layers) else tuple(quantizable)

@@ -29,7 +29,7 @@ from lightning_compress.graph import compat
 from lightning_compress.graph.awaited import substituted
 from lightning_compress.graph.configs import is_encoder_decoder, without_cache
 from lightning_compress.graph.decisions import Decision, decide
-from lightning_compress.graph.failures import SpecializedSizeError
+from lightning_compress.graph.failures import about_a_size
 from lightning_compress.graph.fallback import (
     Failure,
     Fallback,
@@ -44,8 +44,9 @@ from lightning_compress.graph.kept import Preset
 from lightning_compress.graph.leaf import Leaf, leaf_input
 from lightning_compress.graph.methods import methods_replaced
 from lightning_compress.graph.multiplied import as_calls
+from lightning_compress.graph.observed import counted
 from lightning_compress.graph.reads import Reads, watching
-from lightning_compress.graph.record import Attempt, Cut
+from lightning_compress.graph.record import Attempt, Cut, LastCallRecorded
 from lightning_compress.graph.restore import assigned, attributes_restored, contents_restored
 from lightning_compress.graph.synthesize import Structure, Synthetic, flatten_batch, synthesize
 from lightning_compress.graph.values import expression, is_symbolic, symbolic_sizes
@@ -64,6 +65,7 @@ __all__ = [
 ]
 
 _ONE_LENGTH = "the graph serves batches of one length only"
+_AS_MANY_ROWS = "the graph serves batches of as many rows only"
 _LAYERS_TO_CACHE = 20
 """Fake tensors' cache makes an operation's first run take twice as long, and later ones a third less."""
 
@@ -126,20 +128,21 @@ def trace(
     onloading: Callable[[], AbstractContextManager[None]] | None = None,
     fixed: Fixed = frozenset(),
     multiplied: Collection[str] = (),
+    to_the_end: bool = True,
 ) -> Traced:
     """Record `step(batch)`.
 
     Args:
         root: owns all parameters and modules.
         step: calls the model, for instance `lambda batch: root(**batch)`.
-        batch: a real batch; it is traced on a synthetic one like it (see `synthesize`). Leave `attention_mask` out when
-            no batch of the run has padding: attention then keeps its fast path.
+        batch: a real one, without `attention_mask` where none has padding; traced is one like it (see `synthesize`).
         leaf_names: modules to be recorded as single calls (what is quantized).
         boundary_names: modules whose calls are marked as spans (decoder layers). Nested: the outermost counts.
         others: further batches that the graph has to serve: what sizes of batches with images decide shows in them.
         onloading: within what it gives, modules whose parameters are on the meta device can be run; None: they cannot.
         fixed: (tensor, dimension) whose sizes are constants from the start.
         multiplied: leaves that are Linears, and count as called where code multiplies with their weights.
+        to_the_end: False: only to the last call of a leaf that is named (which a real run tells), without outputs.
 
     Raises:
         UntraceableModelError: not even fallbacks help; names the module and the remedy.
@@ -156,6 +159,7 @@ def trace(
             runs = [partial(_run, root, step, structure, each, onloading) for each in batches]
             try:
                 cut = with_observations(root, cut, runs, fallbacks, can_run=onloading is not None)
+                cut = cut if to_the_end else replace(cut, counted=counted(root, cut.leaves, leaf_names, runs[0]))
                 outcome = _attempt(root, step, cut, structure, batches, others_flat or [tensors])
                 if isinstance(outcome, Traced) and violated_guards(outcome, batch) and lengths - fixed:
                     fallbacks[""] = Fallback("", f"{_ONE_LENGTH}: {violated_guards(outcome, batch)[0]}")
@@ -164,17 +168,13 @@ def trace(
                 if isinstance(outcome, Traced):
                     warn(root, left := in_the_end(cut, fallbacks, leaf_names))
                     return replace(outcome, fallbacks=left, only_read=_only_read(outcome.graph, leaf_names, reads))
-                known = fixed
                 cut, fixed, told = fall_back(root, cut, fixed, outcome, frozenset(leaf_names))
             except UntraceableModelError as error:
                 fixed, how = _otherwise(error, batches[0], rows, fixed)
-                told_of_rows = Fallback("", f"the graph serves batches of as many rows only: {error.__cause__}")
-                fallbacks = {"": told_of_rows} if fixed else {}
+                fallbacks = {"": Fallback("", f"{_AS_MANY_ROWS}: {error.__cause__}")} if fixed else {}
                 cut, made = first, partial(made, **how)
                 continue
             fallbacks |= {each.module: each for each in told if each.hidden or each.module not in fallbacks}
-            if fixed != known:  # other batches, of which nothing has been seen
-                cut = replace(cut, observed={})
 
 
 def _only_read(graph: fx.Graph, names: Collection[str], reads: Reads) -> tuple[str, ...]:
@@ -284,7 +284,7 @@ def _attempt(
             with replaced, methods, kept_elsewhere, compat.recording(recorder), deciding, attempt.watching():
                 for path, value in zip(structure.paths, inputs, strict=True):
                     compat.add_placeholder(recorder, path.replace(".", "_") or "batch", value)
-                outputs, returned = flatten_batch(step(structure.build(inputs)))
+                outputs, returned = _returned(step, structure.build(inputs))
                 recorder.create_node("output", "output", (compat.to_argument(recorder, tuple(outputs)),), {})
             spans, now = as_calls(recorder.graph, root, cut.multiplied, attempt.spans), set(root.buffers())
             written = tuple(n for n, each, version in untouched if each in now and each._version != version)
@@ -309,6 +309,13 @@ def _attempt(
         presets=tuple(attempt.presets),
         remembering=frozenset(attempt.remembering),
     )
+
+
+def _returned(step: Callable[[Any], Any], batch: Any) -> tuple[list[Tensor], Structure]:
+    try:
+        return flatten_batch(step(batch))
+    except LastCallRecorded:
+        return flatten_batch(())
 
 
 def _tidy(graph: fx.Graph, spans: Sequence[tuple[str, Sequence[fx.Node]]]) -> tuple[Span, ...]:
@@ -338,7 +345,8 @@ def _tidy(graph: fx.Graph, spans: Sequence[tuple[str, Sequence[fx.Node]]]) -> tu
 
 
 def _dimensions(inputs: Sequence[Tensor], error: Exception) -> frozenset[tuple[int, int]]:
-    symbol = error.symbol if isinstance(error, SpecializedSizeError) else None
+    found = about_a_size(error)
+    symbol = None if found is None else found.symbol
     sizes = [(index, dim, size) for index, tensor in enumerate(inputs) for dim, size in enumerate(tensor.shape)]
     return frozenset((i, d) for i, d, size in sizes if is_symbolic(size) and size.node._expr == symbol)
 

@@ -73,7 +73,7 @@ class Attention(nn.Module):
         stack = self.folded._parameters[name]
         if stack is None:
             return None
-        parts = [self.get_parameter(path) for path in self.split(name, stack)]
+        parts: list[Tensor] = [self.get_parameter(path) for path in self.split(name, stack)]
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def forward(
@@ -96,7 +96,7 @@ class Attention(nn.Module):
         if is_causal and attn_mask is None:
             raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
         num_rows = q.shape[0]
-        if self.bias_k is not None:
+        if self.bias_k is not None and self.bias_v is not None:
             k, v = (torch.cat([x, bias.expand(num_rows, 1, -1)], 1) for x, bias in ((k, self.bias_k), (v, self.bias_v)))
         if self.folded.add_zero_attn:
             k, v = (functional.pad(x, (0, 0, 0, 1)) for x in (k, v))

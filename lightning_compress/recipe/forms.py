@@ -141,7 +141,7 @@ def why_not(module: nn.Module) -> str | None:
     if isinstance(module, nn.Embedding) and module.max_norm is not None:
         return "it changes its weight when it is called (max_norm)"
     if isinstance(module, nn.Conv2d) and module.groups > 1:
-        return several_matrices(module)
+        return f"its {module.groups} groups of channels are as many matrices"
     if has_computed_weight(module):
         return (
             "its weight is computed from other parameters (weight_norm, spectral_norm, pruning or another "
@@ -155,11 +155,6 @@ def why_not(module: nn.Module) -> str | None:
     if isinstance(module, Storable):
         return None
     return "only Linear, transformers' Conv1D, Embedding and Conv2d can be quantized"
-
-
-def several_matrices(module: nn.Conv2d) -> str:
-    """Why a convolution of several groups cannot be quantized."""
-    return f"its {module.groups} groups of channels are as many matrices"
 
 
 def _is_as_it_says(module: nn.Conv2d | pytorch_utils.Conv1D) -> bool:

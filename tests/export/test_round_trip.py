@@ -317,3 +317,29 @@ def test_parameters_that_share_memory(tmp_path: Path) -> None:
     compress(model, batches, recipe(4, ignore=["head"]), tmp_path / "out")
     loaded = load_compressed(Sharing(), tmp_path / "out")
     assert torch.equal(loaded(batches[0]), model(batches[0]))
+
+
+class ByForward(nn.Module):
+    """As sentence-transformers: it calls the method, not the model, so no hook of the model's own runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = tiny_llama(1)
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> Tensor:
+        return self.model.forward(**batch).logits  # type: ignore[no-any-return]
+
+    calibration_step = forward
+
+
+def test_a_module_around_a_model(tmp_path: Path) -> None:
+    """Seen to fail: packed weights that only a call of the model itself unpacks; names that the module has not."""
+    around = ByForward().eval()
+    report = compress(around, token_batches(), recipe(4), tmp_path / "out")
+    assert report.verification is not None
+    assert report.verification.passed, report.summary()
+    assert "from_pretrained" in report.verification.loaded_with
+    fresh = load_compressed(ByForward().eval(), tmp_path / "out")
+    batch = token_batches(1)[0]
+    with torch.no_grad():
+        assert torch.equal(fresh(batch), around(batch))

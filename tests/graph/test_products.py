@@ -8,6 +8,7 @@ import torch
 from helpers import prepare, recipe, run, tiny_llama, token_batches
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention.flex_attention import flex_attention
 
 from lightning_compress.graph import products
 from lightning_compress.graph.compat import fake_like, new_fake_mode
@@ -134,3 +135,13 @@ def test_fake_tensors() -> None:
     assert result.shape == (20, 200)
     assert result.dtype == torch.bfloat16
     assert dict(fake.work) == dict(real.work)
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_operators_that_take_functions_run_as_they_are() -> None:
+    """Seen to fail: an error, of models in float32 too."""
+    q = numbers(1, 2, 16, 16, dtype=torch.float32)
+    with torch.compiler.set_stance("force_eager"), in_float32(frozenset(HALVES)):
+        found = flex_attention(q, q, q)
+    torch.testing.assert_close(found, functional.scaled_dot_product_attention(q, q, q))
