@@ -52,8 +52,8 @@ def test_parts_of_large_storages_are_kept_apart(monkeypatch: pytest.MonkeyPatch)
     with copies told by their place."""
     write = ScratchFile.write
 
-    def written(self: ScratchFile, tensor: Tensor) -> Stored:
-        stored = write(self, tensor)
+    def written(self: ScratchFile, data: Tensor) -> Stored:
+        stored = write(self, data)
         self.read(stored).result()  # behind the write
         return stored
 
