@@ -222,7 +222,7 @@ def on_fakes(model: nn.Module, *, on_cuda: bool = False) -> Iterator[Callable[[T
     with attributes_restored(model):
         replace_by_fakes(model, mode)
         # it logs a failure at length before raising it
-        quiet = assigned(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
+        quiet = assigned(logging.getLogger("torch._subclasses.fake_tensor"), disabled=True)
         there = as_on_cuda() if on_cuda else nullcontext()
         with quiet, _unchecked(), traceable_transformers(model, packed_sequences=False), there, mode:
             yield partial(fake_like, mode)

@@ -150,7 +150,7 @@ def behaviour(root: nn.Module, methods: Mapping[str, Method], run: Callable[[], 
 
         return call
 
-    read = assigned(nn.Module, "__getattr__", passing_on)
+    read = assigned(nn.Module, __getattr__=passing_on)
     with attributes_restored(root), calls_replaced(modules, note), methods_replaced(methods, enter), read:
         run()
     return {

@@ -43,14 +43,16 @@ def attributes_of(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 @contextmanager
-def assigned(target: Any, name: str, value: object) -> Iterator[None]:
-    """Within: an attribute has this value."""
-    before = getattr(target, name)
-    setattr(target, name, value)
+def assigned(target: Any, **attributes: object) -> Iterator[None]:
+    """Within: attributes have these values."""
+    before = {name: getattr(target, name) for name in attributes}
     try:
+        for name, value in attributes.items():
+            setattr(target, name, value)
         yield
     finally:
-        setattr(target, name, before)
+        for name, value in before.items():
+            setattr(target, name, value)
 
 
 @contextmanager

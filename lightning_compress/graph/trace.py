@@ -280,7 +280,7 @@ def _attempt(
         chosen = partial(decide, recorder, real, decisions) if cut.decides else shapes.decide
         try:
             replaced = compat.calls_replaced({**cut.leaves, **cut.containers}, attempt.wrap)
-            methods, deciding = methods_replaced(cut.methods, attempt.wrap_method), assigned(shapes, "decide", chosen)
+            methods, deciding = methods_replaced(cut.methods, attempt.wrap_method), assigned(shapes, decide=chosen)
             with replaced, methods, kept_elsewhere, compat.recording(recorder), deciding, attempt.watching():
                 for path, value in zip(structure.paths, inputs, strict=True):
                     compat.add_placeholder(recorder, path.replace(".", "_") or "batch", value)

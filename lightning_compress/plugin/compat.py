@@ -373,19 +373,6 @@ def set_module_device(module: pl.LightningModule, device: torch.device) -> None:
             child._device = device
 
 
-@contextmanager
-def replaced(trainer: pl.Trainer, **attributes: object) -> Iterator[None]:
-    """The trainer with other values of some attributes; the old ones are back afterwards."""
-    saved = {name: getattr(trainer, name) for name in attributes}
-    try:
-        for name, value in attributes.items():
-            setattr(trainer, name, value)
-        yield
-    finally:
-        for name, value in saved.items():
-            setattr(trainer, name, value)
-
-
 def detach_model(trainer: pl.Trainer) -> None:
     """Spare a model that cannot be moved the strategy's teardown, which would fail on it and hide an earlier error."""
     trainer.strategy._lightning_module = None

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_compress.graph.restore import assigned
 from lightning_compress.plugin import compat
 from lightning_compress.plugin.callback import CompressionCallback
 from lightning_compress.plugin.module import Adapter
@@ -77,7 +78,7 @@ class Compressor:
         others = [other for other in compat.callbacks(self._trainer) if not isinstance(other, _OF_TRAINING)]
         with (
             _fittable(compat.unwrapped(model)) as carried,
-            compat.replaced(self._trainer, callbacks=[callback, *others]),
+            assigned(self._trainer, callbacks=[callback, *others]),
         ):
             # the loaders too, for optimizers that ask how long a training will be
             options = {"datamodule": datamodule, "ckpt_path": ckpt_path, "weights_only": weights_only}
