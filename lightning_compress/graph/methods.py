@@ -6,7 +6,7 @@ it mostly stands in a method of its own (`get_rope_index`, `get_image_features`)
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from traceback import walk_tb
 from typing import Any, final
@@ -14,7 +14,7 @@ from typing import Any, final
 from torch import nn
 
 from lightning_compress.graph.compat import calls_replaced
-from lightning_compress.graph.restore import assigned, attributes_restored
+from lightning_compress.graph.restore import assigned, attributes_restored, owning
 
 
 @dataclass(frozen=True)
@@ -80,18 +80,11 @@ def methods_replaced(
     methods: Mapping[str, Method], wrap: Callable[[str, Method], Callable[..., Any]]
 ) -> Iterator[None]:
     """Within: calling a method calls `wrap(name, method)`."""
-    patched = {name: method.module.__dict__.get(method.name) for name, method in methods.items()}
-    replacing = {name: wrap(name, method) for name, method in methods.items()}
-    for name, method in methods.items():
-        method.module.__dict__[method.name] = replacing[name]
-    try:
+    replacing = [owning(method.module, {method.name: wrap(name, method)}) for name, method in methods.items()]
+    with ExitStack() as stack:
+        for each in replacing:
+            stack.enter_context(each)
         yield
-    finally:
-        for name, method in methods.items():
-            if patched[name] is None:
-                method.module.__dict__.pop(method.name, None)
-            else:
-                method.module.__dict__[method.name] = patched[name]
 
 
 def original(method: Method) -> Callable[..., Any]:

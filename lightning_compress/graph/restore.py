@@ -1,7 +1,7 @@
 """Leave modules as they were."""
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from math import inf
@@ -53,6 +53,20 @@ def assigned(target: Any, **attributes: object) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(target, name, value)
+
+
+@contextmanager
+def owning(target: object, attributes: Mapping[str, object]) -> Iterator[None]:
+    """Within: an object has these attributes itself, which go before those of its class."""
+    own = vars(target)
+    before = {name: own[name] for name in attributes if name in own}
+    own.update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            own.pop(name, None)
+        own.update(before)
 
 
 @contextmanager
