@@ -26,6 +26,7 @@ from lightning_compress.memory.heap import trim_heap
 from lightning_compress.memory.host import available_bytes, memory_of
 from lightning_compress.memory.needs import Moment, Needs
 from lightning_compress.memory.placement import LEAST, MemoryConfig
+from lightning_compress.memory.source import is_on_meta
 from lightning_compress.memory.tracker import held_bytes, high_water_bytes
 from lightning_compress.memory.workspaces import cublas_workspace_bytes
 from lightning_compress.recipe.resolve import ResolvedRecipe
@@ -61,17 +62,7 @@ def within_budgets(
     if writes:
         table += tuple(at_the_end(run, data, verifies))
     trim_heap()
-    budgets = Budgets(
-        host=config.num_bytes("host_budget", placement.device),
-        held=held_bytes(placement.device),
-        device=config.num_bytes("device_budget", placement.device),
-        activations=config.num_bytes("activation_budget", placement.device),
-        depth=config.prefetch_depth,
-        device_activations=config.num_bytes("device_activation_budget", placement.device),
-        has_weights=not any(parameter.is_meta for parameter in root.parameters()),
-        is_lean=config.host_budget == LEAST,
-        libraries=cublas_workspace_bytes(placement.device),
-    )
+    budgets = budgets_of(config, placement.device, held_bytes(placement.device), has_weights=not is_on_meta(root))
     found = fit(table, placement.device, budgets)
     placement = replace(
         placement,
@@ -86,6 +77,21 @@ def within_budgets(
         diverging = frozenset() if flow.reference is None else flow.reference.diverging
         flow = replace(flow, cache=cached_inputs(flow.traced, batches, placement, diverging))
     return replace(run, flow=flow), _use(budgets, found)
+
+
+def budgets_of(config: MemoryConfig, device: torch.device, held: int, *, has_weights: bool) -> Budgets:
+    """What there is of memory, as the user says, where a process holds `held` bytes before the run."""
+    return Budgets(
+        host=config.num_bytes("host_budget", device),
+        held=held,
+        device=config.num_bytes("device_budget", device),
+        device_activations=config.num_bytes("device_activation_budget", device),
+        activations=config.num_bytes("activation_budget", device),
+        depth=config.prefetch_depth,
+        has_weights=has_weights,
+        is_lean=config.host_budget == LEAST,
+        libraries=cublas_workspace_bytes(device),
+    )
 
 
 def _check_widths(run: Calibration) -> None:
@@ -137,10 +143,9 @@ def at_the_end(run: Calibration, data: CalibrationSet | None, verifies: bool) ->
     """Rows of the table for what comes behind the last subgraph."""
     root, parts = run.flow.root, run.flow.subgraphs
     total, rest, largest = rest_sizes(root, parts)
-    on_disk = any(parameter.is_meta for parameter in root.parameters())
     copied = 0 if run.flow.device.type == "cpu" else rest
     moment = Moment("write", "", on_host=copied + largest, work={"writing": total})
-    rows = [Needs("what no subgraph holds", rest if on_disk else 0, (moment,))]
+    rows = [Needs("what no subgraph holds", rest if is_on_meta(root) else 0, (moment,))]
     if verifies:
         outputs = 0
         if run.flow.traced is not None and data is not None:
