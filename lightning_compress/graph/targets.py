@@ -55,6 +55,11 @@ def sequential_modules(
     return tuple(layers) if any(_holds(name, quantizable) for name in layers) else tuple(quantizable)
 
 
+def with_parameters(root: nn.Module) -> tuple[str, ...]:
+    """Names of the modules in `root` that have parameters of their own."""
+    return tuple(name for name, module in root.named_modules() if name and list(module.parameters(recurse=False)))
+
+
 def _holds(name: str, quantizable: Collection[str]) -> bool:
     return any(other == name or other.startswith(name + ".") for other in quantizable)
 
