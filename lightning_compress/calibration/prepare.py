@@ -332,7 +332,7 @@ def _warn_of_unseen(traced: Traced, parts: Sequence[Subgraph], resolved: Resolve
     names = Names(seen)
     calls = (call for node in traced.graph.nodes for call in quantizable_calls(node, names))
     unseen = Counter(name for name, source in calls if source not in seen[name])
-    unseen = Counter({name: n for name, n in unseen.items() if _reads_statistics(resolved.assignments[name])})
+    unseen = Counter({name: n for name, n in unseen.items() if needed_statistics(resolved.assignments[name])})
     if unseen:
         name, number = unseen.most_common(1)[0]
         others = f", and so are {len(unseen) - 1} others" if len(unseen) > 1 else ""
@@ -342,10 +342,6 @@ def _warn_of_unseen(traced: Traced, parts: Sequence[Subgraph], resolved: Resolve
             CalibrationWarning,
             stacklevel=3,
         )
-
-
-def _reads_statistics(assignment: Assignment) -> bool:
-    return bool(needed_statistics(assignment))
 
 
 def _by_boundary(names: Sequence[str], boundaries: Sequence[str]) -> list[tuple[str, list[str]]]:
