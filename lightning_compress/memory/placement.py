@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lightning_compress.errors import CompressionError, nearest
-from lightning_compress.memory.host import memory_of, total_bytes
+from lightning_compress.memory.host import memory_bytes, total_bytes
 from lightning_compress.memory.source import WeightSource
 from lightning_compress.memory.tracker import parse_bytes
 
@@ -62,7 +62,7 @@ class MemoryConfig:
         Raises:
             CompressionError: a part of a device that is not here.
         """
-        return self._num_bytes(name, lambda: memory_of(device) if name.startswith("device_") else total_bytes())
+        return self._num_bytes(name, lambda: memory_bytes(device) if name.startswith("device_") else total_bytes())
 
     def _num_bytes(self, name: str, of: Callable[[], int]) -> int | None:
         size = getattr(self, name)

@@ -23,7 +23,7 @@ from lightning_compress.graph.sizes import binding, traced_bytes
 from lightning_compress.graph.trace import Traced, flatten_batch
 from lightning_compress.memory.budget import Budgets, Fit, MemoryUse, fit, gib
 from lightning_compress.memory.heap import trim_heap
-from lightning_compress.memory.host import available_bytes, memory_of
+from lightning_compress.memory.host import available_bytes, memory_bytes
 from lightning_compress.memory.needs import Moment, Needs
 from lightning_compress.memory.placement import LEAST, MemoryConfig
 from lightning_compress.memory.source import is_on_meta
@@ -98,7 +98,7 @@ def _check_widths(run: Calibration) -> None:
     """Without budgets nothing is foreseen. But statistics grow with the square of a module's input channels, of which a
     convolution has those of all its taps, so one group alone may be more than there is."""
     device = run.flow.device
-    there = available_bytes() if device.type == "cpu" else memory_of(device)
+    there = available_bytes() if device.type == "cpu" else memory_bytes(device)
     assignments, known = run.resolved.assignments, dict[tuple[object, ...], int]()
     for group in (group for part in run.flow.subgraphs for step in part.steps for group in step.solve):
         name, sources = group.members[0], [source for source in group.sources if run.needs.get(source)]
