@@ -32,7 +32,8 @@ from torch import Tensor, fx
 
 from lightning_compress.algorithms.base import result_bytes
 from lightning_compress.algorithms.tiling import tiling_of
-from lightning_compress.calibration.amounts import numel, statistics_bytes, worst_mixture
+from lightning_compress.calibration.amounts import statistics_bytes, worst_mixture
+from lightning_compress.calibration.batches import num_elements
 from lightning_compress.calibration.flow import Values, run_step
 from lightning_compress.calibration.loop import Calibration
 from lightning_compress.calibration.observe import Statistics, begin_statistics, observing
@@ -109,13 +110,12 @@ class _Meter:
         self._run, self._flow = run, run.flow
         self._root = run.flow.root
         self._structure = structures(self._root)
-        self._brought = {
-            part.name: run.flow.store.away_bytes(part.modules, part.tensors) for part in run.flow.subgraphs
-        }
+        away_bytes, parts = run.flow.store.away_bytes, run.flow.subgraphs
+        self._brought = {part.name: away_bytes(part.modules, part.tensors) for part in parts}
         self._statistics: Statistics = {}
         self._memory = LiveMemory(on_cuda=run.flow.device.type == "cuda")
-        self._largest = max(batches, key=numel, default=())
-        self._numbers = [numel(batch) for batch in batches]
+        self._largest = max(batches, key=num_elements, default=())
+        self._numbers = [num_elements(batch) for batch in batches]
         self._sizes: list[Mapping[sympy.Symbol, int | float]] = []
         if run.flow.traced is not None:
             bind = binding(run.flow.traced)
@@ -208,7 +208,7 @@ class _Meter:
 
     def _work_of_all(self, step: Step) -> Work:
         """The work of all batches, that of the largest being known; the others' is in the ratio of their sizes."""
-        ratio = sum(self._numbers) / max(numel(self._largest), 1)
+        ratio = sum(self._numbers) / max(num_elements(self._largest), 1)
         calls = self._work.work["call"] + (0 if self._is_on_cpu else _CALLS_PER_NODE * len(step.nodes))
         return {**times(self._work.work, ratio), "call": calls * len(self._numbers)}
 
