@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, pytorch_utils
 
 from lightning_compress.algorithms.gptq import Gptq
 from lightning_compress.calibration.target import find_target
-from lightning_compress.errors import CompressionError, nearest
+from lightning_compress.errors import CompressionError, check_options
 from lightning_compress.foresight.adapters import num_trainable, saved_by_packing, targets_of
 from lightning_compress.foresight.allocator import replay, reserved_by_calibration
 from lightning_compress.foresight.closed_form import (
@@ -374,8 +374,5 @@ def instantiated(config: DictConfig) -> Any:
     given = {str(key): value for key, value in config.items() if key != "_target_"}
     words = {field.name for field in fields(kind) if isinstance(field.default, str)}  # Hydra reads true as a bool
     given |= {key: str(value).lower() for key, value in given.items() if key in words and isinstance(value, bool)}
-    known = [field.name for field in fields(kind)]
-    unknown = [key for key in given if key not in known]
-    if unknown:
-        raise CompressionError(f"{kind.__name__} has no option {unknown[0]}{nearest(unknown[0], known)}")
+    check_options(kind.__name__, given, [field.name for field in fields(kind)])
     return kind(**given)
