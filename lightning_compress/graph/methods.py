@@ -5,7 +5,7 @@ code cannot be recorded, and the module that it belongs to holds all that matter
 it mostly stands in a method of its own (`get_rope_index`, `get_image_features`), which can.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from traceback import walk_tb
@@ -14,6 +14,7 @@ from typing import Any, final
 from torch import nn
 
 from lightning_compress.graph.compat import calls_replaced
+from lightning_compress.graph.names import is_in, outermost
 from lightning_compress.graph.restore import assigned, attributes_restored, owning
 
 
@@ -147,14 +148,8 @@ def behaviour(root: nn.Module, methods: Mapping[str, Method], run: Callable[[], 
     with attributes_restored(root), calls_replaced(modules, note), methods_replaced(methods, enter), read:
         run()
     return {
-        name: Behaviour(_outermost(each.calls), each.sets, _outside(each.reads, each.calls))
+        name: Behaviour(
+            set(outermost(sorted(each.calls))), each.sets, {read for read in each.reads if not is_in(read, each.calls)}
+        )
         for name, each in found.items()
     }
-
-
-def _outermost(names: Collection[str]) -> set[str]:
-    return {name for name in names if not any(name.startswith(f"{other}.") for other in names)}
-
-
-def _outside(tensors: Collection[str], modules: Collection[str]) -> set[str]:
-    return {name for name in tensors if not any(name.startswith(f"{module}.") for module in modules)}
