@@ -34,8 +34,9 @@ from lightning_compress.graph.names import Names, module_named
 from lightning_compress.graph.products import slow_dtypes
 from lightning_compress.graph.shadow import Key, Shadow
 from lightning_compress.graph.stages import Schedule, Source, Subgraph, datafree_subgraphs, quantizable_calls, subgraphs
+from lightning_compress.graph.synthesize import flatten_batch
 from lightning_compress.graph.targets import sequential_modules
-from lightning_compress.graph.trace import Traced, flatten_batch
+from lightning_compress.graph.trace import Traced
 from lightning_compress.graph.values import is_symbolic
 from lightning_compress.memory.activations import ActivationCache
 from lightning_compress.memory.placement import Placement

@@ -20,7 +20,8 @@ from lightning_compress.export.layout import rest_sizes
 from lightning_compress.graph.cuda import AsOnCuda
 from lightning_compress.graph.names import module_named
 from lightning_compress.graph.sizes import binding, traced_bytes
-from lightning_compress.graph.trace import Traced, flatten_batch
+from lightning_compress.graph.synthesize import flatten_batch
+from lightning_compress.graph.trace import Traced
 from lightning_compress.memory.budget import Budgets, Fit, MemoryUse, fit, gib
 from lightning_compress.memory.heap import trim_heap
 from lightning_compress.memory.host import available_bytes, memory_bytes
