@@ -1,4 +1,4 @@
-"""Leave modules as they were."""
+"""Leave modules, and what else is changed for a while, as they were."""
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
