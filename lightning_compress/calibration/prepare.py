@@ -30,7 +30,7 @@ from lightning_compress.graph.aliases import memory_of
 from lightning_compress.graph.buffers import KeptBuffers
 from lightning_compress.graph.leaf import Leaf, leaf_input
 from lightning_compress.graph.masks import TokenMask, masks_of_sounds, row_mask_for, token_mask_for
-from lightning_compress.graph.names import Names, module_named
+from lightning_compress.graph.names import Names, module_named, weight_of
 from lightning_compress.graph.products import slow_dtypes
 from lightning_compress.graph.shadow import Key, Shadow
 from lightning_compress.graph.stages import Schedule, Source, Subgraph, datafree_subgraphs, quantizable_calls, subgraphs
@@ -251,7 +251,7 @@ def _sizes(parts: Sequence[Subgraph], root: nn.Module) -> dict[Source, tuple[int
     """Of each source the channels, and the rows of all modules that read it."""
     found: dict[Source, tuple[int, int]] = {}
     for group in (group for part in parts for step in part.steps for group in step.solve):
-        shapes = [module_named(root, name).get_parameter("weight").shape for name in group.members]
+        shapes = [weight_of(root, name).shape for name in group.members]
         for source in group.sources:
             _, outputs = found.get(source, (0, 0))
             found[source] = shapes[0][1], outputs + sum(shape[0] for shape in shapes)

@@ -23,6 +23,11 @@ def module_named(root: nn.Module, name: str) -> nn.Module:
     return module
 
 
+def weight_of(root: nn.Module, name: str) -> nn.Parameter:
+    """The weight of a module of this name."""
+    return module_named(root, name).get_parameter("weight")
+
+
 def is_in(name: str, owners: Iterable[str]) -> bool:
     """Whether a module is one of these, or below one of them.
 

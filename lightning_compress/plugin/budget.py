@@ -15,10 +15,11 @@ from lightning_compress.calibration.footprint import footprint
 from lightning_compress.calibration.loop import Calibration
 from lightning_compress.calibration.observe import Statistics, begin_statistics
 from lightning_compress.calibration.prepare import cached_inputs
+from lightning_compress.calibration.solve import stacked_shape
 from lightning_compress.errors import BudgetError
 from lightning_compress.export.layout import rest_sizes
 from lightning_compress.graph.cuda import AsOnCuda
-from lightning_compress.graph.names import module_named
+from lightning_compress.graph.names import weight_of
 from lightning_compress.graph.sizes import binding, traced_bytes
 from lightning_compress.graph.synthesize import flatten_batch
 from lightning_compress.graph.trace import Traced
@@ -105,8 +106,7 @@ def _check_widths(run: Calibration) -> None:
         name, sources = group.members[0], [source for source in group.sources if run.needs.get(source)]
         if not sources:
             continue
-        weights = [run.flow.root.get_submodule(member).get_parameter("weight") for member in group.members]
-        shape = (sum(len(weight) for weight in weights), weights[0].shape[1])
+        shape = stacked_shape(group, run.flow.root)
         kinds = frozenset(kind for source in sources for kind in run.needs[source])
         case = (shape, kinds, assignments[name].algorithm, id(assignments[name].scheme))  # of experts few
         if case not in known:
@@ -118,10 +118,10 @@ def _check_widths(run: Calibration) -> None:
             known[case] = statistics_bytes(statistics.values()) + workspace
         if known[case] > there:
             raise BudgetError(
-                f"{name} has a weight of shape {list(weights[0].shape)}: statistics of its {shape[1]} input channels "
-                f"and what solving it needs take {gib(known[case])}, and there are {gib(there)} of "
-                f"{'host' if device.type == 'cpu' else 'device'} memory. Add it to `ignore`, or to the `targets` of a "
-                "modifier with `algorithm: rtn`, which needs no statistics."
+                f"{name} has a weight of shape {list(weight_of(run.flow.root, name).shape)}: statistics of its "
+                f"{shape[1]} input channels and what solving it needs take {gib(known[case])}, and there are "
+                f"{gib(there)} of {'host' if device.type == 'cpu' else 'device'} memory. Add it to `ignore`, or to "
+                "the `targets` of a modifier with `algorithm: rtn`, which needs no statistics."
             )
 
 
@@ -153,7 +153,7 @@ def at_the_end(run: Calibration, data: CalibrationSet | None, verifies: bool) ->
             (end,) = (node for node in run.flow.traced.graph.nodes if node.op == "output")
             outputs = _nbytes(run.flow.traced, end.all_input_nodes, data)
         on_host = _loaded_bytes(root, run.resolved) + 3 * outputs  # of both models, and their difference
-        work = {"packing": sum(module_named(root, n).get_parameter("weight").numel() for n in run.resolved.assignments)}
+        work = {"packing": sum(weight_of(root, n).numel() for n in run.resolved.assignments)}
         rows.append(Needs("the checkpoint", 0, (Moment("verification", "", on_host=on_host, work=work),)))
     return rows
 
@@ -174,7 +174,7 @@ def _loaded_bytes(root: nn.Module, resolved: ResolvedRecipe) -> int:
     """Of a second model, whose modules hold packed weights and, once they have run, those weights as they were."""
     dense: int = sum(tensor.nbytes for tensor in root.state_dict(keep_vars=True).values() if isinstance(tensor, Tensor))
     packed: int = sum(
-        module_named(root, name).get_parameter("weight").numel() * assignment.weights.num_bits // 8
+        weight_of(root, name).numel() * assignment.weights.num_bits // 8
         for name, assignment in resolved.assignments.items()
     )
     return dense + packed
