@@ -27,7 +27,7 @@ from lightning_compress.calibration.prepare import calibrating
 from lightning_compress.export.writer import Unwritten
 from lightning_compress.foresight.allocator import replay, reserved_by_calibration
 from lightning_compress.graph.stages import Schedule
-from lightning_compress.graph.trace import flatten_batch
+from lightning_compress.graph.synthesize import flatten_batch
 from lightning_compress.memory.tracker import LiveMemory
 from lightning_compress.memory.transfer import Lane, Sent
 from lightning_compress.plugin.job import Job, prepare_job

@@ -7,10 +7,15 @@ constants, against how long they took. Search: what do our own policies promise,
 and sizes. Runs on a CPU, in seconds; nothing is measured here.
 """
 
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 from lightning_compress.foresight.generation import Policy, best_policy, foreseen, row_by_row
-from lightning_compress.foresight.published import MACHINES, OPT, RUNS, Published
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "foresight"))
+
+from published import MACHINES, OPT, RUNS, Published
 
 
 def described(policy: Policy) -> str:

@@ -1,6 +1,6 @@
 """What a user can get wrong, as exceptions. Each message names the module, its shape, the scheme and the remedy."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 
 
@@ -24,6 +24,16 @@ def reason(error: Exception) -> str:
 
 class CompressionError(ValueError):
     """Base of every error this package raises for a user's input."""
+
+
+def check_options(what: str, given: Iterable[object], known: Collection[str]) -> None:
+    """
+    Raises:
+        CompressionError: an option that is not known; names the nearest one that is.
+    """
+    for key in map(str, given):
+        if key not in known:
+            raise CompressionError(f"{what} has no option {key}{nearest(key, known)}")
 
 
 class RecipeError(CompressionError):

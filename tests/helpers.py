@@ -1,6 +1,7 @@
 """Tiny models, batches and recipes for every folder's tests, and the engine without Lightning around it."""
 
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -258,6 +259,16 @@ def llava_processor(words: Sequence[str], **options: Any) -> LlavaProcessor:
         num_additional_image_tokens=1,
         **options,
     )
+
+
+class Harmful:
+    """Runs code when a careless reader unpickles it."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.file),)
 
 
 def saved(model: nn.Module, folder: Path, **options: Any) -> nn.Module:

@@ -4,14 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from math import inf
 
-from torch import Tensor
-
 from lightning_compress.statistics import Statistic
-
-
-def numel(batch: Sequence[Tensor]) -> int:
-    """Numbers in all tensors of a batch."""
-    return sum(tensor.numel() for tensor in batch)
 
 
 def statistics_bytes(gathered: Iterable[Mapping[type[Statistic], Statistic]], below: float = inf) -> int:

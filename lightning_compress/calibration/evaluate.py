@@ -20,7 +20,7 @@ from lightning_compress.calibration.target import Target
 from lightning_compress.graph.buffers import KeptBuffers
 from lightning_compress.graph.products import slow_dtypes
 from lightning_compress.graph.stages import forward_subgraphs
-from lightning_compress.graph.targets import sequential_modules
+from lightning_compress.graph.targets import sequential_modules, with_parameters
 from lightning_compress.memory.heap import heap_kept
 from lightning_compress.memory.placement import Placement
 from lightning_compress.memory.store import WeightStore
@@ -60,8 +60,7 @@ def prepare_evaluation(
         UntraceableModelError: the forward cannot be recorded.
         CalibrationDataError: batches that would take different paths through the model.
     """
-    with_weights = [name for name, module in target.root.named_modules() if name and list(module.parameters(False))]
-    boundaries = sequential_modules(target.root, sequential_targets, with_weights)
+    boundaries = sequential_modules(target.root, sequential_targets, with_parameters(target.root))
     traced = trace_on(target, boundaries, boundaries, data, placement.source, needs_outputs=True)
     parts = forward_subgraphs(traced)
     (end,) = (node for node in traced.graph.nodes if node.op == "output")

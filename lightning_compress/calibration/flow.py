@@ -23,7 +23,8 @@ from lightning_compress.graph.restore import attributes_of
 from lightning_compress.graph.shadow import Key, node_of, with_shadows
 from lightning_compress.graph.stages import Source, Step, Subgraph, last_steps
 from lightning_compress.graph.trace import Traced
-from lightning_compress.memory.activations import ActivationCache, versions
+from lightning_compress.graph.trees import versions
+from lightning_compress.memory.activations import ActivationCache
 from lightning_compress.memory.heap import trim_heap
 from lightning_compress.memory.placement import Placement
 from lightning_compress.memory.store import WeightStore

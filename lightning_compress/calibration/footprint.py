@@ -32,19 +32,21 @@ from torch import Tensor, fx
 
 from lightning_compress.algorithms.base import result_bytes
 from lightning_compress.algorithms.tiling import tiling_of
-from lightning_compress.calibration.amounts import numel, statistics_bytes, worst_mixture
+from lightning_compress.calibration.amounts import statistics_bytes, worst_mixture
+from lightning_compress.calibration.batches import num_elements
 from lightning_compress.calibration.flow import Values, run_step
 from lightning_compress.calibration.loop import Calibration
 from lightning_compress.calibration.observe import Statistics, begin_statistics, observing
 from lightning_compress.calibration.reference import differences
 from lightning_compress.calibration.repeats import of_another, one_of_each, repeated, structures, widths
 from lightning_compress.calibration.requests import in_pieces, storages, tensors_of
-from lightning_compress.calibration.solve import bytes_together, stacked_groups
+from lightning_compress.calibration.solve import bytes_together, stacked_groups, stacked_shape
 from lightning_compress.calibration.stand_ins import LikeQuantizing, failures_allowed
 from lightning_compress.errors import BudgetError
 from lightning_compress.graph.compat import fake_like, new_fake_mode, replace_by_fakes
 from lightning_compress.graph.cuda import AsOnCuda
 from lightning_compress.graph.leaf import leaf_input
+from lightning_compress.graph.names import weight_of
 from lightning_compress.graph.restore import attributes_restored
 from lightning_compress.graph.shadow import Key, Shadow, node_of, with_shadows
 from lightning_compress.graph.sizes import binding, traced_bytes
@@ -109,13 +111,12 @@ class _Meter:
         self._run, self._flow = run, run.flow
         self._root = run.flow.root
         self._structure = structures(self._root)
-        self._brought = {
-            part.name: run.flow.store.away_bytes(part.modules, part.tensors) for part in run.flow.subgraphs
-        }
+        away_bytes, parts = run.flow.store.away_bytes, run.flow.subgraphs
+        self._brought = {part.name: away_bytes(part.modules, part.tensors) for part in parts}
         self._statistics: Statistics = {}
         self._memory = LiveMemory(on_cuda=run.flow.device.type == "cuda")
-        self._largest = max(batches, key=numel, default=())
-        self._numbers = [numel(batch) for batch in batches]
+        self._largest = max(batches, key=num_elements, default=())
+        self._numbers = [num_elements(batch) for batch in batches]
         self._sizes: list[Mapping[sympy.Symbol, int | float]] = []
         if run.flow.traced is not None:
             bind = binding(run.flow.traced)
@@ -208,7 +209,7 @@ class _Meter:
 
     def _work_of_all(self, step: Step) -> Work:
         """The work of all batches, that of the largest being known; the others' is in the ratio of their sizes."""
-        ratio = sum(self._numbers) / max(numel(self._largest), 1)
+        ratio = sum(self._numbers) / max(num_elements(self._largest), 1)
         calls = self._work.work["call"] + (0 if self._is_on_cpu else _CALLS_PER_NODE * len(step.nodes))
         return {**times(self._work.work, ratio), "call": calls * len(self._numbers)}
 
@@ -269,8 +270,8 @@ class _Meter:
         `together` of other groups' results, and how many they add."""
         group, number = groups[0], len(groups)
         assignment = self._run.resolved.assignments[group.members[0]]
-        weights = [self._root.get_submodule(name).get_parameter("weight") for name in group.members]
-        num_rows, num_channels = sum(len(weight) for weight in weights), weights[0].shape[1]
+        weights = [weight_of(self._root, name) for name in group.members]
+        num_rows, num_channels = stacked_shape(group, self._root)
         gathered = [self._statistics[source] for source in group.sources if source in self._statistics]
         kinds = {kind for found in gathered for kind in found}
         tiling, args = tiling_of(self._run.flow.device), assignment.weights
@@ -279,8 +280,7 @@ class _Meter:
         stacked = number * num_rows * num_channels * weights[0].itemsize
         results = number * result_bytes(num_rows, num_channels, assignment.weights)
         added = results - number * num_rows * num_channels * (8 - assignment.weights.num_bits) // 8
-        packing = PACKING * max(weight.numel() for weight in weights)
-        beside = added if self._is_on_cpu else 0
+        packing, beside = PACKING * max(weight.numel() for weight in weights), added if self._is_on_cpu else 0
         most = together + self._originals + merged + max(stacked + workspace, results + beside + packing)
         workspace_there, on_host = self._places(most, packed + added - beside)
         piece = 4 * num_channels * max(num_channels, min(number * num_rows, tiling.stack_rows(num_channels)))
@@ -333,7 +333,7 @@ class _Meter:
         reference = self._flow.reference
         for name in group.members:
             if reference is not None and reference.last_calls.get(name, -1) >= index:
-                reference.originals[name] = self._root.get_submodule(name).get_parameter("weight").detach()
+                reference.originals[name] = weight_of(self._root, name).detach()
 
     def forget_originals(self, index: int) -> None:
         """As the run does behind subgraph `index`."""

@@ -39,8 +39,9 @@ from lightning_compress.calibration.reference import differences
 from lightning_compress.calibration.solve import QuantizedModule, Restored, apply, describe_scheme, put, solve_groups
 from lightning_compress.distributed.collective import Collective
 from lightning_compress.distributed.folder import SharedFolder
+from lightning_compress.graph.leaf import Leaf
+from lightning_compress.graph.names import weight_of
 from lightning_compress.graph.stages import Group, Source, Step, Subgraph
-from lightning_compress.graph.trace import Leaf
 from lightning_compress.memory.garbage import no_full_collections
 from lightning_compress.memory.heap import heap_kept
 from lightning_compress.memory.tracker import peak_bytes, reset_peak
@@ -302,7 +303,7 @@ def _record(
     progress: _Progress, subgraph: Subgraph, group: Group, quantized: QuantizedModule, packed: int
 ) -> ModuleRecord:
     run, statistics = progress.run, progress.statistics
-    weight: Tensor = run.flow.root.get_submodule(quantized.module).get_parameter("weight")
+    weight = weight_of(run.flow.root, quantized.module)
     num_tokens = _num_tokens(group, statistics)
     is_unreached = not num_tokens and any(run.needs[source] for source in group.sources)
     return ModuleRecord(

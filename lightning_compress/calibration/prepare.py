@@ -30,12 +30,13 @@ from lightning_compress.graph.aliases import memory_of
 from lightning_compress.graph.buffers import KeptBuffers
 from lightning_compress.graph.leaf import Leaf, leaf_input
 from lightning_compress.graph.masks import TokenMask, masks_of_sounds, row_mask_for, token_mask_for
-from lightning_compress.graph.names import Names, module_named
+from lightning_compress.graph.names import Names, module_named, weight_of
 from lightning_compress.graph.products import slow_dtypes
 from lightning_compress.graph.shadow import Key, Shadow
 from lightning_compress.graph.stages import Schedule, Source, Subgraph, datafree_subgraphs, quantizable_calls, subgraphs
+from lightning_compress.graph.synthesize import flatten_batch
 from lightning_compress.graph.targets import sequential_modules
-from lightning_compress.graph.trace import Traced, flatten_batch
+from lightning_compress.graph.trace import Traced
 from lightning_compress.graph.values import is_symbolic
 from lightning_compress.memory.activations import ActivationCache
 from lightning_compress.memory.placement import Placement
@@ -250,7 +251,7 @@ def _sizes(parts: Sequence[Subgraph], root: nn.Module) -> dict[Source, tuple[int
     """Of each source the channels, and the rows of all modules that read it."""
     found: dict[Source, tuple[int, int]] = {}
     for group in (group for part in parts for step in part.steps for group in step.solve):
-        shapes = [module_named(root, name).get_parameter("weight").shape for name in group.members]
+        shapes = [weight_of(root, name).shape for name in group.members]
         for source in group.sources:
             _, outputs = found.get(source, (0, 0))
             found[source] = shapes[0][1], outputs + sum(shape[0] for shape in shapes)
@@ -332,7 +333,7 @@ def _warn_of_unseen(traced: Traced, parts: Sequence[Subgraph], resolved: Resolve
     names = Names(seen)
     calls = (call for node in traced.graph.nodes for call in quantizable_calls(node, names))
     unseen = Counter(name for name, source in calls if source not in seen[name])
-    unseen = Counter({name: n for name, n in unseen.items() if _reads_statistics(resolved.assignments[name])})
+    unseen = Counter({name: n for name, n in unseen.items() if needed_statistics(resolved.assignments[name])})
     if unseen:
         name, number = unseen.most_common(1)[0]
         others = f", and so are {len(unseen) - 1} others" if len(unseen) > 1 else ""
@@ -342,10 +343,6 @@ def _warn_of_unseen(traced: Traced, parts: Sequence[Subgraph], resolved: Resolve
             CalibrationWarning,
             stacklevel=3,
         )
-
-
-def _reads_statistics(assignment: Assignment) -> bool:
-    return bool(needed_statistics(assignment))
 
 
 def _by_boundary(names: Sequence[str], boundaries: Sequence[str]) -> list[tuple[str, list[str]]]:

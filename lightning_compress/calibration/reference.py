@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from lightning_compress.calibration.solve import InputHook
 from lightning_compress.graph.execute import execute
 from lightning_compress.graph.leaf import Leaf
-from lightning_compress.graph.names import Names
+from lightning_compress.graph.names import Names, is_in, weight_of
 from lightning_compress.graph.residual import Residual, residuals
 from lightning_compress.graph.shadow import Key, SecondRun, diverging_nodes
 from lightning_compress.graph.stages import Group, Source, Subgraph, quantizable_calls
@@ -68,7 +68,7 @@ class Reference:
     def keep(self, name: str, root: nn.Module, index: int) -> None:
         """Remember the weight of a module that is about to be quantized in subgraph `index`."""
         if self.last_calls.get(name, -1) >= index:
-            self.originals[name] = root.get_submodule(name).get_parameter("weight").detach().clone()
+            self.originals[name] = weight_of(root, name).detach().clone()
 
     def forget(self, index: int) -> None:
         """Drop the weights that nothing behind subgraph `index` needs."""
@@ -164,7 +164,7 @@ def run_original(
 @contextmanager
 def _original_weights(root: nn.Module, originals: Mapping[str, Tensor], called: Collection[str]) -> Iterator[None]:
     """Within: the modules `called`, and those inside them, are as they were before they were quantized."""
-    names = [name for name in originals if any(name == leaf or name.startswith(f"{leaf}.") for leaf in called)]
+    names = [name for name in originals if is_in(name, called)]
     modules = [root.get_submodule(name) for name in names]
     weights = [module.get_parameter("weight") for module in modules]
     quantized = [weight.data for weight in weights]
@@ -197,7 +197,7 @@ def differences(
         return drift, None
     parts, squares = [], []
     for name in reference.members[source]:
-        weight = root.get_submodule(name).get_parameter("weight")
+        weight = weight_of(root, name)
         with full_float32(drift.device):
             part = drift @ weight.float().t()
         residual = reference.residuals.get(name)

@@ -5,13 +5,13 @@ how much is alive and not in what pieces: they are taken to come in float32 matr
 rows that are solved at a time if that is more, and in tensors of the module's size.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from lightning_compress.graph.compat import pytree
 from lightning_compress.graph.shadow import Key
 from lightning_compress.graph.stages import Subgraph
+from lightning_compress.graph.trees import tensors_in
 
 
 def tensors_of(root: nn.Module, subgraph: Subgraph) -> dict[str, Tensor]:
@@ -28,8 +28,7 @@ def tensors_of(root: nn.Module, subgraph: Subgraph) -> dict[str, Tensor]:
 
 def storages(values: Mapping[Key, object]) -> list[Tensor]:
     """A tensor of each storage that these values have."""
-    leaves: Iterable[object] = pytree.tree_leaves(list(values.values()))
-    return list({leaf.untyped_storage()._cdata: leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
+    return list({each.untyped_storage()._cdata: each for each in tensors_in(list(values.values()))}.values())
 
 
 def in_pieces(num_bytes: int, piece: int) -> list[int]:

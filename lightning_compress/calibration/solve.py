@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, groupby
+from math import prod
 from typing import Any, final
 
 import torch
@@ -28,6 +29,7 @@ from lightning_compress.distributed.share import fill, keeps_whole, shared, shar
 from lightning_compress.errors import NonFiniteError, SolveError
 from lightning_compress.graph.compat import FakeTensor, Shapes, outside_modes
 from lightning_compress.graph.leaf import first_tensor
+from lightning_compress.graph.names import module_named, weight_of
 from lightning_compress.graph.stages import Group
 from lightning_compress.memory.store import WeightStore
 from lightning_compress.recipe.resolve import Assignment, ResolvedRecipe
@@ -213,7 +215,7 @@ def solve_groups(
     """
     for run in _together(groups, root):
         costs = [_costs(group, root, resolved) for group in run]
-        device = root.get_submodule(run[0].members[0]).get_parameter("weight").device
+        device = weight_of(root, run[0].members[0]).device
         tiling = tiling_of(device)
         if collective.size == 1:
             for batch in stacked_groups(run, root, resolved, tiling):
@@ -235,21 +237,22 @@ def solve_groups(
 
 def bytes_together(groups: Sequence[Group], root: nn.Module) -> int:
     """At most the bytes of codes that exist at once, where ranks solve whole groups."""
-    return max((sum(_num_weights(group, root) for group in run) for run in _together(groups, root)), default=0)
+    sizes = ((prod(stacked_shape(group, root)) for group in run) for run in _together(groups, root))
+    return max(map(sum, sizes), default=0)
 
 
 def _together(groups: Sequence[Group], root: nn.Module) -> list[list[Group]]:
-    return runs(groups, [_num_weights(group, root) for group in groups], _TOGETHER)
+    return runs(groups, [prod(stacked_shape(group, root)) for group in groups], _TOGETHER)
 
 
-def _num_weights(group: Group, root: nn.Module) -> int:
-    return sum(root.get_submodule(name).get_parameter("weight").numel() for name in group.members)
+def stacked_shape(group: Group, root: nn.Module) -> tuple[int, int]:
+    """[O, I] of the stacked rows of a group's members."""
+    weights = [weight_of(root, name) for name in group.members]
+    return sum(map(len, weights)), weights[0].shape[1]
 
 
 def _costs(group: Group, root: nn.Module, resolved: ResolvedRecipe) -> tuple[float, float]:
-    weights = [root.get_submodule(name).get_parameter("weight") for name in group.members]
-    num_rows = sum(weight.shape[0] for weight in weights)
-    return resolved.assignments[group.members[0]].algorithm.costs(num_rows, weights[0].shape[1])
+    return resolved.assignments[group.members[0]].algorithm.costs(*stacked_shape(group, root))
 
 
 def stacked_groups(
@@ -259,19 +262,14 @@ def stacked_groups(
     alike = [list(found) for _, found in groupby(groups, lambda group: _kind(group, root, resolved))]
     batches: list[list[Group]] = []
     for found in alike:
-        weight = root.get_submodule(found[0].members[0]).get_parameter("weight")
-        number = tiling.joined_weights(_num_rows(found[0], root), weight.shape[1])
+        number = tiling.joined_weights(*stacked_shape(found[0], root))
         batches += [found[start : start + number] for start in range(0, len(found), number)]
     return batches
 
 
 def _kind(group: Group, root: nn.Module, resolved: ResolvedRecipe) -> tuple[object, ...]:
     name = group.members[0]
-    return *group_key(resolved.assignments[name], root.get_submodule(name)), _num_rows(group, root)
-
-
-def _num_rows(group: Group, root: nn.Module) -> int:
-    return sum(len(root.get_submodule(name).get_parameter("weight")) for name in group.members)
+    return *group_key(resolved.assignments[name], module_named(root, name)), *stacked_shape(group, root)
 
 
 @dataclass(frozen=True)
@@ -305,7 +303,7 @@ def _naming(what: str) -> Iterator[None]:
 
 
 def _stacked(group: Group, root: nn.Module, resolved: ResolvedRecipe, statistics: GroupStatistics) -> _Stacked:
-    weights = [root.get_submodule(name).get_parameter("weight").detach() for name in group.members]
+    weights = [weight_of(root, name).detach() for name in group.members]
     _check_finite(group, statistics)
     rows = tuple(len(weight) for weight in weights)
     return _Stacked(group, torch.cat(weights), rows, statistics, resolved.assignments[group.members[0]])

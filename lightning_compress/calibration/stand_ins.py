@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from lightning_compress.calibration.solve import InputHook
-from lightning_compress.graph.compat import calls_replaced, pytree
+from lightning_compress.graph.compat import calls_replaced
 from lightning_compress.graph.leaf import Leaf
 from lightning_compress.graph.methods import Method, methods_replaced, original
 from lightning_compress.graph.sizes import nodes_by_values, traced_output
+from lightning_compress.graph.trees import tensors_in
 
 QUANTIZING = 4
 """Copies of a module's input that exist while it is quantized and dequantized, the result included."""
@@ -89,7 +90,7 @@ def _of_values(graph: fx.Graph, sizes: Mapping[sympy.Symbol, int | float]) -> It
 
 def _allowance(modules: Iterable[nn.Module], given: object, output: object) -> int:
     """Bytes for modules that read values: see `footprint`."""
-    tensors = [leaf for leaf in pytree.tree_leaves((given, output)) if isinstance(leaf, Tensor)]
+    tensors = tensors_in((given, output))
     num_tokens = max((leaf.numel() // leaf.shape[-1] for leaf in tensors if leaf.ndim and leaf.shape[-1]), default=0)
     parameters = [parameter for module in modules for parameter in module.parameters()]
     widths = sum(max(parameter.shape[-2:]) for parameter in parameters if parameter.ndim > 1)

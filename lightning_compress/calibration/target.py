@@ -16,6 +16,7 @@ from torchmetrics import Metric, MetricCollection
 from transformers import PreTrainedModel
 
 from lightning_compress.errors import UnsupportedModelError
+from lightning_compress.graph.restore import owning
 from lightning_compress.recipe.parts import transformers_models
 
 _LOGGING = ("log", "log_dict")
@@ -106,12 +107,12 @@ def _not_logging(module: nn.Module, step: Callable[[Any], Any]) -> Callable[[Any
 
     def quiet(batch: Any) -> object:
         with ExitStack() as replaced:
-            replaced.enter_context(_methods_replaced(module, dict.fromkeys(_LOGGING, _nothing)))
+            replaced.enter_context(owning(module, dict.fromkeys(_LOGGING, _nothing)))
             for metric in module.modules():
                 if isinstance(metric, Metric):
-                    replaced.enter_context(_methods_replaced(metric, _OF_METRICS))
+                    replaced.enter_context(owning(metric, _OF_METRICS))
                 elif isinstance(metric, MetricCollection):  # takes members whose states stay alike for one
-                    replaced.enter_context(_methods_replaced(metric, {"update": _nothing}))
+                    replaced.enter_context(owning(metric, {"update": _nothing}))
             return step(batch)
 
     return quiet
@@ -126,19 +127,6 @@ def _no_value(*_: object, **__: object) -> Tensor:
 
 
 _OF_METRICS = {"update": _nothing, "forward": _no_value, "compute": _no_value}
-
-
-@contextmanager
-def _methods_replaced(module: nn.Module, methods: Mapping[str, Callable[..., object]]) -> Iterator[None]:
-    """Within: these methods are others."""
-    before = dict(vars(module))
-    vars(module).update(methods)
-    try:
-        yield
-    finally:
-        for name in methods:
-            vars(module).pop(name, None)
-        vars(module).update({name: before[name] for name in methods if name in before})
 
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)

@@ -11,6 +11,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from lightning_compress.graph.restore import assigned
+
 
 @contextmanager
 def bars_of_first(rank: int) -> Iterator[None]:
@@ -28,8 +30,5 @@ def no_bars() -> Iterator[None]:
     def undrawn(bar: tqdm, *args: Any, **options: Any) -> None:
         drawing(bar, *args, **{**options, "disable": True})
 
-    tqdm.__init__ = undrawn
-    try:
+    with assigned(tqdm, __init__=undrawn):
         yield
-    finally:
-        tqdm.__init__ = drawing

@@ -40,7 +40,7 @@ def config_files(root: nn.Module, folder: Path) -> tuple[dict[str, object], list
     def save(temporary: str) -> None:
         # as it is: published ones have values that are of no use, which some versions refuse to save
         saves = SimpleNamespace(save_pretrained=save_generation)
-        with nullcontext() if generation is None else assigned(root, "generation_config", saves):
+        with nullcontext() if generation is None else assigned(root, generation_config=saves):
             root.save_pretrained(temporary, state_dict={})
         written = Path(temporary) / "config.json"
         if written.is_file():  # on rank 0

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from lightning_compress.calibration.target import Target, in_its_place
 from lightning_compress.errors import CompressionError
-from lightning_compress.graph.compat import pytree
 from lightning_compress.graph.products import in_float32, slow_dtypes
+from lightning_compress.graph.trees import tensors_in
 
 FEW = 128
 """Tokens on which outputs are compared."""
@@ -82,8 +82,4 @@ def _outputs(value: object) -> list[Tensor]:
     if isinstance(logits, Tensor):
         return [logits]
     value = dict(value) if isinstance(value, Mapping) else value
-    return [
-        leaf
-        for leaf in pytree.tree_leaves(value)
-        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel()
-    ]
+    return [tensor for tensor in tensors_in(value) if tensor.is_floating_point() and tensor.numel()]

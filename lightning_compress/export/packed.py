@@ -53,7 +53,7 @@ class PackedWeight:
         return unpack({name: part.read() for name, part in self.parts.items()}, self.scheme)
 
 
-def quantization_config(folder: Path) -> QuantizationConfig | None:
+def stored_quantization(folder: Path) -> QuantizationConfig | None:
     """What `config.json` in `folder` says about quantization by compressed-tensors; None if nothing, or another method
     whose weights are read as plain ones.
 
@@ -101,7 +101,7 @@ def quantized_modules(config: QuantizationConfig, names: Collection[str]) -> dic
 def unfolded_as_packed(root: nn.Module, folder: Path | None) -> AbstractContextManager[None]:
     """Within: stacked experts and `Conv1D`s of a model are Linears, and so are the convolutions that a checkpoint in
     `folder`, of any kind, holds packed."""
-    config = None if folder is None or not folder.is_dir() else quantization_config(folder)
+    config = None if folder is None or not folder.is_dir() else stored_quantization(folder)
     if folder is None or config is None:
         return unfolded(root)
     return unfolded(root, _packed_in(root, quantized_modules(config, stored_tensors(folder).keys())))
@@ -136,7 +136,7 @@ def checkpoint_source(root: nn.Module, folder: Path) -> WeightSource:
     Raises:
         CompressionError: see `memory.source.weight_source`.
     """
-    config = quantization_config(folder)
+    config = stored_quantization(folder)
     if config is None:
         return original_source(root, folder)
     check_finished(folder)
@@ -158,7 +158,7 @@ def load_compressed(module: nn.Module, directory: str | Path) -> nn.Module:
         CompressionError: the folder holds no compressed checkpoint, or its tensors do not fit the module.
     """
     directory = Path(directory)
-    config = quantization_config(directory)
+    config = stored_quantization(directory)
     if config is None:
         raise CompressionError(
             f"{directory} holds no compressed checkpoint (no config.json with a quantization_config)."

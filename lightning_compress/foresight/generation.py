@@ -36,6 +36,7 @@ from lightning_compress.foresight.generation_cost import (
 )
 from lightning_compress.foresight.linear import LinearProgramme
 from lightning_compress.foresight.planned import device_to_give
+from lightning_compress.memory.budget import gib
 
 GPU_BATCH_SIZES = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 384, 512)
 NUM_GPU_BATCHES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 32)
@@ -276,19 +277,15 @@ def _nothing_fits(model: Transformer, hardware: Hardware, task: Task, fixed: Map
     return (
         f"Not even one sequence of {task.prompt_length} + {task.new_tokens} tokens can be generated with "
         f"{', '.join(_told(tier, size) for tier, size in given.items())} for tensors: the layers' weights are "
-        f"{_gib(model.layers * model.layer_bytes)}, the cache of a sequence is {_gib(cache)}"
+        f"{gib(int(model.layers * model.layer_bytes))}, the cache of a sequence is {gib(int(cache))}"
         f"{', and it must be on the device' if fixed else ''}. The smallest that could do, with what is not named as "
         f"it is: {'; or '.join(ways)}. Give more, or take a shorter prompt or a smaller model."
     )
 
 
 def _told(tier: Tier, size: int) -> str:
-    return f"{tier}={size} ({_gib(size)})"
+    return f"{tier}={size} ({gib(size)})"
 
 
 def _to_give(tier: Tier, size: int) -> str:
     return device_to_give(size) if tier == "device" else _told(tier, size)
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.2f} GiB"

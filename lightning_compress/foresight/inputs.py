@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 
 from lightning_compress.errors import CompressionError
 from lightning_compress.foresight.jobs import FineTuningJob, InferenceJob, on_fakes
-from lightning_compress.graph.compat import pytree
 from lightning_compress.graph.configs import size_in
+from lightning_compress.graph.trees import tensors_in
 
 _UNKNOWN: Final = (
     "What images are to {} cannot be known from its configuration alone; put its processor (processor_config.json or "
@@ -66,9 +66,9 @@ def with_images(model: PreTrainedModel, rows: int, length: int, num_images: int)
     try:
         with on_fakes(model) as fake, torch.no_grad():
             found = cast(Any, model).get_image_features(pixel_values=fake(pixels))
-            features = pytree.tree_leaves(getattr(found, "pooler_output", found))
+            features = tensors_in(getattr(found, "pooler_output", found))
             width = cast(Tensor, model.get_input_embeddings().weight).shape[-1]
-            num_tokens = sum(each.numel() for each in features if isinstance(each, Tensor)) // width
+            num_tokens = sum(each.numel() for each in features) // width
     except Exception as error:  # the model's own code
         raise CompressionError(
             f"{_UNKNOWN.format(name)}: by itself get_image_features fails ({type(error).__name__}: {error})."

@@ -10,7 +10,7 @@ keep something else (see `graph.cuda`).
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +30,7 @@ from lightning_compress.graph.compat import (
 from lightning_compress.graph.cuda import as_on_cuda
 from lightning_compress.graph.restore import assigned, attributes_restored
 from lightning_compress.graph.stages import Schedule
+from lightning_compress.graph.trees import storage_bytes
 from lightning_compress.memory.tracker import LiveMemory
 
 _SWITCH = "TRANSFORMERS_DISABLE_TORCH_CHECK"
@@ -222,7 +223,7 @@ def on_fakes(model: nn.Module, *, on_cuda: bool = False) -> Iterator[Callable[[T
     with attributes_restored(model):
         replace_by_fakes(model, mode)
         # it logs a failure at length before raising it
-        quiet = assigned(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
+        quiet = assigned(logging.getLogger("torch._subclasses.fake_tensor"), disabled=True)
         there = as_on_cuda() if on_cuda else nullcontext()
         with quiet, _unchecked(), traceable_transformers(model, packed_sequences=False), there, mode:
             yield partial(fake_like, mode)
@@ -275,7 +276,7 @@ def infer(
             memory.track(tensor)
         memory.reset_peak()
         cache = cached(job.context) if prompt is None else run(prompt)
-        phases = [_phase("prefill", memory, weights, cache=num_bytes(_cached(cache)))]
+        phases = [_phase("prefill", memory, weights, cache=storage_bytes(_cached(cache)))]
         done = 0
         while (left := job.new_tokens - 3 - done) > 0:  # some at a time, and one alone
             together = min(job.context + done, _TOGETHER, left)
@@ -285,7 +286,7 @@ def infer(
             cache = cached(1, cache)
         memory.reset_peak()
         cache = cached(1, cache)
-        phases.append(_phase("decode", memory, weights, cache=num_bytes(_cached(cache))))
+        phases.append(_phase("decode", memory, weights, cache=storage_bytes(_cached(cache))))
     return phases
 
 
@@ -303,9 +304,3 @@ def _phase(name: str, memory: LiveMemory, weights: int, cache: int) -> Phase:
 def _cached(cache: Any) -> list[object]:
     """Keys and values; states, where a layer has such instead."""
     return [value for layer in cache.layers for value in vars(layer).values()]
-
-
-def num_bytes(tensors: Iterable[object]) -> int:
-    """Of the storages of tensors; one that two share counts once."""
-    storages = [tensor.untyped_storage() for tensor in tensors if isinstance(tensor, Tensor)]
-    return sum({id(storage): storage.nbytes() for storage in storages}.values())

@@ -132,7 +132,7 @@ class _Sheet:
     gib: float
 
 
-_SHEETS = {
+SHEETS = {
     "t4": _Sheet(8.1, 65, 8.1, 320, 15.8, 14.56),
     "a10": _Sheet(125, 125, 31.2, 600, 31.5, 21.99),
     "l4": _Sheet(121, 121, 30.3, 300, 31.5, 24),
@@ -169,20 +169,15 @@ _ASSUMED = {
 """Of a host that nothing is known of: a local NVMe disk."""
 
 
-def known_gpus() -> tuple[str, ...]:
-    """Names that `named_gpu` takes."""
-    return tuple(_SHEETS)
-
-
 def named_gpu(name: str, host: Machine | None) -> Machine:
     """A machine with such a GPU, in a host like `host` (None: an assumed one).
 
     Raises:
         CompressionError: no such name.
     """
-    sheet = _SHEETS.get(name.lower())
+    sheet = SHEETS.get(name.lower())
     if sheet is None:
-        raise CompressionError(f"gpu={name} is not known; known are {', '.join(_SHEETS)}. gpu=null is this machine.")
+        raise CompressionError(f"gpu={name} is not known; known are {', '.join(SHEETS)}. gpu=null is this machine.")
     rates = {f"product {dtype}": 1e12 * _REACHED["product"] * getattr(sheet, dtype) for dtype in _DTYPES}
     rates |= {f"attention {dtype}": 1e12 * _REACHED["attention"] * getattr(sheet, dtype) for dtype in _DTYPES}
     rates["product float64"] = rates["product float32"] / 2

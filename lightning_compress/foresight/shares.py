@@ -10,7 +10,7 @@ from lightning_compress.errors import CompressionError
 from lightning_compress.foresight.jobs import FineTuningJob, InferenceJob
 from lightning_compress.foresight.layouts import Layout
 from lightning_compress.graph.configs import size_in
-from lightning_compress.graph.targets import sequential_modules
+from lightning_compress.graph.targets import sequential_modules, with_parameters
 
 
 def dividing_heads(model: PreTrainedModel) -> int | None:
@@ -58,7 +58,7 @@ Saved = Mapping[Tensor, int]
 
 def largest_layer(model: nn.Module, saved: Saved) -> int:
     """Bytes of the weights of the largest layer or embedding, which ZeRO-3 gathers."""
-    owners = _owners(model)
+    owners = with_parameters(model)
     names = {*sequential_modules(model, None, owners), *owners}
     return max(_bytes_of(model.get_submodule(name), saved) for name in names)
 
@@ -67,16 +67,11 @@ def largest_stage(model: nn.Module, pipeline: int, saved: Saved) -> float:
     """Of the weights, the part of a pipeline's first or last stage, which have the embeddings beside their layers."""
     if pipeline == 1:
         return 1.0
-    names = sequential_modules(model, None, _owners(model))
+    names = sequential_modules(model, None, with_parameters(model))
     layers = sum(_bytes_of(model.get_submodule(name), saved) for name in names)
     ends = [module() for name in ("get_input_embeddings", "get_output_embeddings") if (module := getattr(model, name))]
     beside = [_bytes_of(end, saved) for end in ends if isinstance(end, nn.Module)]
     return min((layers / pipeline + max(beside, default=0)) / _bytes_of(model, saved), 1.0)
-
-
-def _owners(model: nn.Module) -> tuple[str, ...]:
-    """Names of the modules that have parameters of their own."""
-    return tuple(name for name, module in model.named_modules() if name and list(module.parameters(recurse=False)))
 
 
 def _bytes_of(module: nn.Module, saved: Saved) -> int:

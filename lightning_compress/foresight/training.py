@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_compress.foresight.adapters import adapt
-from lightning_compress.foresight.jobs import FineTuningJob, Phase, follow, num_bytes
+from lightning_compress.foresight.jobs import FineTuningJob, Phase, follow
 from lightning_compress.foresight.optimizers import AdamW8bitMemory, step_bytes
-from lightning_compress.graph.compat import pytree
+from lightning_compress.graph.trees import storage_bytes
 from lightning_compress.memory.tracker import LiveMemory
 from lightning_compress.memory.work import Work, WorkMeter
 
@@ -134,10 +134,10 @@ class _Observed:
     def note(self, name: str) -> None:
         """Keep the worst moment since the last one, as one of a part of the job. A gradient made since then is working
         memory in it: at the worst it may not be there yet, and ranks that share gradients have it whole at first."""
-        before, self._gradients = self._gradients, num_bytes(parameter.grad for parameter in self._parameters)
+        before, self._gradients = self._gradients, storage_bytes([parameter.grad for parameter in self._parameters])
         gradients = min(before, self._gradients)
         if name == "step":
-            self._states = num_bytes(pytree.tree_leaves([dict(state) for state in self.optimizer.state.values()]))
+            self._states = storage_bytes([dict(state) for state in self.optimizer.state.values()])
         phase = Phase(name, self._weights, gradients, self._states)
         rest = self._memory.peak_bytes - phase.peak
         phase = replace(phase, stepping=rest) if name == "step" else replace(phase, working=rest)
@@ -150,7 +150,7 @@ class _Observed:
     def rehearsal(self) -> Rehearsal:
         """All of it."""
         works: dict[tuple[str, bool], Work] = dict(self._works)
-        trained = num_bytes(self._parameters)
+        trained = storage_bytes(self._parameters)
         if works and isinstance(self.optimizer, AdamW8bitMemory):  # which has no arithmetic
             size = step_bytes(trained, self._found[-1][0].gradients, self._states)
             works["step", False] = {"elementwise": size, "call": len(self._parameters)}

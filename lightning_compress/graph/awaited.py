@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lightning_compress.graph.compat import pytree
 from lightning_compress.graph.restore import MODULE_DICTS
+from lightning_compress.graph.trees import tensors_in
 
 Substitute = Callable[[Tensor], Tensor]
 
@@ -88,7 +89,6 @@ def nobody_brings(root: nn.Module) -> list[str]:
     for path, module in root.named_modules():
         kept: Mapping[str, object] = {key: value for key, value in vars(module).items() if key not in MODULE_DICTS}
         for key, value in {**module._buffers, **kept}.items():
-            tensors = (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
-            if any(tensor.is_meta and id(tensor) not in known for tensor in tensors):
+            if any(tensor.is_meta and id(tensor) not in known for tensor in tensors_in(value)):
                 found.append(f"{path}.{key}" if path else key)
     return found

@@ -221,11 +221,11 @@ def recording(recorder: Recorder) -> Iterator[None]:
     with ExitStack() as stack:
         for logger in ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes"):
             # they log a failure at length before raising it, and failing is how fallbacks are found
-            stack.enter_context(assigned(logging.getLogger(logger), "disabled", True))
-        stack.enter_context(assigned(torch.distributions.Distribution, "_validate_args", False))  # which reads values
+            stack.enter_context(assigned(logging.getLogger(logger), disabled=True))
+        stack.enter_context(assigned(torch.distributions.Distribution, _validate_args=False))  # which reads values
         # a proxy mode defers sizes exactly while it runs an operation; torch's caches keep the shapes for good
         shapes = shapes_of(recorder.fake_mode)
-        stack.enter_context(assigned(shapes, "inside_operation", lambda: recorder.enable_thunkify))
+        stack.enter_context(assigned(shapes, inside_operation=lambda: recorder.enable_thunkify))
         stack.enter_context(autocast_restored())
         stack.enter_context(torch.no_grad())
         stack.enter_context(recorder.fake_mode)
@@ -261,7 +261,7 @@ def deciding_nothing(shapes: Shapes) -> Iterator[None]:
         SpecializedSizeError: at the first equality that is not true for all sizes.
     """
     kept = len(shapes.decisions)
-    with shapes.suppress_guards(), assigned(shapes, "equalities_allowed", False):
+    with shapes.suppress_guards(), assigned(shapes, equalities_allowed=False):
         yield
     del shapes.decisions[kept:]
 
@@ -370,15 +370,15 @@ def traceable_transformers(root: nn.Module, *, packed_sequences: bool, experts: 
     """Within: transformers takes the branches it takes on real, unpacked data, and runs experts without a loop."""
     with ExitStack() as stack:
         # as broadcast over index tensors, not as vmap: its indexing operator cannot be recorded before dispatch
-        stack.enter_context(assigned(masking_utils, "_vmap_expansion_sdpa", _mask_by_broadcast))
-        stack.enter_context(assigned(masking_utils, "TransformGetItemToIndex", nullcontext))
-        grouped = assigned(moe, "_can_use_grouped_mm", lambda _, weight, offs: weight.dtype == torch.bfloat16)
+        stack.enter_context(assigned(masking_utils, _vmap_expansion_sdpa=_mask_by_broadcast))
+        stack.enter_context(assigned(masking_utils, TransformGetItemToIndex=nullcontext))
+        grouped = assigned(moe, _can_use_grouped_mm=lambda _, weight, offs: weight.dtype == torch.bfloat16)
         stack.enter_context(grouped)
         if not packed_sequences:
-            stack.enter_context(assigned(masking_utils, "find_packed_sequence_indices", lambda position_ids: None))
+            stack.enter_context(assigned(masking_utils, find_packed_sequence_indices=lambda position_ids: None))
         for config in configs_of(root):
             if hasattr(config, "_experts_implementation_internal"):
-                stack.enter_context(assigned(config, "_experts_implementation_internal", experts))
+                stack.enter_context(assigned(config, _experts_implementation_internal=experts))
         yield
 
 

@@ -48,5 +48,5 @@ def without_cache(root: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         for config in configs_of(root):
             if getattr(config, "use_cache", None):
-                stack.enter_context(assigned(config, "use_cache", False))
+                stack.enter_context(assigned(config, use_cache=False))
         yield

@@ -9,8 +9,8 @@ process, and attention takes the formula always.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, cast, final
 
 import torch
@@ -42,13 +42,10 @@ class AsOnCuda(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@contextmanager
-def as_on_cuda() -> Iterator[None]:
+def as_on_cuda() -> AbstractContextManager[None]:
     """Within: attention and dropout are computed as on CUDA where they are called by their full names; in a backward,
     too, in which there are no modes."""
-    attention, dropout = ("scaled_dot_product_attention", _attention), ("dropout", _dropout)
-    with assigned(functional, *attention), assigned(functional, *dropout):
-        yield
+    return assigned(functional, scaled_dot_product_attention=_attention, dropout=_dropout)
 
 
 def temporary_bytes(function: Any, args: Sequence[Any]) -> int:

@@ -17,6 +17,7 @@ from lightning_compress.graph.compat import GuardOnDataDependentSymNode
 from lightning_compress.graph.decisions import DifferentBranchesError
 from lightning_compress.graph.failures import SetFromOutsideError, UnrecordedTensorError
 from lightning_compress.graph.methods import Behaviour, Method, behaviour, running_methods
+from lightning_compress.graph.names import is_in
 from lightning_compress.graph.observed import observe
 from lightning_compress.graph.record import Body, Cut
 
@@ -79,7 +80,7 @@ def fall_back(
             return replace(cut, bodies={**cut.bodies, **dict.fromkeys(mates, Body(body + 1))}), fixed, told
         name = max((each for each in cut.containers if not each or name.startswith(f"{each}.")), key=len)
     opaque = _opaque_instead(cut, name, targets)
-    hidden = [each for each in cut.boundaries if f"{each}.".startswith(tuple(f"{n}." for n in opaque))]
+    hidden = [each for each in cut.boundaries if is_in(each, opaque)]
     if opaque and (not hidden or len(hidden) < len(cut.boundaries)):
         return _with_opaque(cut, opaque), fixed, _told_of_opaque(opaque, reason, targets)
     running = [
@@ -112,7 +113,7 @@ def _told_of_opaque(opaque: Collection[str], reason: str, targets: Collection[st
 
 
 def _inside(names: Sequence[str], targets: Collection[str]) -> tuple[str, ...]:
-    return tuple(sorted(target for target in targets if f"{target}.".startswith(tuple(f"{name}." for name in names))))
+    return tuple(sorted(target for target in targets if is_in(target, names)))
 
 
 def in_the_end(cut: Cut, fallbacks: Mapping[str, Fallback], targets: Collection[str]) -> tuple[Fallback, ...]:
@@ -126,7 +127,7 @@ def _opaque_instead(cut: Cut, failed: str, targets: frozenset[str]) -> dict[str,
     """Containers to record as single calls: the failed one and all of its class. Empty: that would hide everything."""
     module = cut.containers[failed]
     mates = {n: m for n, m in cut.containers.items() if n and type(m) is type(module)}
-    in_layer = any(f"{failed}.".startswith(f"{boundary}.") for boundary in cut.boundaries)
+    in_layer = is_in(failed, cut.boundaries)
     left = {name for name in targets | cut.boundaries if not any(name.startswith(f"{n}.") for n in mates)}
     return mates if in_layer or (failed and left) else {}
 

@@ -5,8 +5,8 @@ code cannot be recorded, and the module that it belongs to holds all that matter
 it mostly stands in a method of its own (`get_rope_index`, `get_image_features`), which can.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from traceback import walk_tb
 from typing import Any, final
@@ -14,7 +14,8 @@ from typing import Any, final
 from torch import nn
 
 from lightning_compress.graph.compat import calls_replaced
-from lightning_compress.graph.restore import assigned, attributes_restored
+from lightning_compress.graph.names import is_in, outermost
+from lightning_compress.graph.restore import assigned, attributes_restored, owning
 
 
 @dataclass(frozen=True)
@@ -80,18 +81,11 @@ def methods_replaced(
     methods: Mapping[str, Method], wrap: Callable[[str, Method], Callable[..., Any]]
 ) -> Iterator[None]:
     """Within: calling a method calls `wrap(name, method)`."""
-    patched = {name: method.module.__dict__.get(method.name) for name, method in methods.items()}
-    replacing = {name: wrap(name, method) for name, method in methods.items()}
-    for name, method in methods.items():
-        method.module.__dict__[method.name] = replacing[name]
-    try:
+    replacing = [owning(method.module, {method.name: wrap(name, method)}) for name, method in methods.items()]
+    with ExitStack() as stack:
+        for each in replacing:
+            stack.enter_context(each)
         yield
-    finally:
-        for name, method in methods.items():
-            if patched[name] is None:
-                method.module.__dict__.pop(method.name, None)
-            else:
-                method.module.__dict__[method.name] = patched[name]
 
 
 def original(method: Method) -> Callable[..., Any]:
@@ -150,18 +144,12 @@ def behaviour(root: nn.Module, methods: Mapping[str, Method], run: Callable[[], 
 
         return call
 
-    read = assigned(nn.Module, "__getattr__", passing_on)
+    read = assigned(nn.Module, __getattr__=passing_on)
     with attributes_restored(root), calls_replaced(modules, note), methods_replaced(methods, enter), read:
         run()
     return {
-        name: Behaviour(_outermost(each.calls), each.sets, _outside(each.reads, each.calls))
+        name: Behaviour(
+            set(outermost(sorted(each.calls))), each.sets, {read for read in each.reads if not is_in(read, each.calls)}
+        )
         for name, each in found.items()
     }
-
-
-def _outermost(names: Collection[str]) -> set[str]:
-    return {name for name in names if not any(name.startswith(f"{other}.") for other in names)}
-
-
-def _outside(tensors: Collection[str], modules: Collection[str]) -> set[str]:
-    return {name for name in tensors if not any(name.startswith(f"{module}.") for module in modules)}

@@ -23,6 +23,29 @@ def module_named(root: nn.Module, name: str) -> nn.Module:
     return module
 
 
+def weight_of(root: nn.Module, name: str) -> nn.Parameter:
+    """The weight of a module of this name."""
+    return module_named(root, name).get_parameter("weight")
+
+
+def is_in(name: str, owners: Iterable[str]) -> bool:
+    """Whether a module is one of these, or below one of them.
+
+    >>> is_in("mlp.up", ["mlp"]), is_in("mlp", ["mlp"]), is_in("mlp_norm", ["mlp"])
+    (True, True, False)
+    """
+    return f"{name}.".startswith(tuple(f"{owner}." for owner in owners))
+
+
+def outermost(names: Iterable[str]) -> tuple[str, ...]:
+    """Those that are below none of the others; parents come before their children."""
+    chosen: list[str] = []
+    for name in names:
+        if not is_in(name, chosen):
+            chosen.append(name)
+    return tuple(chosen)
+
+
 @final
 class Names:
     """Qualified names of some modules.

@@ -59,5 +59,5 @@ def watching(root: nn.Module, names: Collection[str]) -> Iterator[Reads]:
             (reads.called if is_own else reads.read).add(watched[id(module)])
         return usual(module, key)
 
-    with assigned(nn.Module, "__getattr__", read):
+    with assigned(nn.Module, __getattr__=read):
         yield reads

@@ -32,6 +32,7 @@ from lightning_compress.graph.leaf import Leaf, Within
 from lightning_compress.graph.methods import Method, Unrecorded, original
 from lightning_compress.graph.observed import check_only_tensors, expect, known_sizes, layouts, symbolic_like
 from lightning_compress.graph.restore import attributes_restored
+from lightning_compress.graph.trees import tensors_in, versions
 from lightning_compress.graph.values import concrete, expression, symbolic_sizes
 from lightning_compress.recipe.forms import Rows
 
@@ -230,13 +231,13 @@ class Attempt:
         if key is not None and key in self.outputs:
             return self.outputs[key].detach()
         shapes = compat.shapes_of(self.recorder.fake_mode)
-        before = _versions((args, kwargs, list(module.buffers())))
+        before = versions((args, kwargs, list(module.buffers())))
         with compat.deciding_nothing(shapes):
             output = module._call_impl(*args, **kwargs)
         _forget_inner_sizes(shapes, output)
         is_input = any(output is item for item in (*args, *kwargs.values()))
         # which has to be seen of each such module
-        writes = before != _versions((args, kwargs, list(module.buffers())))
+        writes = before != versions((args, kwargs, list(module.buffers())))
         if key is not None and isinstance(output, Tensor) and not (is_input or writes):
             self.outputs[key] = output
         return output
@@ -280,23 +281,16 @@ class Attempt:
             raise SpecializedSizeError(f"it fixes sizes of the batch: {equalities[0]}")
 
 
-def _versions(value: object) -> list[int]:
-    """How often the tensors in a nested value have been written to."""
-    tensors = (leaf for leaf in compat.pytree.tree_leaves(value) if isinstance(leaf, Tensor))
-    return [tensor._version for tensor in tensors if not tensor.is_inference()]
-
-
 def _contents(value: object) -> list[Any]:
     """Which tensors are in a nested value, and how often they have been written to."""
     leaves, structure = compat.pytree.tree_flatten(value)
-    return [structure, *(id(leaf) for leaf in leaves), *_versions(leaves)]
+    return [structure, *(id(leaf) for leaf in leaves), *versions(leaves)]
 
 
 def _forget_inner_sizes(shapes: compat.Shapes, output: object) -> None:
     """Behind the body of a leaf: sizes that it got from values and that are none of its output's are its own affair;
     torch would miss them there."""
-    leaves = (leaf for leaf in compat.pytree.tree_leaves(output) if isinstance(leaf, Tensor))
-    leaving = {symbol for leaf in leaves for size in leaf.shape for symbol in expression(size).free_symbols}
+    leaving = {symbol for each in tensors_in(output) for size in each.shape for symbol in expression(size).free_symbols}
     shapes.pending_fresh_unbacked_symbols = [
         symbol for symbol in shapes.pending_fresh_unbacked_symbols if symbol in leaving
     ]

@@ -27,9 +27,8 @@ import torch
 from torch import Tensor, fx
 
 from lightning_compress.graph.aliases import Memory, memory_of
-from lightning_compress.graph.leaf import takes_a_value
+from lightning_compress.graph.leaf import Leaf, leaf_input, takes_a_value
 from lightning_compress.graph.stages import Group
-from lightning_compress.graph.trace import Leaf, leaf_input
 from lightning_compress.graph.values import expression
 
 aten = torch.ops.aten

@@ -1,7 +1,7 @@
-"""Leave modules as they were."""
+"""Leave modules, and what else is changed for a while, as they were."""
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from math import inf
@@ -43,14 +43,30 @@ def attributes_of(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 @contextmanager
-def assigned(target: Any, name: str, value: object) -> Iterator[None]:
-    """Within: an attribute has this value."""
-    before = getattr(target, name)
-    setattr(target, name, value)
+def assigned(target: Any, **attributes: object) -> Iterator[None]:
+    """Within: attributes have these values."""
+    before = {name: getattr(target, name) for name in attributes}
+    try:
+        for name, value in attributes.items():
+            setattr(target, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(target, name, value)
+
+
+@contextmanager
+def owning(target: object, attributes: Mapping[str, object]) -> Iterator[None]:
+    """Within: an object has these attributes itself, which go before those of its class."""
+    own = vars(target)
+    before = {name: own[name] for name in attributes if name in own}
+    own.update(attributes)
     try:
         yield
     finally:
-        setattr(target, name, before)
+        for name in attributes:
+            own.pop(name, None)
+        own.update(before)
 
 
 @contextmanager

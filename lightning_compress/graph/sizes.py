@@ -9,11 +9,11 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from lightning_compress.graph.compat import pytree
 from lightning_compress.graph.computed import computed, sizes_of, values_read, values_told, what_computes
 from lightning_compress.graph.leaf import Leaf
 from lightning_compress.graph.observed import expected
 from lightning_compress.graph.trace import Traced
+from lightning_compress.graph.trees import tensors_in
 from lightning_compress.graph.values import concrete
 
 _READING = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape))
@@ -21,8 +21,8 @@ _READING = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_output_
 
 def traced_bytes(node: fx.Node, sizes: Mapping[sympy.Symbol, int | float] | None = None) -> int:
     """Bytes of a value of the graph for the traced batch, or for one of other sizes."""
-    leaves = [leaf for leaf in pytree.tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
-    return sum(leaf.itemsize * prod(concrete(size, sizes) for size in leaf.shape) for leaf in leaves)
+    tensors = tensors_in(node.meta.get("val"))
+    return sum(each.itemsize * prod(concrete(size, sizes) for size in each.shape) for each in tensors)
 
 
 def traced_output(node: fx.Node, sizes: Mapping[sympy.Symbol, int | float]) -> object:

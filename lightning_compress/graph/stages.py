@@ -33,9 +33,9 @@ import torch
 from torch import fx
 
 from lightning_compress.graph.aliases import memory_of
-from lightning_compress.graph.leaf import Grouped, takes_a_value
+from lightning_compress.graph.leaf import Grouped, Leaf, leaf_input, takes_a_value
 from lightning_compress.graph.names import Names
-from lightning_compress.graph.trace import Leaf, Traced, leaf_input
+from lightning_compress.graph.trace import Traced
 from lightning_compress.graph.values import concrete, depends_on_values, is_symbolic
 
 

@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterable, Sequence
 from torch import nn
 
 from lightning_compress.errors import UnsupportedModelError
+from lightning_compress.graph.names import is_in, outermost
 from lightning_compress.recipe.config import not_regular
 from lightning_compress.recipe.resolve import matches
 
@@ -41,7 +42,7 @@ def sequential_modules(
             raise UnsupportedModelError(
                 f"No module matches sequential_targets {list(patterns)}. Classes in this model: {', '.join(classes)}."
             )
-        return _outermost(found)
+        return outermost(found)
     declared = {name for module in root.modules() for name in getattr(module, "_no_split_modules", None) or ()}
     layers = [name for name, module in root.named_modules() if type(module).__name__ in declared]
     if not any(_holds(name, quantizable) for name in layers):
@@ -52,17 +53,14 @@ def sequential_modules(
             for child, member in module.named_children()
             if not isinstance(member, nn.ModuleList | nn.ModuleDict)  # those are never called; what is in them is
         ]
-    layers = list(_outermost(layers))
-    return tuple(layers) if any(_holds(name, quantizable) for name in layers) else tuple(quantizable)
+    chosen = outermost(layers)
+    return chosen if any(_holds(name, quantizable) for name in chosen) else tuple(quantizable)
+
+
+def with_parameters(root: nn.Module) -> tuple[str, ...]:
+    """Names of the modules in `root` that have parameters of their own."""
+    return tuple(name for name, module in root.named_modules() if name and list(module.parameters(recurse=False)))
 
 
 def _holds(name: str, quantizable: Collection[str]) -> bool:
-    return any(other == name or other.startswith(name + ".") for other in quantizable)
-
-
-def _outermost(names: Sequence[str]) -> tuple[str, ...]:
-    chosen: list[str] = []
-    for name in names:  # parents come before their children
-        if not any(name.startswith(parent + ".") for parent in chosen):
-            chosen.append(name)
-    return tuple(chosen)
+    return any(is_in(other, [name]) for other in quantizable)

@@ -34,14 +34,13 @@ from lightning_compress.graph.fallback import (
     Failure,
     Fallback,
     Fixed,
-    TraceFallbackWarning,
     fall_back,
     in_the_end,
     warn,
     with_observations,
 )
 from lightning_compress.graph.kept import Preset
-from lightning_compress.graph.leaf import Leaf, leaf_input
+from lightning_compress.graph.leaf import Leaf
 from lightning_compress.graph.methods import methods_replaced
 from lightning_compress.graph.multiplied import as_calls
 from lightning_compress.graph.observed import counted
@@ -51,18 +50,6 @@ from lightning_compress.graph.restore import assigned, attributes_restored, cont
 from lightning_compress.graph.synthesize import Structure, Synthetic, flatten_batch, synthesize
 from lightning_compress.graph.values import expression, is_symbolic, symbolic_sizes
 from lightning_compress.recipe.forms import reader
-
-__all__ = [
-    "Fallback",
-    "Leaf",
-    "Span",
-    "TraceFallbackWarning",
-    "Traced",
-    "flatten_batch",
-    "leaf_input",
-    "trace",
-    "violated_guards",
-]
 
 _ONE_LENGTH = "the graph serves batches of one length only"
 _AS_MANY_ROWS = "the graph serves batches of as many rows only"
@@ -280,7 +267,7 @@ def _attempt(
         chosen = partial(decide, recorder, real, decisions) if cut.decides else shapes.decide
         try:
             replaced = compat.calls_replaced({**cut.leaves, **cut.containers}, attempt.wrap)
-            methods, deciding = methods_replaced(cut.methods, attempt.wrap_method), assigned(shapes, "decide", chosen)
+            methods, deciding = methods_replaced(cut.methods, attempt.wrap_method), assigned(shapes, decide=chosen)
             with replaced, methods, kept_elsewhere, compat.recording(recorder), deciding, attempt.watching():
                 for path, value in zip(structure.paths, inputs, strict=True):
                     compat.add_placeholder(recorder, path.replace(".", "_") or "batch", value)

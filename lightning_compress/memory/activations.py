@@ -24,27 +24,11 @@ from torch import Tensor, fx
 
 from lightning_compress.graph.compat import pytree
 from lightning_compress.graph.shadow import Key, node_of
+from lightning_compress.graph.trees import tensors_in
 from lightning_compress.memory.scratch import ScratchFile, Stored
 from lightning_compress.memory.transfer import Lane, Sent
 
 LEAST_SPILLED = 1 << 16  # bytes; smaller tensors, such as masks and positions, are not worth a transfer
-
-
-def nbytes(value: object) -> int:
-    """Bytes in memory of all tensors in a tree of values."""
-    return sum(leaf.nbytes for leaf in _tensors(value))
-
-
-def versions(value: object) -> tuple[int, ...]:
-    """Counts the in-place writes to every tensor in a tree of values, also those made through views.
-
-    Tensors made in inference mode do not count; nothing but inference mode can write to them.
-    """
-    return tuple(0 if leaf.is_inference() else leaf._version for leaf in _tensors(value))
-
-
-def _tensors(value: object) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 @dataclass(eq=False)
@@ -187,7 +171,7 @@ class ActivationCache:
         Those of `unchanged` are as they were loaded, so they stay where they are, unless others share memory with them.
         """
         storages = {
-            key: {_identity(leaf) for leaf in _tensors(value) if not self._is_apart(key, leaf)}
+            key: {_identity(leaf) for leaf in tensors_in(value) if not self._is_apart(key, leaf)}
             for key, value in values.items()
         }
         again = _together(storages, values.keys() - unchanged)
@@ -231,7 +215,7 @@ class ActivationCache:
 
     def _make_room(self, batch: int, values: Mapping[Key, object]) -> list[_View]:
         """Drop what `values` replace, but for what is in the same storages: that is given, to be dropped later."""
-        stored = {_identity(leaf) for leaf in _tensors(list(values.values()))}
+        stored = {_identity(leaf) for leaf in tensors_in(list(values.values()))}
         replaced = self._leaves([self._values[batch].pop(key, None) for key in values])
         places = (leaf.held.place for leaf in replaced)
         again = [isinstance(place, Tensor) and _identity(place) in stored for place in places]

@@ -34,7 +34,7 @@ def total_bytes(root: Path = Path("/")) -> int:
     return min([_meminfo(root, "MemTotal"), *(limit for limit, _ in _limits(root))])
 
 
-def memory_of(device: torch.device) -> int:
+def memory_bytes(device: torch.device) -> int:
     """All memory of a device.
 
     Raises:

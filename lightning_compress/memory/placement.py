@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from lightning_compress.errors import CompressionError, nearest
-from lightning_compress.memory.host import memory_of, total_bytes
+from lightning_compress.errors import CompressionError, check_options
+from lightning_compress.memory.host import memory_bytes, total_bytes
 from lightning_compress.memory.source import WeightSource
 from lightning_compress.memory.tracker import parse_bytes
 
@@ -62,7 +62,7 @@ class MemoryConfig:
         Raises:
             CompressionError: a part of a device that is not here.
         """
-        return self._num_bytes(name, lambda: memory_of(device) if name.startswith("device_") else total_bytes())
+        return self._num_bytes(name, lambda: memory_bytes(device) if name.startswith("device_") else total_bytes())
 
     def _num_bytes(self, name: str, of: Callable[[], int]) -> int | None:
         size = getattr(self, name)
@@ -86,9 +86,7 @@ def memory_config(value: "MemoryConfig | Mapping[str, Any] | None") -> MemoryCon
     known = [field.name for field in fields(MemoryConfig)]
     if not isinstance(value, Mapping):
         raise CompressionError(f"memory={value!r} is no mapping of options such as host_budget: {', '.join(known)}.")
-    for key in value:
-        if key not in known:
-            raise CompressionError(f"memory has no option {key!r}{nearest(str(key), known)}")
+    check_options("memory", value, known)
     return MemoryConfig(**value)
 
 

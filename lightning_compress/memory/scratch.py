@@ -1,19 +1,19 @@
-"""Tensors in a temporary file, written and read in the background.
+"""Bytes in a temporary file, written and read in the background.
 
 The file has no name: it is unlinked when it is made, so nothing is left however the process ends. Space that is given
-back is reused for tensors of the same size, which is what a run stores layer after layer.
+back is reused for as many bytes, which is what a run stores layer after layer.
 """
 
 import os
 import tempfile
 import warnings
 import weakref
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
-import torch
 from torch import Tensor
 
 from lightning_compress.errors import CompressionError, RunWarning, reason
@@ -42,21 +42,17 @@ def _temporary_folder() -> Path:
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in the file: its storage lies at `offset`, of which it is the view (shape, stride, storage_offset)."""
+    """Where bytes lie in the file."""
 
     offset: int
     nbytes: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    storage_offset: int
 
 
 @final
 class ScratchFile:
-    """An unnamed file of tensors.
+    """An unnamed file.
 
-    One thread does all transfers in the order they were asked for, so a tensor is never read before it is written.
+    One thread does all transfers in the order they were asked for, so nothing is read before it is written.
 
     Args:
         folder: where there is room; None takes the system's temporary folder, or `/var/tmp` where that is in memory.
@@ -82,13 +78,14 @@ class ScratchFile:
         self._end = 0
         self._last_write: Future[None] | None = None
 
-    def write(self, tensor: Tensor) -> Stored:
-        """Begin to write a CPU tensor, after the write before it has ended; do not change it afterwards.
+    def write(self, data: Tensor) -> Stored:
+        """Begin to write bytes, uint8 [n] on the CPU, after the write before it has ended; do not change them
+        afterwards.
 
         Raises:
             CompressionError: no room.
         """
-        if self._takes_memory and tensor.numel():
+        if self._takes_memory and data.numel():
             self._takes_memory = False  # said once
             warnings.warn(
                 f"Activations wait in the temporary folder {self._folder}, which is in memory itself. Name a folder on "
@@ -96,11 +93,6 @@ class ScratchFile:
                 RunWarning,
                 stacklevel=2,
             )
-        whole = tensor.untyped_storage()
-        if whole.nbytes() > 1.5 * tensor.nbytes:
-            tensor = tensor.contiguous() if not tensor.is_contiguous() else tensor.clone()
-            whole = tensor.untyped_storage()
-        data = torch.empty(0, dtype=torch.uint8).set_(whole)
         nbytes = data.numel()
         places = self._free.get(nbytes)
         offset = places.pop() if places else self._end
@@ -108,18 +100,17 @@ class ScratchFile:
         if self._last_write is not None:
             self._last_write.result()
         self._last_write = self._worker.submit(self._transfer, os.pwritev, data, offset)
-        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-        return Stored(offset, nbytes, tensor.dtype, shape, stride, int(tensor.storage_offset()))
+        return Stored(offset, nbytes)
 
     def read(self, stored: Stored) -> "Future[Tensor]":
-        """Begin to read a tensor; what comes is a new one, of the same layout.
+        """Begin to read what was written; what comes is a new uint8 [n].
 
         Its result raises CompressionError if the last write before it failed.
         """
         return self._worker.submit(self._read, stored, self._last_write)
 
     def free(self, stored: Stored) -> None:
-        """Give the tensor's space back."""
+        """Give its space back."""
         self._free.setdefault(stored.nbytes, []).append(stored.offset)
 
     @property
@@ -132,10 +123,9 @@ class ScratchFile:
             last_write.result()  # in reused space a failed write leaves older values, which nothing else would tell
         data = host_buffer(stored.nbytes)
         self._transfer(os.preadv, data, stored.offset)
-        return data.view(stored.dtype).as_strided(stored.shape, stored.stride, stored.storage_offset)
+        return data
 
-    def _transfer(self, call: "object", data: Tensor, offset: int) -> None:
-        assert callable(call)
+    def _transfer(self, call: Callable[[int, list[memoryview], int], int], data: Tensor, offset: int) -> None:
         view = memoryview(data.numpy())  # type: ignore[arg-type]
         try:
             while view:

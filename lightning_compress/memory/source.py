@@ -23,6 +23,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from lightning_compress.errors import CompressionError
 from lightning_compress.graph.awaited import nobody_brings
 from lightning_compress.graph.experts import Experts
+from lightning_compress.graph.restore import assigned
 from lightning_compress.graph.unfold import Unfolding
 from lightning_compress.memory.dequantized import Dequantized
 from lightning_compress.memory.files import StoredTensor, files_fingerprint, is_sharded, stored_tensors
@@ -91,11 +92,8 @@ def parameters_on_meta() -> Iterator[None]:
             made[param] = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
         register(self, name, made[param])
 
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
-    try:
+    with assigned(nn.Module, register_parameter=on_meta):
         yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def weight_source(

@@ -3,8 +3,8 @@
 A parameter's home is the module itself (host memory), or, where the module's parameter is on the meta device, a
 `WeightSource`. For the time of a subgraph the module computes with what is on the device: a host parameter's `.data`
 points to a copy there; in place of a meta parameter stands a real one. Meta parameters that code uses unforeseen are
-read when it does (`lending`). What is solved is written to the device and to a
-host home. When home and device are the same (CPU runs) nothing is copied.
+read when it does (`lending`). What is solved is written to the device and to a home in host memory. When home and
+device are the same (CPU runs) nothing is copied.
 
 Alternative not taken: moving modules with `.to(device)` and back. It transfers the weights both ways, breaks ties
 between parameters, and touches modules that the subgraph does not run.

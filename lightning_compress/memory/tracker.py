@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_compress.graph.compat import TorchDispatchMode, pytree
+from lightning_compress.graph.compat import TorchDispatchMode
 from lightning_compress.graph.cuda import temporary_bytes
+from lightning_compress.graph.trees import tensors_in
 from lightning_compress.memory.heap import LARGEST_IN_HEAP
 
 
@@ -90,9 +91,8 @@ class LiveMemory(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        for leaf in pytree.tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                self.track(leaf)
+        for tensor in tensors_in(out):
+            self.track(tensor)
         if self._on_cuda and (size := temporary_bytes(func, args)):
             self.stands_for([size])
             self.peak_bytes = max(self.peak_bytes, self.live_bytes + size)

@@ -12,7 +12,8 @@ from typing import Any, final
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from lightning_compress.graph.compat import TorchDispatchMode, pytree
+from lightning_compress.graph.compat import TorchDispatchMode
+from lightning_compress.graph.trees import tensors_in
 from lightning_compress.memory.heap import LARGEST_IN_HEAP
 
 Work = Mapping[str, float]
@@ -52,7 +53,7 @@ class WorkMeter(TorchDispatchMode):
         return out
 
     def _count(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
-        read, written = _tensors((args, kwargs)), _tensors(out) or _changed(func, args, kwargs)
+        read, written = tensors_in((args, kwargs)), tensors_in(out) or _changed(func, args, kwargs)
         if not written:
             return
         self.work["call"] += 1
@@ -94,14 +95,10 @@ def times(work: Work, factor: float) -> dict[str, float]:
     return {kind: amount * factor for kind, amount in work.items()}
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
 def _changed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """What an operator that returns nothing, as those of optimizers on lists of tensors, writes to."""
     arguments = [(number, each) for number, each in enumerate(func._schema.arguments) if each.is_write]
-    return _tensors([args[number] if number < len(args) else kwargs.get(each.name) for number, each in arguments])
+    return tensors_in([args[number] if number < len(args) else kwargs.get(each.name) for number, each in arguments])
 
 
 def _dtype(tensor: Tensor) -> str:

@@ -15,17 +15,20 @@ from lightning_compress.calibration.footprint import footprint
 from lightning_compress.calibration.loop import Calibration
 from lightning_compress.calibration.observe import Statistics, begin_statistics
 from lightning_compress.calibration.prepare import cached_inputs
+from lightning_compress.calibration.solve import stacked_shape
 from lightning_compress.errors import BudgetError
 from lightning_compress.export.layout import rest_sizes
 from lightning_compress.graph.cuda import AsOnCuda
-from lightning_compress.graph.names import module_named
+from lightning_compress.graph.names import weight_of
 from lightning_compress.graph.sizes import binding, traced_bytes
-from lightning_compress.graph.trace import Traced, flatten_batch
+from lightning_compress.graph.synthesize import flatten_batch
+from lightning_compress.graph.trace import Traced
 from lightning_compress.memory.budget import Budgets, Fit, MemoryUse, fit, gib
 from lightning_compress.memory.heap import trim_heap
-from lightning_compress.memory.host import available_bytes, memory_of
+from lightning_compress.memory.host import available_bytes, memory_bytes
 from lightning_compress.memory.needs import Moment, Needs
 from lightning_compress.memory.placement import LEAST, MemoryConfig
+from lightning_compress.memory.source import is_on_meta
 from lightning_compress.memory.tracker import held_bytes, high_water_bytes
 from lightning_compress.memory.workspaces import cublas_workspace_bytes
 from lightning_compress.recipe.resolve import ResolvedRecipe
@@ -61,17 +64,7 @@ def within_budgets(
     if writes:
         table += tuple(at_the_end(run, data, verifies))
     trim_heap()
-    budgets = Budgets(
-        host=config.num_bytes("host_budget", placement.device),
-        held=held_bytes(placement.device),
-        device=config.num_bytes("device_budget", placement.device),
-        activations=config.num_bytes("activation_budget", placement.device),
-        depth=config.prefetch_depth,
-        device_activations=config.num_bytes("device_activation_budget", placement.device),
-        has_weights=not any(parameter.is_meta for parameter in root.parameters()),
-        is_lean=config.host_budget == LEAST,
-        libraries=cublas_workspace_bytes(placement.device),
-    )
+    budgets = budgets_of(config, placement.device, held_bytes(placement.device), has_weights=not is_on_meta(root))
     found = fit(table, placement.device, budgets)
     placement = replace(
         placement,
@@ -88,18 +81,32 @@ def within_budgets(
     return replace(run, flow=flow), _use(budgets, found, run.flow.device)
 
 
+def budgets_of(config: MemoryConfig, device: torch.device, held: int, *, has_weights: bool) -> Budgets:
+    """What there is of memory, as the user says, where a process holds `held` bytes before the run."""
+    return Budgets(
+        host=config.num_bytes("host_budget", device),
+        held=held,
+        device=config.num_bytes("device_budget", device),
+        device_activations=config.num_bytes("device_activation_budget", device),
+        activations=config.num_bytes("activation_budget", device),
+        depth=config.prefetch_depth,
+        has_weights=has_weights,
+        is_lean=config.host_budget == LEAST,
+        libraries=cublas_workspace_bytes(device),
+    )
+
+
 def _check_widths(run: Calibration) -> None:
     """Without budgets nothing is foreseen. But statistics grow with the square of a module's input channels, of which a
     convolution has those of all its taps, so one group alone may be more than there is."""
     device = run.flow.device
-    there = available_bytes() if device.type == "cpu" else memory_of(device)
+    there = available_bytes() if device.type == "cpu" else memory_bytes(device)
     assignments, known = run.resolved.assignments, dict[tuple[object, ...], int]()
     for group in (group for part in run.flow.subgraphs for step in part.steps for group in step.solve):
         name, sources = group.members[0], [source for source in group.sources if run.needs.get(source)]
         if not sources:
             continue
-        weights = [run.flow.root.get_submodule(member).get_parameter("weight") for member in group.members]
-        shape = (sum(len(weight) for weight in weights), weights[0].shape[1])
+        shape = stacked_shape(group, run.flow.root)
         kinds = frozenset(kind for source in sources for kind in run.needs[source])
         case = (shape, kinds, assignments[name].algorithm, id(assignments[name].scheme))  # of experts few
         if case not in known:
@@ -111,10 +118,10 @@ def _check_widths(run: Calibration) -> None:
             known[case] = statistics_bytes(statistics.values()) + workspace
         if known[case] > there:
             raise BudgetError(
-                f"{name} has a weight of shape {list(weights[0].shape)}: statistics of its {shape[1]} input channels "
-                f"and what solving it needs take {gib(known[case])}, and there are {gib(there)} of "
-                f"{'host' if device.type == 'cpu' else 'device'} memory. Add it to `ignore`, or to the `targets` of a "
-                "modifier with `algorithm: rtn`, which needs no statistics."
+                f"{name} has a weight of shape {list(weight_of(run.flow.root, name).shape)}: statistics of its "
+                f"{shape[1]} input channels and what solving it needs take {gib(known[case])}, and there are "
+                f"{gib(there)} of {'host' if device.type == 'cpu' else 'device'} memory. Add it to `ignore`, or to "
+                "the `targets` of a modifier with `algorithm: rtn`, which needs no statistics."
             )
 
 
@@ -138,17 +145,16 @@ def at_the_end(run: Calibration, data: CalibrationSet | None, verifies: bool) ->
     """Rows of the table for what comes behind the last subgraph."""
     root, parts = run.flow.root, run.flow.subgraphs
     total, rest, largest = rest_sizes(root, parts)
-    on_disk = any(parameter.is_meta for parameter in root.parameters())
     copied = 0 if run.flow.device.type == "cpu" else rest
     moment = Moment("write", "", on_host=copied + largest, work={"writing": total})
-    rows = [Needs("what no subgraph holds", rest if on_disk else 0, (moment,))]
+    rows = [Needs("what no subgraph holds", rest if is_on_meta(root) else 0, (moment,))]
     if verifies:
         outputs = 0
         if run.flow.traced is not None and data is not None:
             (end,) = (node for node in run.flow.traced.graph.nodes if node.op == "output")
             outputs = _nbytes(run.flow.traced, end.all_input_nodes, data)
         on_host = _loaded_bytes(root, run.resolved) + 3 * outputs  # of both models, and their difference
-        work = {"packing": sum(module_named(root, n).get_parameter("weight").numel() for n in run.resolved.assignments)}
+        work = {"packing": sum(weight_of(root, n).numel() for n in run.resolved.assignments)}
         rows.append(Needs("the checkpoint", 0, (Moment("verification", "", on_host=on_host, work=work),)))
     return rows
 
@@ -169,7 +175,7 @@ def _loaded_bytes(root: nn.Module, resolved: ResolvedRecipe) -> int:
     """Of a second model, whose modules hold packed weights and, once they have run, those weights as they were."""
     dense: int = sum(tensor.nbytes for tensor in root.state_dict(keep_vars=True).values() if isinstance(tensor, Tensor))
     packed: int = sum(
-        module_named(root, name).get_parameter("weight").numel() * assignment.weights.num_bits // 8
+        weight_of(root, name).numel() * assignment.weights.num_bits // 8
         for name, assignment in resolved.assignments.items()
     )
     return dense + packed

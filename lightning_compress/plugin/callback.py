@@ -23,6 +23,7 @@ from lightning_compress.errors import (
     UnsupportedModelError,
 )
 from lightning_compress.export.checkpoint import SavesPretrained, check_output_dir, is_unfinished
+from lightning_compress.graph.restore import assigned
 from lightning_compress.graph.stages import Schedule
 from lightning_compress.graph.targets import as_patterns
 from lightning_compress.memory.pickled import UNFINISHED_KEY
@@ -323,7 +324,7 @@ class CompressionCallback(Callback):
             compat.set_logged_steps(loop, compat.logged_steps(training_loop))
             saves = self.when == "only" and onloads(trainer) and loop.progress is not None
             present = bystanders(every, self, checkpoints=saves)
-            stage = compat.replaced(trainer, fit_loop=loop, callbacks=present, log_every_n_steps=1, should_stop=False)
+            stage = assigned(trainer, fit_loop=loop, callbacks=present, log_every_n_steps=1, should_stop=False)
             with stage, compat.own_steps(present):
                 try:
                     loop.run()

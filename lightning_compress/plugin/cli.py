@@ -4,7 +4,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from io import TextIOWrapper
 from pathlib import Path
@@ -22,6 +22,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from rich.console import Console
+from rich.table import Table
 from torch import Tensor, nn
 
 from lightning_compress.calibration.prepare import needs_data
@@ -33,6 +34,7 @@ from lightning_compress.errors import CommunicationError, CompressionError
 from lightning_compress.export.checkpoint import check_output_dir
 from lightning_compress.foresight.estimate import Estimate
 from lightning_compress.foresight.jobs import FineTuningJob
+from lightning_compress.foresight.machine import Machine
 from lightning_compress.foresight.planned import save_planned
 from lightning_compress.memory.host import available_bytes
 from lightning_compress.plugin.arguments import as_overrides, is_multirun, overrides_first
@@ -109,7 +111,7 @@ def main() -> None:
     def task(config: DictConfig) -> None:
         sys.argv = given  # with which Lightning starts the other ranks
         needs_weights = command in ("compress", "evaluate") or (command == "inspect" and config.get("data") is not None)
-        _COMMANDS[command](_reporting_errors(lambda: _completed(config, needs_weights)))
+        _reporting_errors(lambda: _COMMANDS[command](_completed(config, needs_weights)))
 
     if isinstance(sys.stdout, TextIOWrapper):  # no name is a reason to fail behind a run
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -142,7 +144,7 @@ def _completed(config: DictConfig, needs_weights: bool) -> DictConfig:
 def compress(config: DictConfig) -> None:
     """Run one compression from a composed configuration; prints the table and where the files are, behind the
     summary that the callback has printed."""
-    report = _reporting_errors(lambda: run_compress(config, _output_dir(config)))
+    report = run_compress(config, _output_dir(config))
     if _is_first_rank():
         console = _console()
         console.print(report.table())
@@ -164,14 +166,14 @@ def _console() -> Console:
 
 def evaluate(config: DictConfig) -> None:
     """Print the perplexity of a model on held-out text."""
-    value = _reporting_errors(lambda: run_evaluate(config))
+    value = run_evaluate(config)
     if _is_first_rank():
         print(f"perplexity {value:.4f}")
 
 
 def estimate(config: DictConfig) -> None:
     """Print what a job will take of memory."""
-    found = _reporting_errors(lambda: run_estimate(config))
+    found = run_estimate(config)
     console = _console()
     console.print(estimate_table(found))
     for line in estimate_lines(found):
@@ -182,36 +184,31 @@ def estimate(config: DictConfig) -> None:
 def plan(config: DictConfig) -> None:
     """Print how to run a compression, to generate text or to fine-tune, and what that takes."""
     console = _console()
-    if config.get("job") is not None and get_class(config.job["_target_"]) is FineTuningJob:
-        _plan_finetuning(config, console)
-        return
-    if config.get("job") is not None:
-        generation = _reporting_errors(lambda: run_generation_plan(config))
-        for line in generation_lines(generation):
-            console.print(line, soft_wrap=True)
-        console.print(machine_table(generation.machine))
+    kind = None if config.get("job") is None else get_class(config.job["_target_"])
+    if kind is None:
+        found = run_plan(config)
+        _print_plan(console, plan_lines(found), [runners_up_table(found)], found.machine)
+        _save("json", config.json, save_planned, found, "run it: lightning-compress compress ... plan=")
+    elif kind is FineTuningJob:
+        tuning = run_finetuning_plan(config)
+        _print_plan(console, finetuning_lines(tuning), [finetuning_table(tuning)], tuning.machine)
+        _save("json", config.json, save_plain, tuning, "as JSON: ")
+    else:
+        generation = run_generation_plan(config)
+        _print_plan(console, generation_lines(generation), [], generation.machine)
         _save("json", config.json, save_plain, generation, "as JSON: ")
-        return
-    found = _reporting_errors(lambda: run_plan(config))
-    for line in plan_lines(found):
-        console.print(line, soft_wrap=True)
-    console.print(runners_up_table(found))
-    console.print(machine_table(found.machine))
-    _save("json", config.json, save_planned, found, "run it: lightning-compress compress ... plan=")
 
 
-def _plan_finetuning(config: DictConfig, console: Console) -> None:
-    found = _reporting_errors(lambda: run_finetuning_plan(config))
-    for line in finetuning_lines(found):
+def _print_plan(console: Console, lines: Iterable[str], tables: Iterable[Table], machine: Machine) -> None:
+    for line in lines:
         console.print(line, soft_wrap=True)
-    console.print(finetuning_table(found))
-    console.print(machine_table(found.machine))
-    _save("json", config.json, save_plain, found, "as JSON: ")
+    for table in (*tables, machine_table(machine)):
+        console.print(table)
 
 
 def probe(config: DictConfig) -> None:
     """Measure this machine and print what was found."""
-    _console().print(machine_table(_reporting_errors(lambda: run_probe(config))))
+    _console().print(machine_table(run_probe(config)))
 
 
 def run_estimate(config: DictConfig) -> Estimate:
@@ -323,7 +320,7 @@ def _is_first_rank() -> bool:
 
 def inspect(config: DictConfig) -> None:
     """Print how a model is cut, and draw it."""
-    found = _reporting_errors(lambda: run_inspect(config))
+    found = run_inspect(config)
     print("\n".join(graph_lines(found)))
     _save("graph", config.graph, save_picture, found, "picture: ")
 
@@ -348,9 +345,10 @@ def _output_dir(config: DictConfig) -> Path:
     return output_dir / f"{hydra_config.job.num}_{hydra_config.runtime.choices['recipe']}"
 
 
-def _reporting_errors(run: Callable[[], Result]) -> Result:
+def _reporting_errors(run: Callable[[], None]) -> None:
+    """Whatever ends a command is a line where it is the user's to mend, and an exit status."""
     try:
-        return run()
+        run()
     except MissingMandatoryValue as error:
         _end(f"lightning-compress: {error.full_key}=... has to be given.")
     except SIGTERMException:  # exits with 0 otherwise, as if all had been done

@@ -44,6 +44,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_compress.distributed.collective import Collective, ProcessGroup, SingleProcess
 from lightning_compress.errors import CalibrationDataError
+from lightning_compress.graph.restore import owning
 
 TESTED_MINOR = (2, 6)
 
@@ -216,11 +217,8 @@ def saving_for_requeued(trainer: pl.Trainer, save: Callable[[str], None]) -> Ite
         else:
             save_checkpoint(filepath, *args, **options)
 
-    trainer.__dict__["save_checkpoint"] = save_other
-    try:
+    with owning(trainer, {"save_checkpoint": save_other}):
         yield
-    finally:
-        del trainer.__dict__["save_checkpoint"]
 
 
 def restore_weights_only(trainer: pl.Trainer) -> None:
@@ -371,19 +369,6 @@ def set_module_device(module: pl.LightningModule, device: torch.device) -> None:
     for child in module.modules():
         if isinstance(child, pl.LightningModule):
             child._device = device
-
-
-@contextmanager
-def replaced(trainer: pl.Trainer, **attributes: object) -> Iterator[None]:
-    """The trainer with other values of some attributes; the old ones are back afterwards."""
-    saved = {name: getattr(trainer, name) for name in attributes}
-    try:
-        for name, value in attributes.items():
-            setattr(trainer, name, value)
-        yield
-    finally:
-        for name, value in saved.items():
-            setattr(trainer, name, value)
 
 
 def detach_model(trainer: pl.Trainer) -> None:

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_compress.graph.restore import assigned, owning
 from lightning_compress.plugin import compat
 from lightning_compress.plugin.callback import CompressionCallback
 from lightning_compress.plugin.module import Adapter
@@ -77,7 +78,7 @@ class Compressor:
         others = [other for other in compat.callbacks(self._trainer) if not isinstance(other, _OF_TRAINING)]
         with (
             _fittable(compat.unwrapped(model)) as carried,
-            compat.replaced(self._trainer, callbacks=[callback, *others]),
+            assigned(self._trainer, callbacks=[callback, *others]),
         ):
             # the loaders too, for optimizers that ask how long a training will be
             options = {"datamodule": datamodule, "ckpt_path": ckpt_path, "weights_only": weights_only}
@@ -99,14 +100,8 @@ def _fittable(model: nn.Module) -> Iterator[pl.LightningModule]:
     `fit` asks for before any hook runs, where the class has none."""
     carried = model if isinstance(model, pl.LightningModule) else Adapter(model)
     stand_ins = {"training_step": _training_step, "configure_optimizers": _configure_optimizers}
-    lacking = [name for name in stand_ins if not is_overridden(name, carried)]
-    for name in lacking:
-        setattr(carried, name, stand_ins[name])
-    try:
+    with owning(carried, {name: of for name, of in stand_ins.items() if not is_overridden(name, carried)}):
         yield carried
-    finally:
-        for name in lacking:
-            delattr(carried, name)
 
 
 def _training_step(batch: Any, batch_idx: int) -> None:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, pytorch_utils
 
 from lightning_compress.algorithms.gptq import Gptq
 from lightning_compress.calibration.target import find_target
-from lightning_compress.errors import CompressionError, nearest
+from lightning_compress.errors import CompressionError, check_options
 from lightning_compress.foresight.adapters import num_trainable, saved_by_packing, targets_of
 from lightning_compress.foresight.allocator import replay, reserved_by_calibration
 from lightning_compress.foresight.closed_form import (
@@ -44,11 +44,12 @@ from lightning_compress.foresight.training import finetune
 from lightning_compress.graph.experts import stack_of
 from lightning_compress.graph.stages import Schedule
 from lightning_compress.graph.unfold import unfolded
-from lightning_compress.memory.budget import TITLES, Budgets, Peak, Place, Spare, fit, gib, peaks
+from lightning_compress.memory.budget import TITLES, Peak, Place, Spare, fit, gib, peaks
 from lightning_compress.memory.needs import Waiting
-from lightning_compress.memory.placement import LEAST, MemoryConfig
+from lightning_compress.memory.placement import MemoryConfig
 from lightning_compress.memory.tracker import LiveMemory, held_bytes
 from lightning_compress.memory.workspaces import cublas_workspace_bytes
+from lightning_compress.plugin.budget import budgets_of
 from lightning_compress.plugin.measure import READING, measured
 from lightning_compress.plugin.samples import processor_for, prompts
 from lightning_compress.recipe.load import load_recipe
@@ -299,18 +300,8 @@ def _calibration(
     in_memory = sum(parameter.nbytes for parameter in model.parameters())
     if not from_disk and device.type == "cpu":
         table = [replace(row, weights=0) for row in table]  # they are where they are used
-    workspace = cublas_workspace_bytes(device)
-    budgets = Budgets(
-        host=memory.num_bytes("host_budget", device),
-        held=held_bytes(device) + READING + (0 if from_disk else in_memory),
-        device=memory.num_bytes("device_budget", device),
-        activations=memory.num_bytes("activation_budget", device),
-        depth=memory.prefetch_depth,
-        device_activations=memory.num_bytes("device_activation_budget", device),
-        has_weights=not from_disk,
-        is_lean=memory.host_budget == LEAST,
-        libraries=workspace,
-    )
+    held = held_bytes(device) + READING + (0 if from_disk else in_memory)
+    budgets = budgets_of(memory, device, held, has_weights=not from_disk)
     fitted = fit(table, device, budgets)
     places: Sequence[Place] = ("host",) if device.type == "cpu" else ("device", "host")
     known = device.type == "cuda" and fitted.waiting.device == 0
@@ -323,7 +314,7 @@ def _calibration(
         job=_described(job, model),
         rows=tuple(rows),
         allocated=None,
-        reserved=reserved_by_calibration(found.table, fitted.depth) + workspace if known else None,
+        reserved=reserved_by_calibration(found.table, fitted.depth) + budgets.libraries if known else None,
         others={},
         notes=(
             _FAKES,
@@ -383,8 +374,5 @@ def instantiated(config: DictConfig) -> Any:
     given = {str(key): value for key, value in config.items() if key != "_target_"}
     words = {field.name for field in fields(kind) if isinstance(field.default, str)}  # Hydra reads true as a bool
     given |= {key: str(value).lower() for key, value in given.items() if key in words and isinstance(value, bool)}
-    known = [field.name for field in fields(kind)]
-    unknown = [key for key in given if key not in known]
-    if unknown:
-        raise CompressionError(f"{kind.__name__} has no option {unknown[0]}{nearest(unknown[0], known)}")
+    check_options(kind.__name__, given, [field.name for field in fields(kind)])
     return kind(**given)

@@ -71,7 +71,6 @@ def plan_generation(
     device_bytes: int,
     host_bytes: int,
     disk_bytes: int,
-    dtype: torch.dtype | None = None,
 ) -> PlannedGeneration:
     """The fastest way to generate within what there is, beside the usual one.
 
@@ -80,15 +79,14 @@ def plan_generation(
         machine: how fast it is; with a GPU.
         task: what is generated.
         device_bytes, host_bytes, disk_bytes: that tensors may take (of a card: `foresight.planned.tensors_on`).
-        dtype: of weights, cache and activations; None: as the model has them.
 
     Raises:
         BudgetError: nothing fits; says the smallest budgets that would do.
         CompressionError: no such decoder; a machine without a GPU.
     """
-    sizes = transformer_of(model.config, (dtype or model.dtype).itemsize)
+    sizes = transformer_of(model.config, model.dtype.itemsize)
     check_layers(model, sizes)
-    hardware = hardware_of(machine, dtype or model.dtype, device_bytes, host_bytes, disk_bytes)
+    hardware = hardware_of(machine, model.dtype, device_bytes, host_bytes, disk_bytes)
     best = best_policy(sizes, hardware, task)
     try:
         usual = row_by_row(sizes, hardware, task)

@@ -20,8 +20,9 @@ from lightning_compress.foresight.inputs import inputs_of
 from lightning_compress.graph.leaf import Leaf
 from lightning_compress.graph.sizes import binding, traced_bytes
 from lightning_compress.graph.stages import Group, Schedule, Subgraph, subgraphs
+from lightning_compress.graph.synthesize import flatten_batch
 from lightning_compress.graph.targets import as_patterns
-from lightning_compress.graph.trace import Traced, flatten_batch
+from lightning_compress.graph.trace import Traced
 from lightning_compress.graph.unfold import unfolded
 from lightning_compress.plugin.models import find_processor, load_config_only, load_model
 from lightning_compress.recipe.load import load_recipe

@@ -16,8 +16,9 @@ from lightning_compress.errors import UntraceableModelError
 from lightning_compress.foresight.inputs import beyond_positions
 from lightning_compress.foresight.jobs import CalibrationJob
 from lightning_compress.graph.stages import Schedule
+from lightning_compress.graph.synthesize import flatten_batch
 from lightning_compress.graph.targets import as_patterns
-from lightning_compress.graph.trace import Traced, flatten_batch, violated_guards
+from lightning_compress.graph.trace import Traced, violated_guards
 from lightning_compress.memory.needs import Needs
 from lightning_compress.memory.placement import MemoryConfig, placement
 from lightning_compress.plugin.budget import at_the_end

@@ -11,7 +11,7 @@ from torchmetrics import Metric
 
 from lightning_compress.calibration.target import owner
 from lightning_compress.export.packed import checkpoint_source, unfolded_as_packed
-from lightning_compress.graph.targets import sequential_modules
+from lightning_compress.graph.targets import sequential_modules, with_parameters
 from lightning_compress.memory.calls import onloaded_when_called
 from lightning_compress.memory.host import available_bytes, free_on
 from lightning_compress.memory.store import WeightStore
@@ -44,8 +44,7 @@ def _offloaded(
     module: pl.LightningModule, root: nn.Module, device: torch.device, weights: Path | None, budget: int | None
 ) -> Iterator[None]:
     source = None if weights is None else checkpoint_source(root, weights)
-    with_weights = [name for name, child in root.named_modules() if name and list(child.parameters(False))]
-    layers = sequential_modules(root, None, with_weights)
+    layers = sequential_modules(root, None, with_parameters(root))
     sizes = {name: sum(tensor.nbytes for tensor in root.get_submodule(name).parameters()) for name in layers}
     stays = _staying(sizes, _free_bytes(device) // 2 if budget is None else budget)
     home = compat.module_device(module)

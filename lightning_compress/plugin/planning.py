@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_compress.errors import CompressionError, nearest, reason
+from lightning_compress.errors import CompressionError, check_options, reason
 from lightning_compress.foresight.compare import factors
 from lightning_compress.foresight.generation_cost import Task
 from lightning_compress.foresight.jobs import InferenceJob
@@ -237,11 +237,8 @@ def max_length(config: DictConfig) -> int:
 
 
 def _choices(config: DictConfig) -> Choices:
-    known = list(Choices.__dataclass_fields__)
-    given = cast(dict[str, Any], OmegaConf.to_container(config, resolve=True))
-    unknown = [key for key in given if key not in known]
-    if unknown:
-        raise CompressionError(f"choices has no option {unknown[0]}{nearest(unknown[0], known)}")
+    given = cast(dict[str, Any], plain(config))
+    check_options("choices", given, list(Choices.__dataclass_fields__))
     return Choices(**given)
 
 

@@ -32,6 +32,7 @@ from lightning_compress.graph.compat import (
     traceable_transformers,
 )
 from lightning_compress.graph.restore import attributes_restored, containers_restored
+from lightning_compress.graph.trees import storage_bytes
 from lightning_compress.memory.tracker import LiveMemory
 from lightning_compress.memory.workspaces import cublas_workspace_bytes
 from lightning_compress.plugin.compat import batch_on_device, callbacks
@@ -273,8 +274,7 @@ def track(memory: LiveMemory, tensors: Any) -> int:
 
 def num_bytes(tensors: Any) -> int:
     """Of the storages of tensors in a structure; one that two share counts once."""
-    storages = [tensor.untyped_storage() for tensor in leaves(tensors)]
-    return sum({id(storage): storage.nbytes() for storage in storages}.values())
+    return storage_bytes(leaves(tensors))
 
 
 def leaves(tensors: Any) -> list[Tensor]:

@@ -12,7 +12,7 @@ from lightning_compress.calibration.records import ModuleRecord, SubgraphRecord
 from lightning_compress.export.verify import Verification
 from lightning_compress.foresight.compare import Compared, compared
 from lightning_compress.foresight.plan import Plan
-from lightning_compress.graph.trace import Fallback
+from lightning_compress.graph.fallback import Fallback
 from lightning_compress.memory.budget import MemoryUse
 from lightning_compress.recipe.resolve import Excluded
 from lightning_compress.report.experts import Coverage, collapsed, coverage, coverage_lines

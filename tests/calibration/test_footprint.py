@@ -20,7 +20,7 @@ from lightning_compress.calibration.records import SubgraphRecord
 from lightning_compress.calibration.solve import QuantizedModule, Restored
 from lightning_compress.export.packing import PackedModule, nbytes, pack
 from lightning_compress.graph.stages import Step, Subgraph
-from lightning_compress.graph.trace import flatten_batch
+from lightning_compress.graph.synthesize import flatten_batch
 from lightning_compress.memory import tracker
 from lightning_compress.memory.heap import LARGEST_IN_HEAP
 from lightning_compress.memory.needs import Needs

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_compress import CompressionError, load_compressed
-from lightning_compress.export.packed import quantization_config as quantization_config_of
+from lightning_compress.export.packed import stored_quantization
 from lightning_compress.export.packing import quantization_config
 from lightning_compress.export.verify import ReadBackWarning, why_unreadable
 from lightning_compress.graph.unfold import unfolded
@@ -97,7 +97,7 @@ def test_transformers_reads_several_schemes(tmp_path: Path) -> None:
     assert report.verification is not None
     assert report.verification.passed
     assert report.verification.loaded_with == "transformers Qwen3MoeForCausalLM.from_pretrained"
-    groups = quantization_config_of(tmp_path).config_groups
+    groups = stored_quantization(tmp_path).config_groups
     assert groups["group_1"].targets == [
         rf"re:model\.layers\.\d+\.mlp\.experts\.\d+\.{name}_proj$" for name in ("gate", "up", "down")
     ]

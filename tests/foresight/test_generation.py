@@ -6,12 +6,12 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from published import MACHINES, OPT, RUNS, Published
 
 from lightning_compress.errors import BudgetError, CompressionError
 from lightning_compress.foresight.generation import Policy, best_policy, foreseen, row_by_row
 from lightning_compress.foresight.generation_cost import FRACTIONS, Hardware, Schedule, Task, Tier, Transformer
 from lightning_compress.foresight.planned import tensors_on
-from lightning_compress.foresight.published import MACHINES, OPT, RUNS, Published
 
 T4 = MACHINES["the paper's disk"]
 FAST = 1e15

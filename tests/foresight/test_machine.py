@@ -9,11 +9,11 @@ import torch
 from lightning_compress.errors import CompressionError
 from lightning_compress.foresight.compare import compared, factors
 from lightning_compress.foresight.machine import (
+    SHEETS,
     UNITS,
     Machine,
     Rate,
     cache_file,
-    known_gpus,
     load_machine,
     named_gpu,
     save_machine,
@@ -78,7 +78,7 @@ def test_cards_have_less_memory_than_they_are_sold_with(name: str, sold: int) ->
     assert (0.9 * sold) * 2**30 < found < (sold - 0.4) * 2**30
 
 
-@pytest.mark.parametrize("name", known_gpus())
+@pytest.mark.parametrize("name", SHEETS)
 def test_named_gpus_say_that_they_are_assumed(name: str) -> None:
     found = named_gpu(name, None)
     assert {kind.partition(" ")[0] for kind in found.rates} == set(UNITS) - {"mapping", "solve"}

@@ -9,7 +9,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from lightning_compress.graph.execute import execute
-from lightning_compress.graph.trace import Leaf, Traced, flatten_batch, trace
+from lightning_compress.graph.leaf import Leaf
+from lightning_compress.graph.synthesize import flatten_batch
+from lightning_compress.graph.trace import Traced, trace
 
 VOCAB = 97
 

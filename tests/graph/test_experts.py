@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_compress.graph.experts import Experts, stack_of
+from lightning_compress.graph.leaf import Leaf
 from lightning_compress.graph.stages import Schedule, subgraphs
-from lightning_compress.graph.trace import Leaf
 from lightning_compress.graph.unfold import unfold, unfolded
 
 LAYOUTS: dict[str, dict[str, Any]] = {

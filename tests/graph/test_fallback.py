@@ -10,7 +10,8 @@ from families import Toy, assert_same, causal_lm, leaf_nodes, token_batch, toy_b
 from torch import Tensor, nn
 
 from lightning_compress.errors import UntraceableModelError
-from lightning_compress.graph.trace import TraceFallbackWarning, violated_guards
+from lightning_compress.graph.fallback import TraceFallbackWarning
+from lightning_compress.graph.trace import violated_guards
 
 
 def test_rope_that_reads_positions() -> None:

@@ -33,7 +33,9 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
-from lightning_compress.graph.trace import Leaf, TraceFallbackWarning, violated_guards
+from lightning_compress.graph.fallback import TraceFallbackWarning
+from lightning_compress.graph.leaf import Leaf
+from lightning_compress.graph.trace import violated_guards
 
 SHAPES = ((2, 13), (4, 21), (1, 6), (2, 1))
 """Rows and lengths: like the traced batch, larger, smaller, of one token."""

@@ -14,9 +14,12 @@ from torch.nn import functional as F
 from transformers import BertConfig, BertModel, T5Config, T5ForConditionalGeneration
 
 from lightning_compress.graph.execute import execute
+from lightning_compress.graph.fallback import TraceFallbackWarning
+from lightning_compress.graph.leaf import Leaf
 from lightning_compress.graph.residual import ADD, DROPOUT, KEEPING_ORDER, Residual, residuals
 from lightning_compress.graph.stages import Group, Schedule, subgraphs
-from lightning_compress.graph.trace import Leaf, Traced, TraceFallbackWarning, flatten_batch
+from lightning_compress.graph.synthesize import flatten_batch
+from lightning_compress.graph.trace import Traced
 
 CPU = torch.device("cpu")
 

@@ -10,6 +10,7 @@ from helpers import VOCAB, Skipping, tiny_llama, token_batches
 from torch import Tensor, nn
 from transformers import AlbertConfig, AlbertModel, GPTJConfig, GPTJForCausalLM, T5Config, T5ForConditionalGeneration
 
+from lightning_compress.graph.leaf import Leaf
 from lightning_compress.graph.stages import (
     Group,
     Schedule,
@@ -22,7 +23,7 @@ from lightning_compress.graph.stages import (
     subgraphs,
 )
 from lightning_compress.graph.targets import sequential_modules
-from lightning_compress.graph.trace import Leaf, Traced, trace
+from lightning_compress.graph.trace import Traced, trace
 
 STAGED, BLOCK, BASIC = Schedule.STAGED, Schedule.BLOCK, Schedule.BASIC
 Layout = Callable[..., tuple[Subgraph, ...]]

@@ -35,15 +35,11 @@ from transformers import (
 from transformers.modeling_outputs import BaseModelOutput
 
 from lightning_compress.graph import trace as tracing
+from lightning_compress.graph.leaf import Leaf, leaf_input
 from lightning_compress.graph.masks import token_mask_for
 from lightning_compress.graph.stages import Schedule, subgraphs
-from lightning_compress.graph.trace import (
-    Leaf,
-    flatten_batch,
-    leaf_input,
-    trace,
-    violated_guards,
-)
+from lightning_compress.graph.synthesize import flatten_batch
+from lightning_compress.graph.trace import trace, violated_guards
 
 aten = torch.ops.aten
 

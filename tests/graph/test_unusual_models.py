@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from lightning_compress.errors import CalibrationWarning, UntraceableModelError
-from lightning_compress.graph.trace import TraceFallbackWarning
+from lightning_compress.graph.fallback import TraceFallbackWarning
 from lightning_compress.report.report import Report
 
 WIDTH = 16
 CHANGES_NOTHING = recipe(num_bits=8, symmetric=False, strategy="channel", scale_search=False)
 
-pytestmark = pytest.mark.filterwarnings("ignore::lightning_compress.graph.trace.TraceFallbackWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::lightning_compress.graph.fallback.TraceFallbackWarning")
 
 
 def linear() -> nn.Linear:

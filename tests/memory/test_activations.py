@@ -9,7 +9,8 @@ import torch
 from helpers import CPU
 from torch import Tensor, fx
 
-from lightning_compress.memory.activations import ActivationCache, nbytes, versions
+from lightning_compress.graph.trees import versions
+from lightning_compress.memory.activations import ActivationCache
 from lightning_compress.memory.scratch import ScratchFile, Stored
 from lightning_compress.memory.transfer import Lane, Sent
 
@@ -44,7 +45,7 @@ def test_trees_and_plain_numbers() -> None:
     assert loaded[b] == 5
     assert loaded[a]["length"] == 7
     assert torch.equal(loaded[a]["k"][1][0], torch.zeros(3))
-    assert cache.num_bytes == nbytes(value) == 5 * 4
+    assert cache.num_bytes == 5 * 4
 
 
 def test_parts_of_large_storages_are_kept_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,8 +53,8 @@ def test_parts_of_large_storages_are_kept_apart(monkeypatch: pytest.MonkeyPatch)
     with copies told by their place."""
     write = ScratchFile.write
 
-    def written(self: ScratchFile, tensor: Tensor) -> Stored:
-        stored = write(self, tensor)
+    def written(self: ScratchFile, data: Tensor) -> Stored:
+        stored = write(self, data)
         self.read(stored).result()  # behind the write
         return stored
 

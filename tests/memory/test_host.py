@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_compress.errors import CompressionError
-from lightning_compress.memory.host import available_bytes, free_on, memory_of, total_bytes
+from lightning_compress.memory.host import available_bytes, free_on, memory_bytes, total_bytes
 from lightning_compress.memory.placement import MemoryConfig, memory_config
 
 GIB = 1 << 30
@@ -72,7 +72,7 @@ def test_version_1(tmp_path: Path) -> None:
 def test_a_budget_as_a_part_of_what_there_is() -> None:
     config = memory_config({"host_budget": "50%", "device_budget": " 12.5 % ", "activation_budget": "1GiB"})
     assert config.num_bytes("host_budget", CPU) == total_bytes() // 2
-    assert config.num_bytes("device_budget", CPU) == int(memory_of(CPU) * 0.125)
+    assert config.num_bytes("device_budget", CPU) == int(memory_bytes(CPU) * 0.125)
     assert config.num_bytes("activation_budget", CPU) == GIB
 
 

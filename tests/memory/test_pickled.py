@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers import Harmful
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
@@ -95,16 +96,6 @@ def test_what_else_is_in_the_file_does_not_matter(tmp_path: Path, name: str, pro
         {"hyper_parameters": {name: HYPER_PARAMETERS[name]}, "state_dict": {"w": weight}}, file, pickle, protocol
     )
     assert torch.equal(read_tensor(stored_state_dict(file)["w"]), weight)
-
-
-class Harmful:
-    """Runs code when a careless reader unpickles it."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.file),)
 
 
 def test_nothing_in_the_file_is_run(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from lightning_compress.memory.scratch import ScratchFile, is_in_memory
 from lightning_compress.memory.tracker import LiveMemory, parse_bytes
 
 LARGE = torch.randn(3, 64, 128)
+BYTES = LARGE.view(-1).view(torch.uint8)
 
 
 def keys(count: int) -> list[fx.Node]:
@@ -41,9 +42,9 @@ def test_a_temporary_folder_in_memory(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setattr(scratch, "_DISK", shared_memory)
     file = ScratchFile()
     with pytest.warns(RunWarning, match=r"wait in the temporary folder /dev/shm, .* memory.scratch_dir"):
-        stored = file.write(LARGE)
-    assert torch.equal(file.read(stored).result(), LARGE)
-    ScratchFile(shared_memory).write(LARGE)  # as the user has said
+        stored = file.write(BYTES)
+    assert torch.equal(file.read(stored).result(), BYTES)
+    ScratchFile(shared_memory).write(BYTES)  # as the user has said
 
 
 @pytest.mark.parametrize(
@@ -61,10 +62,14 @@ def test_a_temporary_folder_in_memory(monkeypatch: pytest.MonkeyPatch, tmp_path:
     ],
     ids=["plain", "bf16", "transposed", "slice", "strided", "expanded", "scalar", "bool", "empty"],
 )
-def test_what_is_read_is_what_was_written(tensor: torch.Tensor) -> None:
-    file = ScratchFile()
-    stored = file.write(tensor)
-    read = file.read(stored).result()
+def test_what_is_read_is_what_was_written(tensor: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activations, "LEAST_SPILLED", 1)
+    (a,) = keys(1)
+    cache = ActivationCache([{}], device=CPU, budget=0)
+    cache.store(0, {a: tensor})
+    assert cache.num_bytes == 0, "it waits in the file"
+    read = cache.load(0, {a})[a]
+    assert isinstance(read, torch.Tensor)
     assert torch.equal(read, tensor)
     assert read.dtype == tensor.dtype
     if tensor.untyped_storage().nbytes() <= 1.5 * tensor.nbytes:
@@ -74,12 +79,14 @@ def test_what_is_read_is_what_was_written(tensor: torch.Tensor) -> None:
 def test_space_is_reused_and_order_is_kept(tmp_path: Path) -> None:
     file = ScratchFile(tmp_path)
     for round_ in range(5):
-        stored = [file.write(torch.full((1000,), float(10 * round_ + number))) for number in range(4)]
+        stored = [file.write(torch.full((4000,), 10 * round_ + number, dtype=torch.uint8)) for number in range(4)]
         reads = [file.read(entry) for entry in stored]
         for entry in stored:
             file.free(entry)
-        later = file.write(torch.full((1000,), -1.0))  # into the space of one that is still being read
-        assert [float(read.result()[0]) for read in reads] == [10.0 * round_ + number for number in range(4)]
+        later = file.write(
+            torch.full((4000,), 255, dtype=torch.uint8)
+        )  # into the space of one that is still being read
+        assert [int(read.result()[0]) for read in reads] == [10 * round_ + number for number in range(4)]
         file.free(later)
     assert file.num_bytes == 4 * 4000
     assert list(tmp_path.iterdir()) == [], "the file has no name"
@@ -185,7 +192,7 @@ def test_what_could_not_be_written_is_not_read(monkeypatch: pytest.MonkeyPatch) 
     """Nor what was there before it: the last write may fail where a value lay that is not needed any more. Seen to fail
     with reads that do not ask how the write before them ended: they gave the old values."""
     file = ScratchFile()
-    old = file.write(LARGE)
+    old = file.write(BYTES)
     file.read(old).result()
     file.free(old)
 
@@ -193,7 +200,7 @@ def test_what_could_not_be_written_is_not_read(monkeypatch: pytest.MonkeyPatch) 
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(os, "pwritev", fails)
-    stored = file.write(LARGE + 1)
+    stored = file.write(BYTES + 1)
     assert stored.offset == old.offset
     with pytest.raises(CompressionError, match=r"could not be kept in .*Input/output error"):
         file.read(stored).result()

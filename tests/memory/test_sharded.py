@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
+from helpers import Harmful
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -21,16 +22,6 @@ from lightning_compress.memory.sharded import blocks_of, sharded_state_dict
 from lightning_compress.memory.source import parameters_on_meta, weight_source
 
 RANKS = 2
-
-
-class Harmful:
-    """Runs code when a careless reader unpickles it."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.file),)
 
 
 def tensors() -> dict[str, tuple[Tensor, Placement]]:

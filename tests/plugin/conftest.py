@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from lightning_compress import CompressionCallback, load_compressed
+from lightning_compress import CompressionCallback, Compressor, load_compressed
 from lightning_compress.data.config import load_data_config
 from lightning_compress.data.sources import load_documents
 from lightning_compress.foresight.machine import Machine, Rate, cache_file, named_gpu, save_machine
@@ -134,6 +134,11 @@ def make_trainer(tmp_path: Path) -> Callable[..., pl.Trainer]:
 
 
 Command = Callable[..., str]
+
+
+@pytest.fixture
+def compressor(make_trainer: Any) -> Compressor:
+    return Compressor(make_trainer(strategy="sequential_onload"))
 
 
 @pytest.fixture

@@ -22,11 +22,6 @@ ON_INPUTS = r"made 14 modules \(model.layers.0.self_attn.q_proj, \.\.\.\) quanti
 ON_WEIGHTS = r"14 weights \(model.layers.0.self_attn.q_proj.weight, \.\.\.\) are as an earlier compression left them"
 
 
-@pytest.fixture
-def compressor(make_trainer: Any) -> Compressor:
-    return Compressor(make_trainer(strategy="sequential_onload"))
-
-
 def logits(model: torch.nn.Module) -> Tensor:
     model.eval()
     with torch.no_grad():

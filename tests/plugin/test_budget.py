@@ -15,7 +15,7 @@ from lightning_compress.calibration.loop import calibrate
 from lightning_compress.calibration.prepare import calibrating
 from lightning_compress.errors import BudgetError
 from lightning_compress.export.writer import Unwritten
-from lightning_compress.graph.trace import flatten_batch
+from lightning_compress.graph.synthesize import flatten_batch
 from lightning_compress.memory.budget import MemoryUse
 from lightning_compress.memory.placement import MemoryConfig
 from lightning_compress.memory.tracker import LiveMemory, high_water_bytes, resident_bytes

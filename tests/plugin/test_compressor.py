@@ -27,11 +27,6 @@ from .conftest import (
 )
 
 
-@pytest.fixture
-def compressor(make_trainer: Any) -> Compressor:
-    return Compressor(make_trainer(strategy="sequential_onload"))
-
-
 def test_a_transformers_model_alone(compressor: Compressor, output_dir: Path) -> None:
     model = tiny_model()
     report = compressor.compress(model, recipe=GPTQ, output_dir=output_dir, dataloaders=loader())

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import contents
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config, GptOssConfig, LlamaConfig
@@ -86,11 +87,6 @@ def of_elements(scale: Tensor, shape: torch.Size) -> Tensor:
     return scale[torch.arange(shape[0]) // BLOCK[0]][:, torch.arange(shape[1]) // BLOCK[1]]
 
 
-def files_of(folder: Path) -> dict[str, bytes]:
-    timed = {"manifest.jsonl", "report.json", "report.html"}
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in timed}
-
-
 @pytest.mark.filterwarnings("ignore:transformers' from_pretrained will not read:UserWarning")  # gpt-oss' experts
 @pytest.mark.parametrize("kind", MODELS)
 def test_it_is_the_checkpoint_of_the_floats(make_trainer: Any, tmp_path: Path, kind: str) -> None:
@@ -106,7 +102,7 @@ def test_it_is_the_checkpoint_of_the_floats(make_trainer: Any, tmp_path: Path, k
             model, dataloaders=loader(48), recipe=GPTQ, output_dir=tmp_path / f"{weights.name}-w4", weights=weights
         )
         assert any("dequantized" in note for note in report.notes) == (weights == quantized)
-    assert files_of(tmp_path / "plain-w4") == files_of(tmp_path / "released-w4")
+    assert contents(tmp_path / "plain-w4") == contents(tmp_path / "released-w4")
 
 
 @pytest.fixture
@@ -125,7 +121,7 @@ def test_from_the_command(command: Command, fp8: Path, tmp_path: Path) -> None:
     assert "are fp8: the model that is compressed" in note
     command("compress", f"model.path={tmp_path / 'plain'}", "model.load=disk", *SMALL, "recipe=w4a16_rtn",
             f"output_dir={tmp_path / 'same'}")  # fmt: skip
-    assert files_of(tmp_path / "w4") == files_of(tmp_path / "same")
+    assert contents(tmp_path / "w4") == contents(tmp_path / "same")
     data = ("data=docs_test", "data.num_samples=4", "data.max_length=32", "trainer=cpu")
     values = [command("evaluate", f"model.path={path}", "model.load=disk", *data) for path in (fp8, tmp_path / "plain")]
     assert values[0] == values[1]

@@ -19,7 +19,7 @@ from lightning_compress.data.multimodal import blank_images
 from lightning_compress.errors import CalibrationDataError, CompressionError
 from lightning_compress.foresight.inputs import images_left_out, with_images
 from lightning_compress.foresight.jobs import CalibrationJob, InferenceJob, infer, on_fakes
-from lightning_compress.graph.trace import flatten_batch
+from lightning_compress.graph.synthesize import flatten_batch
 from lightning_compress.memory.source import parameters_on_meta
 from lightning_compress.memory.tracker import LiveMemory
 from lightning_compress.plugin.measure import measured

@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 from lightning_compress.calibration.target import find_target
 from lightning_compress.errors import CompressionError
 from lightning_compress.foresight.jobs import CalibrationJob
-from lightning_compress.foresight.machine import Machine, Rate, known_gpus, named_gpu
+from lightning_compress.foresight.machine import SHEETS, Machine, Rate, named_gpu
 from lightning_compress.foresight.plan import Candidate, Choice, Resources, foreseen
 from lightning_compress.foresight.planned import load_planned
 from lightning_compress.memory.needs import Waiting
@@ -229,7 +229,7 @@ def test_another_machine(command: Command, tmp_path: Path) -> None:
     ("options", "message"),
     [
         (["host=24 apples"], "host: '24 apples' is no size"),
-        (["gpu=rtx9999"], f"gpu=rtx9999 is not known; known are {', '.join(known_gpus())}"),
+        (["gpu=rtx9999"], f"gpu=rtx9999 is not known; known are {', '.join(SHEETS)}"),
         (["device=24GiB"], "device=24GiB is memory of a GPU: name the one to plan for"),
         (["run_on=cuda"], "There is no CUDA device here; name the one to plan for as gpu="),
         (["run_on=tpu"], "run_on=tpu is not known"),

@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from helpers import contents
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_compress import Compressor, Report
@@ -35,11 +36,6 @@ pytestmark = [
 
 def saver(folder: Path, **options: Any) -> ModelCheckpoint:
     return ModelCheckpoint(folder, **{"every_n_train_steps": 1, "save_top_k": -1, "save_last": True, **options})
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    timed = {"manifest.jsonl", "report.json", "report.html"}
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in timed}
 
 
 class DiedError(Exception):
@@ -106,7 +102,7 @@ def test_a_checkpoint_continues_its_run(make_trainer: Any, tmp_path: Path, outpu
     assert callback.report is not None
     assert callback.report.num_resumed == 2
     assert trainer.global_step == 0, "nothing of the stage is left in the loop that trains"
-    assert files_of(output_dir) == files_of(tmp_path / "whole")
+    assert contents(output_dir) == contents(tmp_path / "whole")
     assert same(exported(output_dir), weights_of(module.model))
 
 
@@ -140,7 +136,7 @@ def test_training_afterwards_saves_its_own_steps(make_trainer: Any, tmp_path: Pa
 def test_other_runs_are_not_continued(make_trainer: Any, tmp_path: Path, output_dir: Path) -> None:
     """Each of them would start over without being asked to, or take another run's shards."""
     checkpoint = killed(make_trainer, tmp_path)
-    before = files_of(output_dir)
+    before = contents(output_dir)
 
     def refused(match: str, folder: Path = output_dir, **options: Any) -> None:
         with pytest.raises(OutputDirectoryError, match=match):
@@ -150,12 +146,12 @@ def test_other_runs_are_not_continued(make_trainer: Any, tmp_path: Path, output_
     refused("holds an unfinished run that differs in recipe", recipe=RTN)
     refused("differs in layout and was written to", tmp_path / "new", schedule="block")
     refused(r"when 1 subgraphs were in \S+compressed, and \S+new holds 0", tmp_path / "new")
-    assert files_of(output_dir) == before
+    assert contents(output_dir) == before
     assert go_on(make_trainer, checkpoint, output_dir).num_resumed == 2
-    finished = files_of(output_dir)
+    finished = contents(output_dir)
     again = go_on(make_trainer, checkpoint, output_dir)
     assert again.num_resumed == len(again.subgraphs)
-    assert files_of(output_dir) == finished
+    assert contents(output_dir) == finished
     shutil.rmtree(output_dir)
     refused("if it has been removed since")
 

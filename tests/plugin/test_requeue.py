@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from helpers import contents
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -29,11 +30,6 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(f"SLURM_{name}", value)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "0")
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    timed = {"manifest.jsonl", "report.json", "report.html"}
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in timed}
 
 
 def checkpoints(folder: Path) -> list[str]:
@@ -100,7 +96,7 @@ def test_nothing_is_quantized_twice(fit: Fit, tmp_path: Path, when: str, strateg
     assert module.losses == []
     assert callback.report is not None
     assert callback.report.num_resumed == (at if resume == "auto" else 0)
-    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     assert checkpoints(tmp_path) == []
 
 
@@ -111,7 +107,7 @@ def test_a_job_may_be_requeued_again(fit: Fit, tmp_path: Path) -> None:
     preempted(fit, 2, **how)
     assert len(checkpoints(tmp_path)) == 1
     fit(**how)
-    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     assert checkpoints(tmp_path) == []
 
 
@@ -127,7 +123,7 @@ def test_a_training_that_stopped_early_is_over(fit: Fit, tmp_path: Path) -> None
     module = TinyModule()
     fit(stopping(), module=module, **how)
     assert module.losses == []
-    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 def test_what_is_left_is_the_end_of_the_training(fit: Fit, make_trainer: Any, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from helpers import contents
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -18,11 +19,6 @@ from lightning_compress.plugin.strategy import SequentialOnloadStrategy
 from .conftest import GPTQ, RTN, TinyModule, compression, exported, loader, same, tiny_model, trainer_state, weights_of
 
 IGNORING_LM_HEAD = {"modifiers": [{**GPTQ["modifiers"][0], "ignore": ["re:.*lm_head"]}]}
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    timed = {"manifest.jsonl", "report.json", "report.html"}
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in timed}
 
 
 class Configured(TinyModule):
@@ -90,7 +86,7 @@ def test_every_way_to_a_module_on_meta(
     assert callback.report.verification is not None
     assert callback.report.verification.passed
     make_trainer(compression(output_dir=tmp_path / "memory", when="only")).fit(reference, loader())
-    assert files_of(output_dir) == files_of(tmp_path / "memory")
+    assert contents(output_dir) == contents(tmp_path / "memory")
 
 
 def test_a_transformers_model_from_a_lightning_checkpoint(make_trainer: Any, tmp_path: Path, output_dir: Path) -> None:
@@ -102,7 +98,7 @@ def test_a_transformers_model_from_a_lightning_checkpoint(make_trainer: Any, tmp
     options: dict[str, Any] = {"recipe": GPTQ, "dataloaders": loader()}
     Compressor(trainer).compress(model, output_dir=output_dir, weights=tmp_path / "trained.ckpt", **options)
     Compressor(trainer).compress(reference.model, output_dir=tmp_path / "memory", **options)
-    assert files_of(output_dir) == files_of(tmp_path / "memory")
+    assert contents(output_dir) == contents(tmp_path / "memory")
 
 
 def test_a_checkpoint_with_a_second_like_model(make_trainer: Any, tmp_path: Path, output_dir: Path) -> None:
@@ -116,7 +112,7 @@ def test_a_checkpoint_with_a_second_like_model(make_trainer: Any, tmp_path: Path
             module = TinyModule()
         callback = compression(RTN, tmp_path / name, when="only", weights=tmp_path / f"{name}.ckpt")
         make_trainer(callback, strategy="sequential_onload").fit(module, loader())
-    assert files_of(tmp_path / "both") == files_of(tmp_path / "trained")
+    assert contents(tmp_path / "both") == contents(tmp_path / "trained")
     with pytest.raises(CompressionError, match="holds 2 models that LlamaForCausalLM may be: ema, model"):
         Compressor(make_trainer(strategy="sequential_onload")).compress(
             module.model, recipe=RTN, output_dir=output_dir, weights=tmp_path / "both.ckpt"
@@ -145,7 +141,7 @@ def test_configure_model_keeps_its_values_where_nothing_is_read(
         Compressor(trainer).compress(lost, recipe=RTN, output_dir=output_dir)
     callback = compression(RTN, tmp_path / "streamed", when="only", weights=tmp_path / "folder")
     make_trainer(callback, strategy="sequential_onload").fit(Pretrained(), loader())
-    assert files_of(tmp_path / "streamed") == files_of(output_dir)
+    assert contents(tmp_path / "streamed") == contents(output_dir)
 
 
 def test_evaluation_reads_the_weights_that_were_named(make_trainer: Any, tmp_path: Path, output_dir: Path) -> None:
@@ -211,7 +207,7 @@ def test_a_module_with_more_than_a_transformers_model(make_trainer: Any, tmp_pat
     module.head.load_state_dict(reference.head.state_dict())  # type: ignore[operator, union-attr]
     attempt(module, tmp_path / "folder", tmp_path / "partly")
     attempt(reference, None, tmp_path / "memory")
-    assert files_of(output_dir) == files_of(tmp_path / "partly") == files_of(tmp_path / "memory")
+    assert contents(output_dir) == contents(tmp_path / "partly") == contents(tmp_path / "memory")
 
 
 def test_weights_for_a_model_in_memory_are_refused(make_trainer: Any, tmp_path: Path, output_dir: Path) -> None:

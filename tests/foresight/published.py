@@ -70,11 +70,7 @@ class Published:
 
     @property
     def fractions(self) -> dict[str, float]:
-        """By the names of `FRACTIONS`.
-
-        >>> RUNS[2].fractions["wd"], RUNS[2].fractions["hc"]
-        (0.5, 1.0)
-        """
+        """By the names of `FRACTIONS`."""
         pairs = zip(self.percent[::2], self.percent[1::2], strict=True)
         shares = [part / 100 for gpu, cpu in pairs for part in (gpu, cpu, 100 - gpu - cpu)]
         return dict(zip(FRACTIONS, shares, strict=True))

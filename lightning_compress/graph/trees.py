@@ -1,0 +1,24 @@
+"""The tensors in trees of values: mappings, sequences and dataclasses that pytree knows."""
+
+from torch import Tensor
+
+from lightning_compress.graph.compat import pytree
+
+
+def tensors_in(tree: object) -> list[Tensor]:
+    """In order; one that occurs twice is there twice."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def storage_bytes(tree: object) -> int:
+    """Of the storages of all tensors; one that two share counts once."""
+    storages = [tensor.untyped_storage() for tensor in tensors_in(tree)]
+    return sum({id(storage): storage.nbytes() for storage in storages}.values())
+
+
+def versions(tree: object) -> tuple[int, ...]:
+    """Counts the in-place writes to every tensor in a tree, also those made through views.
+
+    Tensors made in inference mode do not count; nothing but inference mode can write to them.
+    """
+    return tuple(0 if tensor.is_inference() else tensor._version for tensor in tensors_in(tree))
