@@ -43,19 +43,15 @@ def execute(
         CalibrationDataError: the batch has token ids or positions that an embedding has no row for.
     """
 
-    def resolve(argument: Any) -> Any:
+    def resolve(argument: object) -> object:
         if isinstance(argument, fx.Node):
             return attribute(argument, root, constants, device) if argument.op == "get_attr" else values[argument]
-        if isinstance(argument, slice):
-            return slice(resolve(argument.start), resolve(argument.stop), resolve(argument.step))
-        if isinstance(argument, list):
-            return [*map(resolve, argument)]  # code may write to it, and not to fx's own
-        return device if isinstance(argument, torch.device) else map_nested(argument, resolve)
+        return device if isinstance(argument, torch.device) else argument
 
     with torch.no_grad():
         for node in nodes:
             if node.op == "call_function":
-                args, kwargs = resolve(node.args), resolve(node.kwargs)
+                args, kwargs = _mapped(node.args, resolve), _mapped(node.kwargs, resolve)
                 if seed is not None:
                     torch.manual_seed(crc32(f"{seed} {node.name}".encode()))
                 function = node.target.function(root) if isinstance(node.target, Leaf) else node.target
@@ -73,6 +69,17 @@ def execute(
                 )
             for dead in drop_after.get(node, ()):
                 values.pop(dead, None)
+
+
+def _mapped(argument: Any, resolve: Callable[[object], object]) -> Any:
+    """An argument of a node with its leaves resolved; lists and dicts are the call's own: code may write to them, and
+    not to fx's."""
+    within = partial(_mapped, resolve=resolve)
+    if isinstance(argument, slice):
+        return slice(within(argument.start), within(argument.stop), within(argument.step))
+    if isinstance(argument, list):
+        return [*map(within, argument)]
+    return map_nested(argument, within) if isinstance(argument, dict | tuple) else resolve(argument)
 
 
 def _where(node: fx.Node, function: object, arguments: Sequence[object]) -> str:

@@ -2,8 +2,9 @@
 
 In this order: a leaf's output shape is found in another way (see `record`); the module that failed, or the one around
 a leaf for which that did not help, and all of its class, become single calls, unless that hid everything; a number of
-rows that the model insists on becomes a constant; a method that was running becomes a single call (see `methods`); any
-other size becomes a constant; the branches that values decide are those that all batches take (see `decisions`).
+rows that the model insists on, and a size that all batches have, becomes a constant; a method that was running becomes
+a single call (see `methods`); any other size becomes a constant; the branches that values decide are those that all
+batches take (see `decisions`).
 """
 
 import warnings
@@ -45,12 +46,14 @@ class Failure:
     Attributes:
         fixed: if the code took one size of the batch for a constant, the (tensor, dimension) pairs of that size.
         are_rows: that size is the number of rows.
+        is_one: all batches have it.
     """
 
     module: str
     error: Exception
     fixed: frozenset[tuple[int, int]] = frozenset()
     are_rows: bool = False
+    is_one: bool = False
 
 
 Fixed = frozenset[tuple[int, int]]
@@ -87,7 +90,7 @@ def fall_back(
         f"{name}.{method}" if name else method for method in running_methods(cut.containers[name], failure.error)
     ]
     left = [method for method in running if method not in cut.methods and method not in cut.given_up]
-    if new and (failure.are_rows or not left):
+    if new and (failure.are_rows or failure.is_one or not left):
         return replace(cut, observed={}), fixed | new, one_size  # of other batches, of which nothing has been seen
     if left:
         method = Method(cut.containers[name], left[0].rpartition(".")[2])

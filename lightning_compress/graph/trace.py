@@ -277,9 +277,7 @@ def _attempt(
             written = tuple(n for n, each, version in untouched if each in now and each._version != version)
         except Exception as error:
             name = attempt.failure[0] if attempt.failure is not None and attempt.failure[1] is error else ""
-            fixed = _dimensions(inputs, error)
-            rows = any(dim == 0 and inputs[i].ndim == 2 and not inputs[i].is_floating_point() for i, dim in fixed)
-            return Failure(name, error, fixed, rows)
+            return _failure(name, error, inputs, real)
     guards = tuple(each for each in dict.fromkeys(shapes.decisions) if each.free_symbols <= attempt.symbols)
     return Traced(
         recorder.graph,
@@ -329,6 +327,14 @@ def _tidy(graph: fx.Graph, spans: Sequence[tuple[str, Sequence[fx.Node]]]) -> tu
         if kept:
             made.append(Span(name, min(kept), max(kept)))
     return tuple(sorted(made, key=lambda span: span.first))
+
+
+def _failure(name: str, error: Exception, inputs: Sequence[Tensor], real: Sequence[Sequence[Tensor]]) -> Failure:
+    fixed = _dimensions(inputs, error)
+    rows = any(dim == 0 and inputs[i].ndim == 2 and not inputs[i].is_floating_point() for i, dim in fixed)
+    alike = [batch for batch in real if [tensor.ndim for tensor in batch] == [tensor.ndim for tensor in inputs]]
+    is_one = all(len({batch[i].shape[dim] for batch in alike}) == 1 for i, dim in fixed)
+    return Failure(name, error, fixed, rows, is_one)
 
 
 def _dimensions(inputs: Sequence[Tensor], error: Exception) -> frozenset[tuple[int, int]]:
