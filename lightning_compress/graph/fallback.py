@@ -1,10 +1,10 @@
 """What to try after an attempt at recording a model has failed, and what to tell about it.
 
-In this order: a leaf's output shape is found in another way (see `record`); the module that failed, or the one around
-a leaf for which that did not help, and all of its class, become single calls, unless that hid everything; a number of
-rows that the model insists on, and a size that all batches have, becomes a constant; a method that was running becomes
-a single call (see `methods`); any other size becomes a constant; the branches that values decide are those that all
-batches take (see `decisions`).
+In this order: a leaf's output shape is found in another way (see `record`); a size that all batches have becomes a
+constant, where targets would be hidden; the module that failed, or the one around a leaf for which that did not help,
+and all of its class, become single calls, unless that hid everything; a number of rows that the model insists on
+becomes a constant; a method that was running becomes a single call (see `methods`); any other size becomes a constant;
+the branches that values decide are those that all batches take (see `decisions`).
 """
 
 import warnings
@@ -46,7 +46,7 @@ class Failure:
     Attributes:
         fixed: if the code took one size of the batch for a constant, the (tensor, dimension) pairs of that size.
         are_rows: that size is the number of rows.
-        is_one: all batches have it.
+        is_one: it is that of all batches, of which there are several.
     """
 
     module: str
@@ -84,6 +84,8 @@ def fall_back(
         name = max((each for each in cut.containers if not each or name.startswith(f"{each}.")), key=len)
     opaque = _opaque_instead(cut, name, targets)
     hidden = [each for each in cut.boundaries if is_in(each, opaque)]
+    if new and failure.is_one and _inside([*opaque], targets):
+        return replace(cut, observed={}), fixed | new, one_size
     if opaque and (not hidden or len(hidden) < len(cut.boundaries)):
         return _with_opaque(cut, opaque), fixed, _told_of_opaque(opaque, reason, targets)
     running = [

@@ -333,7 +333,7 @@ def _failure(name: str, error: Exception, inputs: Sequence[Tensor], real: Sequen
     fixed = _dimensions(inputs, error)
     rows = any(dim == 0 and inputs[i].ndim == 2 and not inputs[i].is_floating_point() for i, dim in fixed)
     alike = [batch for batch in real if [tensor.ndim for tensor in batch] == [tensor.ndim for tensor in inputs]]
-    is_one = all(len({batch[i].shape[dim] for batch in alike}) == 1 for i, dim in fixed)
+    is_one = len(alike) > 1 and all(len({batch[i].shape[dim] for batch in alike}) == 1 for i, dim in fixed)
     return Failure(name, error, fixed, rows, is_one)
 
 
