@@ -159,14 +159,11 @@ def of_all(found: Sequence[Verification]) -> Verification:
 def _different(root: nn.Module, reloaded: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
     """The quantized modules whose weights are not those in memory."""
     with unfolded(reloaded, lambda name, _: name in names):
-        _unpack(map(reloaded.get_submodule, names))  # a model that has not run yet still holds packed weights
+        for name in names:  # a model that has not run yet still holds packed weights
+            module = reloaded.get_submodule(name)
+            if getattr(module, "quantization_status", None) == QuantizationStatus.COMPRESSED:
+                decompress_module(module)
         return tuple(name for name in names if not _same_weight(root.get_submodule(name), reloaded.get_submodule(name)))
-
-
-def _unpack(modules: Iterable[nn.Module]) -> None:
-    for module in modules:
-        if getattr(module, "quantization_status", None) == QuantizationStatus.COMPRESSED:
-            decompress_module(module)
 
 
 def _told(what: str, error: Exception) -> str:
@@ -237,7 +234,8 @@ def _reload(
             computed = dict(root.named_buffers()).keys() - root.state_dict().keys()
             if missing := sorted(found["missing_keys"] - computed):
                 raise CompressionError(f"it does not find {', '.join(missing[:3])} in it")
-            _unpack(model.modules())  # the first call does it, if it is one of the model, not of its `forward`
+            if (handle := getattr(model, "ct_decompress_hook", None)) is not None:
+                model._forward_pre_hooks[handle.id](model, ())  # as a call does, but not one of `model.forward`
             _read_by_rows(model)
             return model.eval(), f"transformers {name}.from_pretrained"
         except Exception as error:  # whatever it is: the finding is that this reader cannot read it
