@@ -285,7 +285,7 @@ def _compress_among(ranks: Collective, trainer: pl.Trainer, config: DictConfig, 
     model, processor = load_model(config.model, from_disk)
     needs = _check(trainer, model, settings)
     is_left_out = processor is None and not needs and config.data.source != CustomConfig.source
-    dataloader = None if is_left_out else calibration_batches(load_data_config(config.data), processor)
+    dataloader = None if is_left_out else calibration_batches(load_data_config(config.data), processor, model)
     held_out: list[Mapping[str, Tensor]] = []
     before = None
     if config.get("held_out") is not None:
