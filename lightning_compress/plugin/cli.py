@@ -211,7 +211,11 @@ def _plan_finetuning(config: DictConfig, console: Console) -> None:
 
 def probe(config: DictConfig) -> None:
     """Measure this machine and print what was found."""
-    _console().print(machine_table(_reporting_errors(lambda: run_probe(config))))
+    machine, left = _reporting_errors(lambda: run_probe(config))
+    console = _console()
+    console.print(machine_table(machine))
+    if left:
+        console.print(f"too short to learn from, so their rates are as they were: {', '.join(left)}", soft_wrap=True)
 
 
 def run_estimate(config: DictConfig) -> Estimate:

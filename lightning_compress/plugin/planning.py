@@ -145,15 +145,16 @@ def run_generation_plan(config: DictConfig) -> PlannedGeneration:
     )
 
 
-def run_probe(config: DictConfig) -> Machine:
-    """Measure this machine, or correct what was measured by what runs took.
+def run_probe(config: DictConfig) -> tuple[Machine, list[str]]:
+    """Measure this machine, or correct what was measured by what runs took; and the phases of these that took too
+    little to learn from.
 
     Raises:
         CompressionError: no such device; a report that is none, or has no plan.
     """
     kind = device_kind(config.run_on)
     if not config.refit:
-        return probed(kind, Path(config.output_dir))
+        return probed(kind, Path(config.output_dir)), []
     file = record_of(kind)
     if not file.is_file():
         raise CompressionError("Nothing was measured yet that could be refitted; run `lightning-compress probe` first.")
@@ -161,9 +162,10 @@ def run_probe(config: DictConfig) -> Machine:
         _report_of(Path(path), kind) for path in ([config.refit] if isinstance(config.refit, str) else config.refit)
     ]
     known = load_machine(file)
-    machine = known.refitted(factors(reports, {name: rate.value for name, rate in known.rates.items()}))
+    found, left = factors(reports, {name: rate.value for name, rate in known.rates.items()})
+    machine = known.refitted(found)
     save_machine(machine, file)
-    return machine
+    return machine, left
 
 
 def _report_of(path: Path, kind: str) -> tuple[Plan, list[dict[str, Any]]]:

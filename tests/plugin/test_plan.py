@@ -17,6 +17,7 @@ from transformers import LlamaConfig
 
 from lightning_compress.calibration.target import find_target
 from lightning_compress.errors import CompressionError
+from lightning_compress.foresight import compare
 from lightning_compress.foresight.jobs import CalibrationJob
 from lightning_compress.foresight.machine import Machine, Rate, known_gpus, named_gpu
 from lightning_compress.foresight.plan import Candidate, Choice, Resources, foreseen
@@ -38,7 +39,9 @@ DATA = ("data.num_samples=6", "data.max_length=32")
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
-def test_a_plan_is_made_kept_and_run(command: Command, checkpoint: Path, tmp_path: Path) -> None:
+def test_a_plan_is_made_kept_and_run(
+    command: Command, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file, out = tmp_path / "plan.json", tmp_path / "out"
     where = (f"model.path={checkpoint}", *DATA)
     said = command("plan", *where, "choices.batch_size=[2,4]", "host=100GiB", "disk=1GiB", f"json={file}")
@@ -61,7 +64,10 @@ def test_a_plan_is_made_kept_and_run(command: Command, checkpoint: Path, tmp_pat
     page = (out / "report.html").read_text()
     assert page.count("<svg") == 3
     assert "The plan, and what came of it" in page
+    assert "These runs are too short to learn from: run (" in refused(command, "probe", f"refit={out / 'report.json'}")
+    monkeypatch.setattr(compare, "_LEAST_S", 0.0)
     said = command("probe", f"refit=[{out / 'report.json'}]")
+    assert "too short" not in said
     assert said.count("refitted") == sum(not kind.startswith(("disk", "scratch")) for kind in known())
     assert "refitted" in command("probe", f"refit={out / 'report.json'}"), "one path is a list of one"
     check_refit_refuses(command, file, report)
