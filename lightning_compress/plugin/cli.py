@@ -57,7 +57,7 @@ from lightning_compress.plugin.models import (
     with_model_config,
 )
 from lightning_compress.plugin.module import onload_device, onloads
-from lightning_compress.plugin.output_file import with_own_files
+from lightning_compress.plugin.output_file import saved, until_unread, with_own_files
 from lightning_compress.plugin.paths import with_quoted_paths
 from lightning_compress.plugin.planned_run import keep_plan, plan_for_run, with_plan
 from lightning_compress.plugin.planning import run_generation_plan, run_plan, run_probe
@@ -92,6 +92,7 @@ USAGE = """lightning-compress COMMAND [GROUP=OPTION ...] [KEY=VALUE ...]
   lightning-compress COMMAND --help lists the groups, their options, and every key."""
 
 
+@until_unread()
 def main() -> None:
     """Entry point of the console script."""
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):  # read when a GPU is first used
@@ -173,10 +174,10 @@ def estimate(config: DictConfig) -> None:
     """Print what a job will take of memory."""
     found = _reporting_errors(lambda: run_estimate(config))
     console = _console()
-    console.print(estimate_table(found))
-    for line in estimate_lines(found):
-        console.print(line, soft_wrap=True)
-    _save("json", config.json, save_estimate, found, "as JSON: ")
+    with saved("json", config.json, save_estimate, found, "as JSON: "):
+        console.print(estimate_table(found))
+        for line in estimate_lines(found):
+            console.print(line, soft_wrap=True)
 
 
 def plan(config: DictConfig) -> None:
@@ -187,26 +188,26 @@ def plan(config: DictConfig) -> None:
         return
     if config.get("job") is not None:
         generation = _reporting_errors(lambda: run_generation_plan(config))
-        for line in generation_lines(generation):
-            console.print(line, soft_wrap=True)
-        console.print(machine_table(generation.machine))
-        _save("json", config.json, save_plain, generation, "as JSON: ")
+        with saved("json", config.json, save_plain, generation, "as JSON: "):
+            for line in generation_lines(generation):
+                console.print(line, soft_wrap=True)
+            console.print(machine_table(generation.machine))
         return
     found = _reporting_errors(lambda: run_plan(config))
-    for line in plan_lines(found):
-        console.print(line, soft_wrap=True)
-    console.print(runners_up_table(found))
-    console.print(machine_table(found.machine))
-    _save("json", config.json, save_planned, found, "run it: lightning-compress compress ... plan=")
+    with saved("json", config.json, save_planned, found, "run it: lightning-compress compress ... plan="):
+        for line in plan_lines(found):
+            console.print(line, soft_wrap=True)
+        console.print(runners_up_table(found))
+        console.print(machine_table(found.machine))
 
 
 def _plan_finetuning(config: DictConfig, console: Console) -> None:
     found = _reporting_errors(lambda: run_finetuning_plan(config))
-    for line in finetuning_lines(found):
-        console.print(line, soft_wrap=True)
-    console.print(finetuning_table(found))
-    console.print(machine_table(found.machine))
-    _save("json", config.json, save_plain, found, "as JSON: ")
+    with saved("json", config.json, save_plain, found, "as JSON: "):
+        for line in finetuning_lines(found):
+            console.print(line, soft_wrap=True)
+        console.print(finetuning_table(found))
+        console.print(machine_table(found.machine))
 
 
 def probe(config: DictConfig) -> None:
@@ -328,19 +329,8 @@ def _is_first_rank() -> bool:
 def inspect(config: DictConfig) -> None:
     """Print how a model is cut, and draw it."""
     found = _reporting_errors(lambda: run_inspect(config))
-    print("\n".join(graph_lines(found)))
-    _save("graph", config.graph, save_picture, found, "picture: ")
-
-
-def _save(key: str, file: str | None, save: Callable[[Result, Path], None], found: Result, said: str) -> None:
-    """Write what was found to the file that the user wants it in, if any."""
-    if file is None:
-        return
-    try:
-        save(found, Path(file))
-    except OSError as error:
-        sys.exit(f"lightning-compress: {key}={file} cannot be written: {error}")
-    print(f"{said}{file}")
+    with saved("graph", config.graph, save_picture, found, "picture: "):
+        print("\n".join(graph_lines(found)))
 
 
 def _output_dir(config: DictConfig) -> Path:
