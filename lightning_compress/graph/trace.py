@@ -31,6 +31,7 @@ from lightning_compress.graph.configs import is_encoder_decoder, without_cache
 from lightning_compress.graph.decisions import Decision, decide
 from lightning_compress.graph.failures import SpecializedSizeError
 from lightning_compress.graph.fallback import (
+    OF_ONE_SIZE,
     Failure,
     Fallback,
     Fixed,
@@ -63,7 +64,6 @@ __all__ = [
     "violated_guards",
 ]
 
-_ONE_LENGTH = "the graph serves batches of one length only"
 _LAYERS_TO_CACHE = 20
 """Fake tensors' cache makes an operation's first run take twice as long, and later ones a third less."""
 
@@ -158,7 +158,7 @@ def trace(
                 cut = with_observations(root, cut, runs, fallbacks, can_run=onloading is not None)
                 outcome = _attempt(root, step, cut, structure, batches, others_flat or [tensors])
                 if isinstance(outcome, Traced) and violated_guards(outcome, batch) and lengths - fixed:
-                    fallbacks[""] = Fallback("", f"{_ONE_LENGTH}: {violated_guards(outcome, batch)[0]}")
+                    fallbacks[""] = _of_one_size(f"one length only: {violated_guards(outcome, batch)[0]}")
                     fixed, cut = fixed | lengths, replace(cut, observed={})
                     continue
                 if isinstance(outcome, Traced):
@@ -168,13 +168,17 @@ def trace(
                 cut, fixed, told = fall_back(root, cut, fixed, outcome, frozenset(leaf_names))
             except UntraceableModelError as error:
                 fixed, how = _otherwise(error, batches[0], rows, fixed)
-                told_of_rows = Fallback("", f"the graph serves batches of as many rows only: {error.__cause__}")
+                told_of_rows = _of_one_size(f"as many rows only: {error.__cause__}")
                 fallbacks = {"": told_of_rows} if fixed else {}
                 cut, made = first, partial(made, **how)
                 continue
             fallbacks |= {each.module: each for each in told if each.hidden or each.module not in fallbacks}
             if fixed != known:  # other batches, of which nothing has been seen
                 cut = replace(cut, observed={})
+
+
+def _of_one_size(why: str) -> Fallback:
+    return Fallback("", f"the graph serves batches of {why}", how=OF_ONE_SIZE)
 
 
 def _only_read(graph: fx.Graph, names: Collection[str], reads: Reads) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from families import Toy, assert_same, causal_lm, leaf_nodes, token_batch, toy_b
 from torch import Tensor, nn
 
 from lightning_compress.errors import UntraceableModelError
+from lightning_compress.graph.fallback import OF_ONE_SIZE
 from lightning_compress.graph.trace import TraceFallbackWarning, violated_guards
 
 
@@ -156,6 +157,7 @@ def test_a_model_of_so_many_rows() -> None:
     graph = traced(model, ids(4, 13))
     assert_same(model, graph, ids(4, 13), ids(4, 5))
     assert "as many rows only" in graph.fallbacks[0].reason
+    assert graph.fallbacks[0].how == OF_ONE_SIZE
     assert violated_guards(graph, ids(2, 13)) == ["ids: size 0 is 2, not 4"]
 
 
