@@ -124,7 +124,7 @@ def main() -> None:
     except CompressionError as error:
         _end(_told(error))
     except (HydraException, OmegaConfBaseException) as error:  # the latter of a multirun without output_dir
-        _end(_told(CompressionError(mistyped(error))))
+        _end(_told(CompressionError(mistyped(error, command))))
 
 
 def _own_keys(command: str) -> str:

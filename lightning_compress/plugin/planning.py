@@ -18,7 +18,7 @@ from lightning_compress.foresight.planned import Planned, Situation, plan_of, te
 from lightning_compress.memory.files import free_bytes
 from lightning_compress.memory.host import available_bytes
 from lightning_compress.memory.tracker import resident_bytes
-from lightning_compress.plugin.chosen import chosen_keys
+from lightning_compress.plugin.chosen import CHOICES, chosen_keys
 from lightning_compress.plugin.estimate import check_unquantized, instantiated
 from lightning_compress.plugin.generation import PlannedGeneration, plan_generation
 from lightning_compress.plugin.models import load_config_only, reads_from_disk
@@ -194,7 +194,7 @@ def choices_left(config: DictConfig, among: Choices, given: Set[str]) -> Choices
     Raises:
         CompressionError: what was chosen is not among those that the user lets a plan choose from.
     """
-    chosen = {key: (name, plain_value(config, key)) for key, name in _CHOICES.items() if key in given}
+    chosen = {key: (name, plain_value(config, key)) for key, name in CHOICES.items() if key in given}
     if chosen.get("calibration.expert_parts", ("", None))[1] is None:  # whoever chooses
         chosen.pop("calibration.expert_parts", None)
     if config.model.load != "auto" or config.model.get("weights") is not None:
@@ -205,16 +205,6 @@ def choices_left(config: DictConfig, among: Choices, given: Set[str]) -> Choices
                 f"{key}={value} is not among choices.{name}={list(getattr(among, name))}; leave one of them out."
             )
     return replace(among, **{name: (value,) for name, value in chosen.values()})
-
-
-_CHOICES = {
-    "data.batch_size": "batch_size",
-    "calibration.schedule": "schedule",
-    "memory.prefetch_depth": "prefetch_depth",
-    "calibration.sequential_targets": "sequential_targets",
-    "calibration.expert_parts": "expert_parts",
-}
-"""What a plan chooses, by the keys with which a user chooses it."""
 
 
 def plain_value(config: DictConfig, key: str) -> Any:
