@@ -220,9 +220,11 @@ def max_length(config: DictConfig) -> int:
         CompressionError: the source does not say.
     """
     if "max_length" not in config.data:
+        are_sounds = config.data.get("audio_column") is not None
+        like = "choices.batch_size=[1]" if are_sounds else "num_images=..."
         raise CompressionError(
             f"data.source={config.data.source} does not say how long its samples are, so no plan can be made of it. "
-            "Plan for samples like them, `lightning-compress plan data=docs data.max_length=... num_images=... "
+            f"Plan for samples like them, `lightning-compress plan data=docs data.max_length=... {like} "
             "json=plan.json`, and give plan=plan.json; or compress without a plan."
         )
     return cast(int, config.data.max_length)

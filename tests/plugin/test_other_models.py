@@ -42,7 +42,7 @@ from lightning_compress.plugin.models import _processor
 from lightning_compress.recipe.load import config_dir
 from lightning_compress.report.report import Report
 
-from .conftest import Command
+from .conftest import Command, refused
 
 SCHEME = {"weights": {"num_bits": 4, "strategy": "channel"}}
 
@@ -256,6 +256,27 @@ def test_sounds_with_transcripts(tmp_path: Path) -> None:
     assert tokens["decoder.layers.0.encoder_attn.k_proj"] == 3 * 1500
     assert report.verification is not None
     assert report.verification.passed
+
+
+@pytest.mark.usefixtures("rates")
+def test_plans_for_sounds_are_of_one_in_a_batch(tmp_path: Path, command: Command) -> None:
+    """Others are refused with what makes them so. Seen to fail: with a remedy that the plan refused."""
+    whisper(tmp_path / "model")
+    where = (f"model.path={tmp_path / 'model'}", "model.auto_class=AutoModelForSpeechSeq2Seq", "data.num_samples=2")
+    where = (*where, "recipe=w4a16_rtn", "recipe.modifiers.0.scheme={weights:{num_bits:4,strategy:channel}}")
+    of_plan = ("data.max_length=8", f"json={tmp_path / 'plan.json'}", "choices.load=[memory]")
+    command("plan", *where, *of_plan, "choices.batch_size=[2]")
+    data = ("data=audio", f"data.path={tmp_path / 'rows.jsonl'}", "trainer=cpu", f"output_dir={tmp_path / 'out'}")
+    run = ("compress", *where, *data, f"plan={tmp_path / 'plan.json'}")
+    for given in ((), ("data.batch_size=1",)):
+        message = refused(command, *run, *given)
+        assert message.endswith(
+            "data.batch_size=1, and the plan 2. To mend it, make a plan with choices.batch_size=[1]."
+        )
+    assert "data=docs data.max_length=... choices.batch_size=[1] json=" in refused(command, *run[:-1], "plan=auto")
+    command("plan", *where, *of_plan, "choices.batch_size=[1]")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "a", "audio": "none.wav"}))
+    assert "has 1 rows, and 2 are needed" in refused(command, *run)
 
 
 @pytest.mark.usefixtures("rates")

@@ -79,8 +79,10 @@ def test_a_plan_is_made_kept_and_run(
     different = "model.dtype float32 in the plan, bfloat16 here; data.num_samples 6 in the plan, 8 here"
     assert f"is for something else: {different}" in message
     given = (*where, "trainer=cpu", f"plan={file}", f"output_dir={out}")
-    assert "the command says data.batch_size=3, and the plan" in refused(
-        command, "compress", *given, "data.batch_size=3"
+    message = refused(command, "compress", *given, "data.batch_size=3", "memory.activation_budget=1")
+    assert "the command says data.batch_size=3, and the plan " in message
+    assert message.endswith(
+        "make a plan with choices.batch_size=[3] or leave data.batch_size and memory.activation_budget out."
     )
     assert "batch size 3," in command("plan", *where, "data.batch_size=3", "host=100GiB")
     other = {"memory": "disk", "disk": "memory"}[best["choice"]["load"]]
