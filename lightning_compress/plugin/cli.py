@@ -73,6 +73,7 @@ from lightning_compress.report.plan import described, machine_table, minutes, pl
 from lightning_compress.report.report import Report
 
 Result = TypeVar("Result")
+_WIDEST = 160
 
 USAGE = """lightning-compress COMMAND [GROUP=OPTION ...] [KEY=VALUE ...]
 
@@ -159,8 +160,12 @@ def compress(config: DictConfig) -> None:
 
 
 def _console() -> Console:
-    """One that shows names and paths as they are: `[gptq]` and `:key:` in them are not rich's."""
-    return Console(markup=False, emoji=False, highlight=False)
+    """One that shows names and paths as they are: `[gptq]` and `:key:` in them are not rich's. What is piped is as wide
+    as its tables are, where rich would take 80 columns and cut their headings."""
+    console = Console(markup=False, emoji=False, highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = _WIDEST
+    return console
 
 
 def evaluate(config: DictConfig) -> None:

@@ -109,7 +109,9 @@ def check_sizes_are_numbers(plan: Path) -> None:
     content["situation"]["host"] = "16GiB"
     other = plan.with_name("other.json")
     other.write_text(json.dumps(content))
-    with pytest.raises(CompressionError, match=r"other.json is no plan: its situation has \{'host': '16GiB'\}"):
+    with pytest.raises(
+        CompressionError, match=r"other.json is no plan of a compression: its situation has \{'host': '16GiB'\}"
+    ):
         load_planned(other)
 
 
@@ -362,10 +364,14 @@ def test_keys_of_other_commands(given: str, said: str, command: Command, checkpo
 def test_a_file_that_is_no_plan(command: Command, checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text("{}")
     given = ("compress", f"model.path={checkpoint}", "trainer=cpu", f"output_dir={tmp_path / 'out'}")
-    assert "plan.json is no plan: it has no 'situation'. Make one with" in refused(
+    assert "plan.json is no plan of a compression: it has no 'situation'. Make one with" in refused(
         command, *given, f"plan={tmp_path / 'plan.json'}"
     )
-    assert "none.json is no plan: no such file or directory. Make one with" in refused(
+    for job, key in (("fine-tuning (job=finetuning)", "itemsize"), ("text generation (job=inference)", "hardware")):
+        (tmp_path / "other.json").write_text(json.dumps({key: 1}))
+        message = refused(command, *given, f"plan={tmp_path / 'other.json'}")
+        assert f"other.json is no plan of a compression: it is one of {job}. Make one with" in message
+    assert "none.json is no plan of a compression: no such file or directory. Make one with" in refused(
         command, *given, f"plan={tmp_path / 'none.json'}"
     )
 
