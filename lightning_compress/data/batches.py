@@ -3,6 +3,7 @@
 Method: documents are drawn in a seeded order and tokenized only as far as needed (at least `num_samples` documents,
 so that a few long ones do not make up the whole sample). Packed (default): they are joined, cut into windows of equal
 length, and the sample is drawn from the windows. Ragged: one document is one sample, padded on the right, with a mask.
+Of an encoder-decoder a sample is twice as long: the encoder reads the first half, the decoder goes on with the second.
 Batches are formed here, once and globally, and handed to ranks whole: a sampler that strides samples over ranks would
 make the statistics depend on how many ranks there are (docs/multi_node.md).
 """
@@ -10,14 +11,15 @@ make the statistics depend on how many ranks there are (docs/multi_node.md).
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass
-from itertools import chain, islice
+from dataclasses import dataclass, replace
+from inspect import signature
+from itertools import chain, islice, product
 from typing import Any, cast, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_compress.data.config import CustomConfig, DataConfig, MultimodalConfig, TokensConfig
 from lightning_compress.data.custom import custom_batches
@@ -34,19 +36,20 @@ _CHARACTERS_AT_A_TIME = 2**20  # a tokenizer takes some 150 bytes for each
 _SHORTEST_DOCUMENT = 2  # tokens: one to read and one to predict
 
 
-def calibration_batches(config: DataConfig, processor: Any) -> Iterable[Any]:
+def calibration_batches(config: DataConfig, processor: Any, model: nn.Module | None = None) -> Iterable[Any]:
     """What `config` names, in batches as the model takes them.
 
     Args:
         config: of any source.
         processor: the model's tokenizer, or its processor, which holds one.
+        model: that takes them; None: no encoder-decoder.
 
     Raises:
         CalibrationDataError: see `calibration_dataloader`, `multimodal_dataloader` and `custom_batches`.
     """
     match config:
         case TokensConfig():
-            return calibration_dataloader(config, tokenizer_of(processor))
+            return calibration_dataloader(config, tokenizer_of(processor), None if model is None else _decoder(model))
         case MultimodalConfig():
             return multimodal_dataloader(config, processor)
         case CustomConfig():
@@ -77,15 +80,38 @@ def tokenizer_of(processor: Any) -> PreTrainedTokenizerBase:
     return cast(PreTrainedTokenizerBase, tokenizer)
 
 
-def calibration_dataloader(config: TokensConfig, tokenizer: PreTrainedTokenizerBase) -> DataLoader[Batch]:
+@final
+@dataclass(frozen=True)
+class Decoder:
+    """One that has tokens of its own beside an encoder's, and begins with `start_token_ids`: one, or none."""
+
+    start_token_ids: tuple[int, ...]
+
+
+def _decoder(model: nn.Module) -> Decoder | None:
+    if not isinstance(model, PreTrainedModel) or "decoder_input_ids" not in signature(model.forward).parameters:
+        return None
+    keys = ("decoder_start_token_id", "bos_token_id")  # as in `generate`
+    configs = (getattr(model, "generation_config", None), model.config)
+    found = (getattr(config, key, None) for key, config in product(keys, configs))
+    return Decoder(tuple(islice((token for token in found if token is not None), 1)))
+
+
+def calibration_dataloader(
+    config: TokensConfig, tokenizer: PreTrainedTokenizerBase, decoder: Decoder | None = None
+) -> DataLoader[Batch]:
     """`num_samples` samples of text drawn with `seed`, in batches.
 
     Yields {"input_ids": [B, L]} int64, and "attention_mask" [B, L] int64 (1: token, 0: padding) in every batch where
-    any batch has padding. L is `max_length` when packed, else the longest of the batch.
+    any batch has padding. L is `max_length` when packed, else the longest of the batch. With a `decoder`, samples are
+    twice as long; theirs is the second half, behind the start token and without the last, as "decoder_input_ids" and
+    "decoder_attention_mask".
 
     Raises CalibrationDataError where there is too little text (with the numbers), no chat template, or no token to pad
     with.
     """
+    if decoder is not None:
+        config = replace(config, max_length=2 * config.max_length)
     documents = load_documents(config)
     generator = torch.Generator().manual_seed(config.seed)
     order = torch.randperm(len(documents), generator=generator).tolist()
@@ -98,7 +124,7 @@ def calibration_dataloader(config: TokensConfig, tokenizer: PreTrainedTokenizerB
         samples = _beginnings(encoded, config)
     if len(samples) < config.num_samples:
         raise CalibrationDataError(_too_little(config, samples, len(documents)))
-    return _dataloader(samples, config, tokenizer)
+    return _dataloader(samples, config, tokenizer, decoder)
 
 
 def evaluation_dataloader(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> DataLoader[Batch]:
@@ -220,11 +246,29 @@ class _Collate:
         return {"input_ids": padded, "attention_mask": mask.long()}
 
 
-def _dataloader(samples: Sequence[Tensor], config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> DataLoader[Batch]:
+@final
+@dataclass(frozen=True)
+class _CollateHalves:
+    """Samples [L_i] as what an encoder reads and, behind it, what a decoder does."""
+
+    collate: _Collate
+    decoder: Decoder
+
+    def __call__(self, samples: Sequence[Tensor]) -> Batch:
+        read, said = zip(*(ids.tensor_split([-(-len(ids) // 2)]) for ids in samples), strict=True)
+        start = torch.tensor(self.decoder.start_token_ids, dtype=torch.int64)
+        shifted = [torch.cat([start, ids])[: len(ids)] for ids in said]
+        return {**self.collate(read), **{f"decoder_{key}": value for key, value in self.collate(shifted).items()}}
+
+
+def _dataloader(
+    samples: Sequence[Tensor], config: DataConfig, tokenizer: PreTrainedTokenizerBase, decoder: Decoder | None = None
+) -> DataLoader[Batch]:
     size = config.batch_size
     starts = range(0, len(samples), size)
     ragged = any(len({len(ids) for ids in samples[start : start + size]}) > 1 for start in starts)
-    collate = _Collate(_pad_token_id(tokenizer) if ragged else None)
+    whole = _Collate(_pad_token_id(tokenizer) if ragged else None)
+    collate = whole if decoder is None else _CollateHalves(whole, decoder)
     # A list of tensors serves as a dataset, and the collation makes dicts of them, which DataLoader's type cannot say.
     loader: DataLoader[Any] = DataLoader(list(samples), batch_size=size, collate_fn=collate)  # type: ignore[arg-type]
     return cast(DataLoader[Batch], loader)

@@ -158,6 +158,11 @@ class MultimodalConfig(DataConfig):
     image_column: str | None = "image"
     audio_column: str | None = None
 
+    @property
+    def origin(self) -> str:
+        """The group that names such data, for messages."""
+        return self.source if self.audio_column is None else "audio"
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_path(self.path)
@@ -232,9 +237,7 @@ def load_data_config(values: Mapping[str, Any] | DictConfig) -> DataConfig:
         value = plain.get(str(error.full_key))
         of_list = isinstance(value, str) and isinstance(getattr(schema, str(error.full_key), None), ListConfig)
         listed = f"; give a list, as data.{error.full_key}=[{value}]" if of_list else ""
-        raise CalibrationDataError(
-            f"data ({source}): {_first_line(error)} (field '{error.full_key}'){listed}"
-        ) from error
+        raise CalibrationDataError(f"data.{error.full_key}: {_first_line(error)}{listed}") from error
     assert isinstance(typed, dict)
     arguments: dict[str, Any] = {str(key): tuple(v) if isinstance(v, list) else v for key, v in typed.items()}
     return config(**arguments)

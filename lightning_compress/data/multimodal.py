@@ -59,7 +59,7 @@ def multimodal_dataloader(config: MultimodalConfig, processor: Any) -> DataLoade
         )
     if len(rows) < config.num_samples:
         raise CalibrationDataError(
-            f"data (multimodal): {config.path!r} has {len(rows)} rows, and {config.num_samples} are needed. Lower "
+            f"data ({config.origin}): {config.path!r} has {len(rows)} rows, and {config.num_samples} are needed. Lower "
             "data.num_samples."
         )
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(config.seed))

@@ -17,6 +17,8 @@ _FAMILIES = {
     "write_s": ("writing",),
 }
 """Of each phase the rates that its seconds come from."""
+_LEAST_S = 0.5
+"""Seconds of a phase, in all runs together, below which they are of what no rate is of, as of opening files."""
 
 
 @final
@@ -79,15 +81,16 @@ def _pairs(plan: Plan, subgraphs: Sequence[Mapping[str, Any]]) -> list[tuple[For
 
 def factors(
     reports: Iterable[tuple[Plan, Sequence[Mapping[str, Any]]]], rates: Mapping[str, float]
-) -> dict[str, float]:
-    """How many times longer than with these rates each family of them took, over all runs together.
+) -> tuple[dict[str, float], list[str]]:
+    """How many times longer than with these rates each family of them took, over all runs together; and the phases of
+    which nothing is said because they took, or were to take, too little in all, with their seconds.
 
     Args:
         reports: of each run its plan, and records as plain data.
         rates: of the machine as it is known now; a plan's seconds come from those that it had.
 
     Raises:
-        CompressionError: no run took any time in any phase.
+        CompressionError: no run took any time in any phase, or enough in one.
     """
     foreseen, measured = dict.fromkeys(_FAMILIES, 0.0), dict.fromkeys(_FAMILIES, 0.0)
     for plan, subgraphs in reports:
@@ -99,15 +102,21 @@ def factors(
                     continue  # it waited for another lane
                 foreseen[phase] += getattr(part, phase) * _slower(plan, rates, phase)
                 measured[phase] += record[phase]
-    found = {
-        family: measured[phase] / foreseen[phase]
-        for phase, families in _FAMILIES.items()
-        for family in families
-        if foreseen[phase] > 0 and measured[phase] > 0
-    }
-    if not found:
+    took = [phase for phase in _FAMILIES if foreseen[phase] > 0 and measured[phase] > 0]
+    if not took:
         raise CompressionError("These reports hold no run of a plan, so there is nothing to learn from.")
-    return found
+    short = [phase for phase in took if min(foreseen[phase], measured[phase]) < _LEAST_S]
+    left = [
+        f"{phase.removesuffix('_s')} ({foreseen[phase]:.2g} s foreseen, {measured[phase]:.2g} s measured)"
+        for phase in short
+    ]
+    if short == took:
+        raise CompressionError(
+            f"These runs are too short to learn from: {', '.join(left)} in all, and {_LEAST_S} s are the least. Give "
+            "reports of longer ones."
+        )
+    learned = [phase for phase in took if phase not in short]
+    return {family: measured[phase] / foreseen[phase] for phase in learned for family in _FAMILIES[phase]}, left
 
 
 def _slower(plan: Plan, rates: Mapping[str, float], phase: str) -> float:

@@ -128,6 +128,8 @@ def load_planned(file: Path) -> Planned:
     """
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
+        if other := next((job for key, job in _OTHERS.items() if key in found), None):
+            raise ValueError(f"it is one of {other}")
         situation = {**found["situation"], "recipe": load_recipe(found["situation"]["recipe"])}
         situation["budgets"] = tuple(situation["budgets"])
         if wrong := {name: situation[name] for name in ("device", "host", "disk") if _is_no_size(situation[name])}:
@@ -143,9 +145,13 @@ def load_planned(file: Path) -> Planned:
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CompressionError(
-            f"plan={file} is no plan: {reason(error)}. Make one with "
+            f"plan={file} is no plan of a compression: {reason(error)}. Make one with "
             "`lightning-compress plan ... json=FILE`, or use plan=auto."
         ) from error
+
+
+_OTHERS = {"itemsize": "fine-tuning (job=finetuning)", "hardware": "text generation (job=inference)"}
+"""What files of other plans are of, by a key that they alone have."""
 
 
 def _is_no_size(value: object) -> bool:

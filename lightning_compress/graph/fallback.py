@@ -27,16 +27,26 @@ class TraceFallbackWarning(UserWarning):
     """Targets are hidden inside modules that could only be recorded as single calls."""
 
 
+AS_A_WHOLE = "run as a whole"
+OF_ONE_SIZE = "recorded for batches of one size"
+OF_ONE_PATH = "recorded with the branches that all batches take"
+
+
 @dataclass(frozen=True)
 class Fallback:
     """A module, or a method of one, that could not be recorded as asked.
 
-    `hidden`: targets inside it, which have no node of their own.
+    Attributes:
+        module: its name; "": of the model.
+        reason: why it could not.
+        hidden: targets inside it, which have no node of their own.
+        how: what became of it instead.
     """
 
     module: str
     reason: str
     hidden: tuple[str, ...] = ()
+    how: str = AS_A_WHOLE
 
 
 @dataclass(frozen=True)
@@ -69,7 +79,8 @@ def fall_back(
     """
     name, reason = failure.module, _first_line(failure.error)
     new = failure.fixed - fixed
-    one_size = [Fallback(name, f"the graph serves batches of one size only, where the model demands it: {reason}")]
+    why = f"the graph serves batches of one size only, where the model demands it: {reason}"
+    one_size = [Fallback(name, why, how=OF_ONE_SIZE)]
     if name in cut.methods:
         if new:
             return replace(cut, observed={}), fixed | new, one_size
@@ -100,7 +111,7 @@ def fall_back(
         # what is seen anew: calls within it are its own from now on
         return replace(cut, methods={**cut.methods, left[0]: method}, observed={}), fixed, told
     if isinstance(failure.error, GuardOnDataDependentSymNode) and not cut.decides:
-        told = [Fallback(name, f"it takes the branches that all batches take: {reason}")]
+        told = [Fallback(name, f"it takes the branches that all batches take: {reason}", how=OF_ONE_PATH)]
         return replace(cut, decides=True), fixed, told
     if opaque:  # with all layers, which is the last resort
         return _with_opaque(cut, opaque), fixed, _told_of_opaque(opaque, reason, targets)

@@ -31,6 +31,7 @@ from lightning_compress.graph.configs import is_encoder_decoder, without_cache
 from lightning_compress.graph.decisions import Decision, decide
 from lightning_compress.graph.failures import about_a_size
 from lightning_compress.graph.fallback import (
+    OF_ONE_SIZE,
     Failure,
     Fallback,
     Fixed,
@@ -51,8 +52,6 @@ from lightning_compress.graph.synthesize import Structure, Synthetic, flatten_ba
 from lightning_compress.graph.values import expression, is_symbolic, symbolic_sizes
 from lightning_compress.recipe.forms import reader
 
-_ONE_LENGTH = "the graph serves batches of one length only"
-_AS_MANY_ROWS = "the graph serves batches of as many rows only"
 _LAYERS_TO_CACHE = 20
 """Fake tensors' cache makes an operation's first run take twice as long, and later ones a third less."""
 
@@ -149,7 +148,7 @@ def trace(
                 cut = cut if to_the_end else replace(cut, counted=counted(root, cut.leaves, leaf_names, runs[0]))
                 outcome = _attempt(root, step, cut, structure, batches, others_flat or [tensors])
                 if isinstance(outcome, Traced) and violated_guards(outcome, batch) and lengths - fixed:
-                    fallbacks[""] = Fallback("", f"{_ONE_LENGTH}: {violated_guards(outcome, batch)[0]}")
+                    fallbacks[""] = _of_one_size(f"one length only: {violated_guards(outcome, batch)[0]}")
                     fixed, cut = fixed | lengths, replace(cut, observed={})
                     continue
                 if isinstance(outcome, Traced):
@@ -158,10 +157,14 @@ def trace(
                 cut, fixed, told = fall_back(root, cut, fixed, outcome, frozenset(leaf_names))
             except UntraceableModelError as error:
                 fixed, how = _otherwise(error, batches[0], rows, fixed)
-                fallbacks = {"": Fallback("", f"{_AS_MANY_ROWS}: {error.__cause__}")} if fixed else {}
+                fallbacks = {"": _of_one_size(f"as many rows only: {error.__cause__}")} if fixed else {}
                 cut, made = first, partial(made, **how)
                 continue
             fallbacks |= {each.module: each for each in told if each.hidden or each.module not in fallbacks}
+
+
+def _of_one_size(why: str) -> Fallback:
+    return Fallback("", f"the graph serves batches of {why}", how=OF_ONE_SIZE)
 
 
 def _only_read(graph: fx.Graph, names: Collection[str], reads: Reads) -> tuple[str, ...]:

@@ -68,9 +68,10 @@ class ScratchFile:
             self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 (lives as long as this object)
         except OSError as error:
             where = f"the temporary folder {self._folder}" if folder is None else f"scratch_dir={folder}"
+            given = "activation_budget" if folder is None else "scratch_dir"
             raise CompressionError(
                 f"{where} cannot hold the activations: {reason(error)}. Name a folder that is there and can be written "
-                "to as memory.scratch_dir, or leave activation_budget out."
+                f"to as memory.scratch_dir, or leave {given} out."
             ) from error
         weakref.finalize(self, self._file.close)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="scratch")

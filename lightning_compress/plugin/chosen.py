@@ -10,6 +10,15 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_compress.recipe.load import config_dir
 
+CHOICES = {
+    "data.batch_size": "batch_size",
+    "calibration.schedule": "schedule",
+    "memory.prefetch_depth": "prefetch_depth",
+    "calibration.sequential_targets": "sequential_targets",
+    "calibration.expert_parts": "expert_parts",
+}
+"""What a plan chooses, by the keys with which a user chooses it."""
+
 
 def chosen_keys(config: DictConfig) -> set[str]:
     """The keys, down to single values, that the user gave: on the command line, and in files of their own, where values

@@ -59,7 +59,7 @@ from lightning_compress.plugin.models import (
     with_model_config,
 )
 from lightning_compress.plugin.module import onload_device, onloads
-from lightning_compress.plugin.output_file import with_own_files
+from lightning_compress.plugin.output_file import saved, until_unread, with_own_files
 from lightning_compress.plugin.paths import with_quoted_paths
 from lightning_compress.plugin.planned_run import keep_plan, plan_for_run, with_plan
 from lightning_compress.plugin.planning import run_generation_plan, run_plan, run_probe
@@ -75,6 +75,7 @@ from lightning_compress.report.plan import described, machine_table, minutes, pl
 from lightning_compress.report.report import Report
 
 Result = TypeVar("Result")
+_WIDEST = 160
 
 USAGE = """lightning-compress COMMAND [GROUP=OPTION ...] [KEY=VALUE ...]
 
@@ -94,6 +95,7 @@ USAGE = """lightning-compress COMMAND [GROUP=OPTION ...] [KEY=VALUE ...]
   lightning-compress COMMAND --help lists the groups, their options, and every key."""
 
 
+@until_unread()
 def main() -> None:
     """Entry point of the console script."""
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):  # read when a GPU is first used
@@ -125,7 +127,7 @@ def main() -> None:
     except CompressionError as error:
         _end(_told(error))
     except (HydraException, OmegaConfBaseException) as error:  # the latter of a multirun without output_dir
-        _end(_told(CompressionError(mistyped(error))))
+        _end(_told(CompressionError(mistyped(error, command))))
 
 
 def _own_keys(command: str) -> str:
@@ -160,8 +162,12 @@ def compress(config: DictConfig) -> None:
 
 
 def _console() -> Console:
-    """One that shows names and paths as they are: `[gptq]` and `:key:` in them are not rich's."""
-    return Console(markup=False, emoji=False, highlight=False)
+    """One that shows names and paths as they are: `[gptq]` and `:key:` in them are not rich's. What is piped is as wide
+    as its tables are, where rich would take 80 columns and cut their headings."""
+    console = Console(markup=False, emoji=False, highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = _WIDEST
+    return console
 
 
 def evaluate(config: DictConfig) -> None:
@@ -175,10 +181,10 @@ def estimate(config: DictConfig) -> None:
     """Print what a job will take of memory."""
     found = run_estimate(config)
     console = _console()
-    console.print(estimate_table(found))
-    for line in estimate_lines(found):
-        console.print(line, soft_wrap=True)
-    _save("json", config.json, save_estimate, found, "as JSON: ")
+    with saved("json", config.json, save_estimate, found, "as JSON: "):
+        console.print(estimate_table(found))
+        for line in estimate_lines(found):
+            console.print(line, soft_wrap=True)
 
 
 def plan(config: DictConfig) -> None:
@@ -187,16 +193,16 @@ def plan(config: DictConfig) -> None:
     kind = None if config.get("job") is None else get_class(config.job["_target_"])
     if kind is None:
         found = run_plan(config)
-        _print_plan(console, plan_lines(found), [runners_up_table(found)], found.machine)
-        _save("json", config.json, save_planned, found, "run it: lightning-compress compress ... plan=")
+        with saved("json", config.json, save_planned, found, "run it: lightning-compress compress ... plan="):
+            _print_plan(console, plan_lines(found), [runners_up_table(found)], found.machine)
     elif kind is FineTuningJob:
         tuning = run_finetuning_plan(config)
-        _print_plan(console, finetuning_lines(tuning), [finetuning_table(tuning)], tuning.machine)
-        _save("json", config.json, save_plain, tuning, "as JSON: ")
+        with saved("json", config.json, save_plain, tuning, "as JSON: "):
+            _print_plan(console, finetuning_lines(tuning), [finetuning_table(tuning)], tuning.machine)
     else:
         generation = run_generation_plan(config)
-        _print_plan(console, generation_lines(generation), [], generation.machine)
-        _save("json", config.json, save_plain, generation, "as JSON: ")
+        with saved("json", config.json, save_plain, generation, "as JSON: "):
+            _print_plan(console, generation_lines(generation), [], generation.machine)
 
 
 def _print_plan(console: Console, lines: Iterable[str], tables: Iterable[Table], machine: Machine) -> None:
@@ -208,7 +214,11 @@ def _print_plan(console: Console, lines: Iterable[str], tables: Iterable[Table],
 
 def probe(config: DictConfig) -> None:
     """Measure this machine and print what was found."""
-    _console().print(machine_table(run_probe(config)))
+    machine, left = run_probe(config)
+    console = _console()
+    console.print(machine_table(machine))
+    if left:
+        console.print(f"too short to learn from, so their rates are as they were: {', '.join(left)}", soft_wrap=True)
 
 
 def run_estimate(config: DictConfig) -> Estimate:
@@ -282,7 +292,7 @@ def _compress_among(ranks: Collective, trainer: pl.Trainer, config: DictConfig, 
     model, processor = load_model(config.model, from_disk)
     needs = _check(trainer, model, settings)
     is_left_out = processor is None and not needs and config.data.source != CustomConfig.source
-    dataloader = None if is_left_out else calibration_batches(load_data_config(config.data), processor)
+    dataloader = None if is_left_out else calibration_batches(load_data_config(config.data), processor, model)
     held_out: list[Mapping[str, Tensor]] = []
     before = None
     if config.get("held_out") is not None:
@@ -321,19 +331,8 @@ def _is_first_rank() -> bool:
 def inspect(config: DictConfig) -> None:
     """Print how a model is cut, and draw it."""
     found = run_inspect(config)
-    print("\n".join(graph_lines(found)))
-    _save("graph", config.graph, save_picture, found, "picture: ")
-
-
-def _save(key: str, file: str | None, save: Callable[[Result, Path], None], found: Result, said: str) -> None:
-    """Write what was found to the file that the user wants it in, if any."""
-    if file is None:
-        return
-    try:
-        save(found, Path(file))
-    except OSError as error:
-        sys.exit(f"lightning-compress: {key}={file} cannot be written: {error}")
-    print(f"{said}{file}")
+    with saved("graph", config.graph, save_picture, found, "picture: "):
+        print("\n".join(graph_lines(found)))
 
 
 def _output_dir(config: DictConfig) -> Path:

@@ -86,7 +86,7 @@ def _given(config: DictConfig) -> tuple[nn.Module, _Inputs]:
     if config.get("data") is not None:
         loaded, processor = load_model(config.model, from_disk=False)
         data = load_data_config(config.data)
-        return loaded, {"the data": lambda: collect(calibration_batches(data, processor), _NUM_BATCHES)}
+        return loaded, {"the data": lambda: collect(calibration_batches(data, processor, loaded), _NUM_BATCHES)}
     model, processor = load_config_only(config.model), find_processor(config.model)
     inputs = {"tokens": lambda: CalibrationSet((inputs_of(model, config.rows, config.length),), has_padding=False)}
     if not takes_images(processor):

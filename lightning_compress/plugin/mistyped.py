@@ -13,18 +13,30 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, InterpolationResolutionError, OmegaConfBaseException
 
 from lightning_compress.errors import CompressionError, nearest
+from lightning_compress.plugin.chosen import CHOICES
 from lightning_compress.recipe.load import config_dir
 
 _NO_NAME = re.compile(r"null|true|false|[-+]?(\d[\d_]*\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
 """What Hydra's grammar does not take for a string."""
+_OVERRIDE = re.compile(r"Could not override '([^']+)'")
+_OF_PLANS = {
+    **{key: f"choices.{name}=[...]" for key, name in CHOICES.items()},
+    "calibration.verify": "verify=...",
+    "memory.device_budget": "device=...",
+    "memory.host_budget": "host=...",
+    "trainer.devices": "ranks=... (of all nodes together)",
+    "trainer.num_nodes": "nodes=...",
+}
+"""What is given to a compression in one way, and to `plan` in another."""
 _NAMED_MODIFIER = re.compile(r"[+~]*recipe\.modifiers\.([A-Za-z_]\w*)")
 
 
-def mistyped(error: HydraException | OmegaConfBaseException) -> str:
+def mistyped(error: HydraException | OmegaConfBaseException, command: str = "") -> str:
     """What is wrong, with the nearest known name.
 
     Args:
         error: of composing a configuration, of making what it describes, or of reading it.
+        command: that the configuration is of, where it is composed.
     """
     cause = error.__cause__
     if isinstance(error, MissingConfigException) and error.missing_cfg_file is not None:
@@ -34,6 +46,9 @@ def mistyped(error: HydraException | OmegaConfBaseException) -> str:
         return f"{str(error).rpartition('full_key: ')[2]}: {why}"
     if isinstance(cause, OmegaConfBaseException):
         as_typed = re.sub(r"\[(\d+)\]", r".\1", str(cause.full_key))
+        if isinstance(cause.parent_node, DictConfig) and "." not in as_typed:
+            override = _OVERRIDE.match(str(error))
+            return _unknown_at_the_top(as_typed, override[1] if override else as_typed, cause.parent_node, command)
         if isinstance(cause.parent_node, DictConfig):
             return _unknown_key(str(cause.key), as_typed, cause.parent_node)
         if isinstance(cause.parent_node, ListConfig):
@@ -93,17 +108,10 @@ def _missing(node: DictConfig, path: str) -> Iterator[str]:
             yield from _missing(node[key], f"{path}{key}.")
 
 
-def _placed() -> dict[str, str]:
-    """What groups are named that commands have at another place, by that place: {"held_out": "data@held_out"}."""
-    files = [cast(DictConfig, OmegaConf.load(file)) for file in config_dir().glob("*.yaml")]
-    defaults = [
-        str(key)
-        for file in files
-        for entry in file.get("defaults", [])
-        if isinstance(entry, DictConfig)
-        for key in entry
-    ]
-    return {key.partition("@")[2]: key for key in defaults if "@" in key}
+def _defaults(command: str) -> set[str]:
+    """The groups of a command, as they are given: {"model", "data@held_out"}."""
+    defaults = cast(DictConfig, OmegaConf.load(config_dir() / f"{command}.yaml")).get("defaults", [])
+    return {str(key) for entry in defaults if isinstance(entry, DictConfig) for key in entry if " " not in str(key)}
 
 
 def _unknown_option(file: str, options: Iterable[str]) -> str:
@@ -123,17 +131,30 @@ def _unknown_key(key: str, full_key: str, node: DictConfig) -> str:
         options = [file.stem for file in files if key in list(OmegaConf.load(file))]
         if options:
             return f"{full_key} is not known here, but with {group}={' or '.join(options)}."
-    placed = _placed().get(key)
-    if placed is not None and not isinstance(node.get(key), DictConfig) and group == key:
-        return f"{full_key} is not known without the group, which is given as {placed}=..."
-    groups = set() if rest else {folder.name for folder in config_dir().iterdir() if folder.is_dir()}
-    here = {*map(str, node)} - {"hydra", "_target_"}
-    if key in groups - here:
-        return f"{full_key} is nothing that this command has; it has {', '.join(sorted(here))}."
-    known = sorted(here | groups)
+    known = sorted({*map(str, node)} - {"_target_"})
     if not known:
         parent = full_key.rpartition(".")[0]
         return f"{full_key} is not known: {parent} is a single value, with nothing in it. Give all: '{parent}={{...}}'"
-    # what were added beside the groups, nothing would read
-    remedy = f" What is not there yet is added with +, as +{full_key}=..." if rest else ""
-    return f"{full_key} is not known{nearest(key, known)}{remedy}"
+    return f"{full_key} is not known{nearest(key, known)} What is not there yet is added with +, as +{full_key}=..."
+
+
+def _unknown_at_the_top(key: str, override: str, node: DictConfig, command: str) -> str:
+    """What nothing would read, were it added.
+
+    Args:
+        key: that is not in `node`, the configuration.
+        override: all of what was typed, but for its value.
+    """
+    groups = _defaults(command) if command else set()
+    placed = next((each for each in groups if each == key or each.endswith(f"@{key}")), None)
+    if placed is not None:
+        return f"{key} is not known without the group, which is given as {placed}=..."
+    if command == "plan" and override in _OF_PLANS:
+        return f"{override} is of `compress`; `plan` has {_OF_PLANS[override]} for it."
+    known = sorted({*map(str, node), *(each for each in groups if "@" not in each)} - {"hydra"})
+    others = {group.name for group in config_dir().iterdir()} | {
+        str(each) for file in config_dir().glob("*.yaml") for each in cast(DictConfig, OmegaConf.load(file))
+    }
+    if key in others:
+        return f"{key} is nothing that this command has; it has {', '.join(known)}."
+    return f"{key} is not known{nearest(key, known)}"

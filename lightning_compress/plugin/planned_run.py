@@ -29,7 +29,7 @@ from lightning_compress.memory.placement import FORESEEN
 from lightning_compress.memory.tracker import resident_bytes
 from lightning_compress.memory.workspaces import cublas_workspace_bytes
 from lightning_compress.plugin.beforehand import check_ranks
-from lightning_compress.plugin.chosen import chosen_keys
+from lightning_compress.plugin.chosen import CHOICES, chosen_keys
 from lightning_compress.plugin.models import load_config_only, memory_options
 from lightning_compress.plugin.plan import Choices, machine_for, plan_calibration
 from lightning_compress.plugin.planning import choices_left, max_length, plain, plain_value
@@ -258,15 +258,22 @@ def _check_given(config: DictConfig, planned: Planned, given: Set[str]) -> None:
         "calibration.expert_parts",
         *("memory.prefetch_depth", "memory.activation_budget", "memory.device_activation_budget"),
     ]
-    pairs = [(key, plain_value(config, key), plain_value(after, key)) for key in keys if key in given]
+    of_sounds = {"data.batch_size"} if config.data.get("audio_column") is not None else set()  # one in each
+    pairs = {key: (plain_value(config, key), plain_value(after, key)) for key in keys if key in given | of_sounds}
     left = ("calibration.expert_parts", None)  # to whoever chooses
-    different = [
-        f"{key}={here}, and the plan {there}" for key, here, there in pairs if here != there and (key, here) != left
-    ]
+    different = {key: pair for key, pair in pairs.items() if pair[0] != pair[1] and (key, pair[0]) != left}
     if different:
+        said = "; ".join(f"{key}={here}, and the plan {there}" for key, (here, there) in different.items())
+        choices = [
+            f"choices.{CHOICES[key]}=[{'null' if here is None else here}]"
+            for key, (here, _) in different.items()
+            if key in CHOICES
+        ]
+        typed = [key for key in different if key in given - of_sounds]
+        remedies = [f"make a plan with {' '.join(choices)}"] if choices else []
+        remedies += [f"leave {' and '.join(typed)} out"] if typed else []
         raise CompressionError(
-            f"plan={config.plan} and the command differ: the command says {'; '.join(different)}. Leave it out, or "
-            "make a plan with it (choices.batch_size=[4] and the like)."
+            f"plan={config.plan} and the command differ: the command says {said}. To mend it, {' or '.join(remedies)}."
         )
 
 

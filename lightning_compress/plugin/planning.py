@@ -18,7 +18,7 @@ from lightning_compress.foresight.planned import Planned, Situation, plan_of, te
 from lightning_compress.memory.files import free_bytes
 from lightning_compress.memory.host import available_bytes
 from lightning_compress.memory.tracker import resident_bytes
-from lightning_compress.plugin.chosen import chosen_keys
+from lightning_compress.plugin.chosen import CHOICES, chosen_keys
 from lightning_compress.plugin.estimate import check_unquantized, instantiated
 from lightning_compress.plugin.generation import PlannedGeneration, plan_generation
 from lightning_compress.plugin.models import load_config_only, reads_from_disk
@@ -145,15 +145,16 @@ def run_generation_plan(config: DictConfig) -> PlannedGeneration:
     )
 
 
-def run_probe(config: DictConfig) -> Machine:
-    """Measure this machine, or correct what was measured by what runs took.
+def run_probe(config: DictConfig) -> tuple[Machine, list[str]]:
+    """Measure this machine, or correct what was measured by what runs took; and the phases of these that took too
+    little to learn from.
 
     Raises:
         CompressionError: no such device; a report that is none, or has no plan.
     """
     kind = device_kind(config.run_on)
     if not config.refit:
-        return probed(kind, Path(config.output_dir))
+        return probed(kind, Path(config.output_dir)), []
     file = record_of(kind)
     if not file.is_file():
         raise CompressionError("Nothing was measured yet that could be refitted; run `lightning-compress probe` first.")
@@ -161,9 +162,10 @@ def run_probe(config: DictConfig) -> Machine:
         _report_of(Path(path), kind) for path in ([config.refit] if isinstance(config.refit, str) else config.refit)
     ]
     known = load_machine(file)
-    machine = known.refitted(factors(reports, {name: rate.value for name, rate in known.rates.items()}))
+    found, left = factors(reports, {name: rate.value for name, rate in known.rates.items()})
+    machine = known.refitted(found)
     save_machine(machine, file)
-    return machine
+    return machine, left
 
 
 def _report_of(path: Path, kind: str) -> tuple[Plan, list[dict[str, Any]]]:
@@ -192,7 +194,7 @@ def choices_left(config: DictConfig, among: Choices, given: Set[str]) -> Choices
     Raises:
         CompressionError: what was chosen is not among those that the user lets a plan choose from.
     """
-    chosen = {key: (name, plain_value(config, key)) for key, name in _CHOICES.items() if key in given}
+    chosen = {key: (name, plain_value(config, key)) for key, name in CHOICES.items() if key in given}
     if chosen.get("calibration.expert_parts", ("", None))[1] is None:  # whoever chooses
         chosen.pop("calibration.expert_parts", None)
     if config.model.load != "auto" or config.model.get("weights") is not None:
@@ -203,16 +205,6 @@ def choices_left(config: DictConfig, among: Choices, given: Set[str]) -> Choices
                 f"{key}={value} is not among choices.{name}={list(getattr(among, name))}; leave one of them out."
             )
     return replace(among, **{name: (value,) for name, value in chosen.values()})
-
-
-_CHOICES = {
-    "data.batch_size": "batch_size",
-    "calibration.schedule": "schedule",
-    "memory.prefetch_depth": "prefetch_depth",
-    "calibration.sequential_targets": "sequential_targets",
-    "calibration.expert_parts": "expert_parts",
-}
-"""What a plan chooses, by the keys with which a user chooses it."""
 
 
 def plain_value(config: DictConfig, key: str) -> Any:
@@ -228,9 +220,11 @@ def max_length(config: DictConfig) -> int:
         CompressionError: the source does not say.
     """
     if "max_length" not in config.data:
+        are_sounds = config.data.get("audio_column") is not None
+        like = "choices.batch_size=[1]" if are_sounds else "num_images=..."
         raise CompressionError(
             f"data.source={config.data.source} does not say how long its samples are, so no plan can be made of it. "
-            "Plan for samples like them, `lightning-compress plan data=docs data.max_length=... num_images=... "
+            f"Plan for samples like them, `lightning-compress plan data=docs data.max_length=... {like} "
             "json=plan.json`, and give plan=plan.json; or compress without a plan."
         )
     return cast(int, config.data.max_length)

@@ -20,7 +20,8 @@ def estimate_table(estimate: Estimate) -> Table:
     table = Table(title=title, box=box.SIMPLE, title_justify="left", collapse_padding=True, pad_edge=False)
     table.add_column("", no_wrap=True)
     for row in estimate.rows:
-        table.add_column(f"{row.place}\n{row.name}", justify="right", min_width=len(_cell(row.total, unit)))
+        heading = f"{row.place}\n{row.name}"
+        table.add_column(heading, justify="right", overflow="fold", min_width=len(_cell(row.total, unit)))
     for part in parts:
         table.add_row(part, *(_cell(row.parts.get(part, 0), unit) for row in estimate.rows))
     table.add_section()

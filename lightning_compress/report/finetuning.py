@@ -57,7 +57,7 @@ def finetuning_lines(planned: PlannedFineTuning) -> list[str]:
 
 
 def finetuning_table(planned: PlannedFineTuning) -> Table:
-    """The plan and those that come next, in less than 80 columns: what is piped has no more."""
+    """The plan and those that come next, in 80 columns if need be."""
     table = Table(
         title="the plan, and the fastest of other kinds",
         box=box.SIMPLE,
@@ -66,7 +66,8 @@ def finetuning_table(planned: PlannedFineTuning) -> Table:
     )
     numbers = ("data", "tensor", "stages", "micro-\nbatch", "per\nstep", "s per\nstep", "device\nGiB", "host\nGiB")
     for column in (*numbers[:3], "ZeRO", *numbers[3:5], "check-\npoints", *numbers[5:], "bottleneck"):
-        table.add_column(column, justify="right" if column in numbers else "left", no_wrap=True)
+        is_last = column == "bottleneck"
+        table.add_column(column, justify="right" if column in numbers else "left", no_wrap=not is_last, overflow="fold")
     for step in (planned.best, *planned.runners_up):
         layout = step.layout
         zero = f"{layout.zero}{', offload' if layout.offload else ''}" if layout.zero else "-"

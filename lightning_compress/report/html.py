@@ -62,9 +62,9 @@ def render_html(report: Mapping[str, Any]) -> str:
     if report["excluded"]:
         left = [(e["module"], e["class_name"], "x".join(map(str, e["shape"])), e["reason"]) for e in report["excluded"]]
         sections += ["<h2>Left as they are</h2>", _table(("module", "class", "shape", "reason"), left)]
-    if report["fallbacks"]:
-        whole = [(fallback["module"], fallback["reason"]) for fallback in report["fallbacks"]]
-        sections += ["<h2>Run as a whole</h2>", _table(("module", "reason"), whole)]
+    for how in dict.fromkeys(each["how"] for each in report["fallbacks"]):
+        told = [(each["module"] or "the model", each["reason"]) for each in report["fallbacks"] if each["how"] == how]
+        sections += [f"<h2>{how.capitalize()}</h2>", _table(("module", "reason"), told)]
     title = f"lightning_compress: {_text(report['model'])}"
     head = f"<meta charset=utf-8><title>{title}</title><style>{_STYLE}</style>"
     return f"<!doctype html><html lang=en>{head}{''.join(sections)}</html>\n"

@@ -30,7 +30,7 @@ class Report:
         schedule, device: how and where it ran.
         subgraphs: one record each, with their modules.
         excluded: matrices of weights that stay as they are, each with its reason.
-        fallbacks: modules that had to be run as a whole, each with its reason.
+        fallbacks: modules that had to be run as a whole, or recorded for some batches only, each with its reason.
         num_batches, has_padding: of the calibration set.
         bytes_before, bytes_after: of the whole model's weights.
         trace_s, total_s: preparation, and everything up to the verified checkpoint.
@@ -162,7 +162,7 @@ class Report:
                 f"left as they are: {', '.join(f'{entry.module} ({entry.reason})' for entry in self.excluded[:5])}"
                 + _more(len(self.excluded) - 5)
             )
-        lines += [f"run as a whole: {fallback.module} ({fallback.reason})" for fallback in self.fallbacks]
+        lines += [f"{each.how}: {each.module or 'the model'} ({each.reason})" for each in self.fallbacks]
         if self.verification is not None:
             lines.append(f"read back with {self.verification.loaded_with}: {self.verification.verdict}")
             if self.verification.different_buffers:

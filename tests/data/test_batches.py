@@ -9,13 +9,14 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 
 from lightning_compress.data import (
     DataConfig,
     DocsConfig,
     HfConfig,
     TextConfig,
+    calibration_batches,
     calibration_dataloader,
     evaluation_dataloader,
 )
@@ -56,6 +57,31 @@ def test_iterating_twice_gives_the_same_batches(tokenizer: PreTrainedTokenizerFa
     loader = calibration_dataloader(DocsConfig(num_samples=6, max_length=16, batch_size=4), tokenizer)
     first, again = list(loader), list(loader)
     assert all(torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_decoder_goes_on_where_its_encoder_ends(
+    packing: bool, documents: tuple[str, ...], tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Behind its start token, which T5 has from its own configuration. Each as long as a window."""
+    sizes = {"vocab_size": 257, "d_model": 8, "d_ff": 8, "d_kv": 4, "num_heads": 2, "num_layers": 1}
+    model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=3))
+    config = TextConfig(files=documents, num_samples=4, max_length=7, batch_size=4, packing=packing)
+    (batch,) = calibration_batches(config, tokenizer, model)
+    assert all(ids.shape == (4, 7) for ids in batch.values())
+    assert set(batch) - {"attention_mask", "decoder_attention_mask"} == {"input_ids", "decoder_input_ids"}
+    assert ("decoder_attention_mask" in batch) == (not packing)
+    assert batch["decoder_input_ids"][:, 0].tolist() == [3] * 4
+    longer = replace(config, max_length=14)
+    (whole,) = batches(longer, tokenizer)
+    is_read = whole.get("attention_mask", torch.ones_like(whole["input_ids"]))
+    for ids, mask, read, said in zip(
+        whole["input_ids"], is_read, batch["input_ids"], batch["decoder_input_ids"], strict=True
+    ):
+        tokens = ids[mask.bool()]
+        half = -(-len(tokens) // 2)
+        assert torch.equal(read[:half], tokens[:half])
+        assert torch.equal(said[1 : len(tokens) - half], tokens[half:-1])
 
 
 def test_a_packed_window_is_consecutive_text_with_eos_between_documents(

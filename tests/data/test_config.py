@@ -29,7 +29,7 @@ def test_plain_values_become_the_sources_dataclass() -> None:
         ({"source": "doc"}, "data.source='doc' is unknown; did you mean 'docs'?"),
         ({"num_sample": 3}, "data.num_sample is not a field of the source 'docs'; did you mean 'num_samples'?"),
         ({"files": ["a"]}, "data.files is not a field of the source 'docs'"),
-        ({"num_samples": "many"}, "data (docs): Value 'many' of type 'str' could not be converted to Integer"),
+        ({"num_samples": "many"}, "data.num_samples: Value 'many' of type 'str' could not be converted to Integer"),
         ({"num_samples": 0}, "data.num_samples=0: must be at least 1"),
         ({"max_length": 1}, "data.max_length=1: must be at least 2"),
         ({"batch_size": -2}, "data.batch_size=-2: must be at least 1"),

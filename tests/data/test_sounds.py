@@ -129,6 +129,8 @@ def test_bad_input(recordings: Path) -> None:
         ({"audio_column": None, "text_column": None}, extractor, "names no column"),
         ({"audio_column": "noise"}, extractor, r"data.audio_column='noise': .* has the columns text, sound"),
         ({"audio_column": "text"}, extractor, r"data.audio_column='text' of .*: There is no file"),
+        ({"num_samples": 9}, extractor, r"data \(audio\): .* has 3 rows, and 9 are needed"),
+        ({"num_samples": "x"}, extractor, r"data.num_samples: .*'x'.* could not be converted to Integer"),
         ({}, object(), "needs a processor of sounds, and object is none"),
     ):
         with pytest.raises(CalibrationDataError, match=message):

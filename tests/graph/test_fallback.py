@@ -10,7 +10,7 @@ from families import Toy, assert_same, causal_lm, leaf_nodes, token_batch, toy_b
 from torch import Tensor, nn
 
 from lightning_compress.errors import UntraceableModelError
-from lightning_compress.graph.fallback import TraceFallbackWarning
+from lightning_compress.graph.fallback import OF_ONE_SIZE, TraceFallbackWarning
 from lightning_compress.graph.trace import violated_guards
 
 
@@ -157,6 +157,7 @@ def test_a_model_of_so_many_rows() -> None:
     graph = traced(model, ids(4, 13))
     assert_same(model, graph, ids(4, 13), ids(4, 5))
     assert "as many rows only" in graph.fallbacks[0].reason
+    assert graph.fallbacks[0].how == OF_ONE_SIZE
     assert violated_guards(graph, ids(2, 13)) == ["ids: size 0 is 2, not 4"]
 
 

@@ -33,7 +33,7 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
-from lightning_compress.graph.fallback import TraceFallbackWarning
+from lightning_compress.graph.fallback import OF_ONE_SIZE, TraceFallbackWarning
 from lightning_compress.graph.leaf import Leaf
 from lightning_compress.graph.trace import violated_guards
 
@@ -235,6 +235,7 @@ def test_unrolled_images(build: Callable[[], tuple[nn.Module, Callable[[int, int
     with expected:
         graph = traced(model, batch(2, 13))
     reasons = {fallback.module: fallback.reason for fallback in graph.fallbacks}
+    assert {fallback.how for fallback in graph.fallbacks if fallback.module == "model"} == {OF_ONE_SIZE}
     assert "batches of one size only" in reasons["model"]
     assert ("model.visual" in reasons) == (build is qwen2_vl), vision
     for shape in ((2, 13), (2, 9), (2, 4)):

@@ -35,6 +35,7 @@ from transformers import (
 from transformers.modeling_outputs import BaseModelOutput
 
 from lightning_compress.graph import trace as tracing
+from lightning_compress.graph.fallback import OF_ONE_SIZE
 from lightning_compress.graph.leaf import Leaf, leaf_input
 from lightning_compress.graph.masks import token_mask_for
 from lightning_compress.graph.stages import Schedule, subgraphs
@@ -395,3 +396,4 @@ def test_a_length_that_the_model_insists_on() -> None:
     assert_same(model, graph, toy_batch(4, 12))
     assert any("size 1 is 11, not 12" in problem for problem in violated_guards(graph, toy_batch(4, 11)))
     assert "one length only" in graph.fallbacks[0].reason
+    assert graph.fallbacks[0].how == OF_ONE_SIZE

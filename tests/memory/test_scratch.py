@@ -207,7 +207,9 @@ def test_what_could_not_be_written_is_not_read(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    """Seen to fail: whoever gave it was to leave activation_budget out."""
     with pytest.raises(
         CompressionError, match=r"scratch_dir=\S+nowhere cannot hold the activations: no such file or directory\. Name"
-    ):
+    ) as error:
         ScratchFile(tmp_path / "nowhere")
+    assert str(error.value).endswith("or leave scratch_dir out.")

@@ -338,7 +338,7 @@ def test_an_unfinished_compression_is_not_read(command: Command, checkpoint: Pat
         (["output_dir={folder}/empty.txt/out"], "/empty.txt is a file."),
         (["model.path={folder}"], " has no config.json, so it is no model's folder."),
         (["data=text"], "data.files=... has to be given."),
-        (["data=text", "data.files=a.txt"], "(field 'files'); give a list, as data.files=[a.txt]"),
+        (["data=text", "data.files=a.txt"], "; give a list, as data.files=[a.txt]"),
         (["data=null"], "data=null: give one of audio, custom, docs, "),
         (["recipe=4"], "recipe=4: give one of w2a16_best, "),
         (["recipe.modifiers.w4.group_size=64"], r"modifiers have no names (w4), but numbers from 0"),

@@ -200,6 +200,20 @@ def test_narrow_terminals(estimate: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     assert max(map(len, table)) <= 80
 
 
+def test_headings_are_whole(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a pipe, and broken into lines in a terminal. Seen to fail: `devi…`, `verif…` for a pipe's 80 columns."""
+    monkeypatch.setattr("sys.argv", ["", "estimate", f"model.path={folder}", "job=calibration", "device=cuda"])
+    monkeypatch.delenv("COLUMNS", raising=False)
+    cli.main()
+    piped = capsys.readouterr().out
+    assert piped.count("verification ") >= 2
+    monkeypatch.setenv("COLUMNS", "80")
+    cli.main()
+    narrow = capsys.readouterr().out
+    assert "verification " not in narrow.partition("libraries")[0]
+    assert "…" not in piped + narrow
+
+
 def test_what_is_no_model_for_it(estimate: Any, tmp_path: Path) -> None:
     """Seen to fail: all classes that transformers knows, and weights of a quantized model counted whole."""
     T5Config(architectures=["T5ForConditionalGeneration"]).save_pretrained(tmp_path / "t5")

@@ -20,10 +20,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import (
     AutoProcessor,
+    AutoTokenizer,
     LlavaConfig,
     LlavaForConditionalGeneration,
     LlavaProcessor,
     PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
     Wav2Vec2Config,
     Wav2Vec2FeatureExtractor,
     WhisperConfig,
@@ -38,6 +41,8 @@ from lightning_compress.plugin.cli import run_compress
 from lightning_compress.plugin.models import _processor
 from lightning_compress.recipe.load import config_dir
 from lightning_compress.report.report import Report
+
+from .conftest import Command, refused
 
 SCHEME = {"weights": {"num_bits": 4, "strategy": "channel"}}
 
@@ -251,6 +256,42 @@ def test_sounds_with_transcripts(tmp_path: Path) -> None:
     assert tokens["decoder.layers.0.encoder_attn.k_proj"] == 3 * 1500
     assert report.verification is not None
     assert report.verification.passed
+
+
+@pytest.mark.usefixtures("rates")
+def test_plans_for_sounds_are_of_one_in_a_batch(tmp_path: Path, command: Command) -> None:
+    """Others are refused with what makes them so. Seen to fail: with a remedy that the plan refused."""
+    whisper(tmp_path / "model")
+    where = (f"model.path={tmp_path / 'model'}", "model.auto_class=AutoModelForSpeechSeq2Seq", "data.num_samples=2")
+    where = (*where, "recipe=w4a16_rtn", "recipe.modifiers.0.scheme={weights:{num_bits:4,strategy:channel}}")
+    of_plan = ("data.max_length=8", f"json={tmp_path / 'plan.json'}", "choices.load=[memory]")
+    command("plan", *where, *of_plan, "choices.batch_size=[2]")
+    data = ("data=audio", f"data.path={tmp_path / 'rows.jsonl'}", "trainer=cpu", f"output_dir={tmp_path / 'out'}")
+    run = ("compress", *where, *data, f"plan={tmp_path / 'plan.json'}")
+    for given in ((), ("data.batch_size=1",)):
+        message = refused(command, *run, *given)
+        assert message.endswith(
+            "data.batch_size=1, and the plan 2. To mend it, make a plan with choices.batch_size=[1]."
+        )
+    assert "data=docs data.max_length=... choices.batch_size=[1] json=" in refused(command, *run[:-1], "plan=auto")
+    command("plan", *where, *of_plan, "choices.batch_size=[1]")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "a", "audio": "none.wav"}))
+    assert "has 1 rows, and 2 are needed" in refused(command, *run)
+
+
+@pytest.mark.usefixtures("rates")
+def test_text_for_an_encoder_and_a_decoder(checkpoint: Path, tmp_path: Path, command: Command) -> None:
+    """By a plan, which counts tokens on both sides. Seen to fail: T5's decoder had none, and was no graph."""
+    AutoTokenizer.from_pretrained(checkpoint).save_pretrained(tmp_path / "t5")
+    sizes = {"vocab_size": 200, "d_model": 16, "d_ff": 16, "d_kv": 8, "num_heads": 2, "num_layers": 1}
+    T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).save_pretrained(tmp_path / "t5")
+    options = ("model.auto_class=AutoModelForSeq2SeqLM", "recipe.modifiers.0.group_size=16", "trainer=cpu", "plan=auto")
+    of_data = ("data.num_samples=4", "data.max_length=24", "data.batch_size=2")
+    command("compress", f"model.path={tmp_path / 't5'}", *options, *of_data, f"output_dir={tmp_path / 'out'}")
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    modules = [module for part in report["subgraphs"] for module in part["modules"]]
+    assert {module["module"].partition(".")[0] for module in modules} == {"encoder", "decoder"}
+    assert {module["num_tokens"] for module in modules} == {4 * 24}
 
 
 def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Paths on the command line reach the command as they are typed."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ from helpers import tiny_llama
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from lightning_compress.plugin import cli
+from lightning_compress.plugin.output_file import until_unread
 from lightning_compress.plugin.paths import with_quoted_paths
 
 from .conftest import Command, refused
@@ -124,3 +126,42 @@ def test_each_run_of_a_multirun_has_its_own_file(command: Command, tmp_path: Pat
     files = sorted(tmp_path.glob("*.json"))
     assert [file.name for file in files] == ["0_e.json", "1_e.json"]
     assert ["new_tokens=1" in file.read_text() for file in files] == [True, False]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("plan", "data.num_samples=2", "data.max_length=8", "choices.batch_size=[2]", "json={file}"),
+        ("estimate", "job.num_samples=2", "job.max_length=8", "json={file}"),
+        ("inspect", "graph={file}"),
+        ("inspect", "--help"),
+    ],
+)
+@pytest.mark.parametrize("buffering", [1, -1])
+@pytest.mark.usefixtures("rates")
+def test_a_reader_that_has_seen_enough(
+    given: tuple[str, ...], buffering: int, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`| head`: the file is written, and no word is said of the pipe. Seen to fail: no plan, and tracebacks."""
+    file = tmp_path / "found.svg"
+    monkeypatch.setattr(
+        "sys.argv",
+        ["lightning-compress", *(each.format(file=file) for each in given), f"model.path={checkpoint}"],
+    )
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w", buffering=buffering) as unread:
+        monkeypatch.setattr("sys.stdout", unread)
+        try:
+            cli.main()
+        except SystemExit as ended:
+            assert ended.code in (0, 1, None)  # noqa: PT017
+    assert file.is_file() == (given[-1] != "--help")
+
+
+def test_another_pipe_that_broke_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, write = os.pipe()
+    with open(read), open(write, "w") as stdout:
+        monkeypatch.setattr("sys.stdout", stdout)
+        with pytest.raises(BrokenPipeError, match="of a worker"), until_unread():
+            raise BrokenPipeError("of a worker")

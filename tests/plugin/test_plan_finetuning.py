@@ -140,7 +140,7 @@ def test_a_plan_in_words(command: Command, folder: Path, tmp_path: Path, monkeyp
     assert f"foreseen: {best['tokens_per_s']:.3g} tokens/s; a step of 12 sequences of 64 tokens" in said
     assert " of 21.24 GiB in the " in said
     assert "bottleneck: " in said
-    monkeypatch.setenv("COLUMNS", "80")  # what a pipe has
+    monkeypatch.setenv("COLUMNS", "80")
     table = command(*given).partition("the plan, and the fastest of other kinds")[2].partition("rates of")[0]
     assert "…" not in table
     assert f"{best['peaks']['device'] / 2**30:.2f}" in table

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from lightning_compress.calibration.solve import describe_scheme
 from lightning_compress.errors import RunWarning
+from lightning_compress.graph.fallback import OF_ONE_SIZE, Fallback
 from lightning_compress.recipe.load import load_recipe
 from lightning_compress.report.figures import error_figure, lanes_figure
 from lightning_compress.report.html import render_html
@@ -273,3 +274,17 @@ def test_modules_of_any_name_are_in_the_legend() -> None:
         error_figure.__wrapped__(axes, [(name, 0.1) for name in names])  # type: ignore[attr-defined]
         assert [text.get_text().strip() for text in axes.get_legend().get_texts()] == [name[2:] for name in names]
         assert error_figure([(name, 0.1) for name in names]).count("<svg") == 1
+
+
+def test_what_is_of_some_batches_only_was_not_run_as_a_whole(saved: tuple[Report, Path]) -> None:
+    """Seen to fail: `run as a whole: `, of the model."""
+    whole = Fallback("layers.0", "recorded as a single call: it loops")
+    one_size = Fallback("", "the graph serves batches of one size only", how=OF_ONE_SIZE)
+    report = replace(saved[0], fallbacks=(whole, one_size))
+    lines = report.summary().splitlines()
+    assert "run as a whole: layers.0 (recorded as a single call: it loops)" in lines
+    assert "recorded for batches of one size: the model (the graph serves batches of one size only)" in lines
+    page = render_html(report.to_dict())
+    assert "<h2>Run as a whole</h2>" in page
+    assert "<h2>Recorded for batches of one size</h2>" in page
+    assert page.index("layers.0</td>") < page.index("<h2>Recorded for") < page.index("<td>the model</td>")
