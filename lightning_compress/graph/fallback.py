@@ -1,10 +1,9 @@
 """What to try after an attempt at recording a model has failed, and what to tell about it.
 
-In this order: a leaf's output shape is found in another way (see `record`); a size that all batches have becomes a
-constant, where targets would be hidden; the module that failed, or the one around a leaf for which that did not help,
-and all of its class, become single calls, unless that hid everything; a number of rows that the model insists on
-becomes a constant; a method that was running becomes a single call (see `methods`); any other size becomes a constant;
-the branches that values decide are those that all batches take (see `decisions`).
+In this order: a leaf's output shape is found in another way (see `record`); the module that failed, or the one around
+a leaf for which that did not help, and all of its class, become single calls, unless that hid everything; a number of
+rows that the model insists on becomes a constant; a method that was running becomes a single call (see `methods`); any
+other size becomes a constant; the branches that values decide are those that all batches take (see `decisions`).
 """
 
 import warnings
@@ -56,14 +55,12 @@ class Failure:
     Attributes:
         fixed: if the code took one size of the batch for a constant, the (tensor, dimension) pairs of that size.
         are_rows: that size is the number of rows.
-        is_one: it is that of all batches, of which there are several.
     """
 
     module: str
     error: Exception
     fixed: frozenset[tuple[int, int]] = frozenset()
     are_rows: bool = False
-    is_one: bool = False
 
 
 Fixed = frozenset[tuple[int, int]]
@@ -95,15 +92,13 @@ def fall_back(
         name = max((each for each in cut.containers if not each or name.startswith(f"{each}.")), key=len)
     opaque = _opaque_instead(cut, name, targets)
     hidden = [each for each in cut.boundaries if is_in(each, opaque)]
-    if new and failure.is_one and _inside([*opaque], targets):
-        return replace(cut, observed={}), fixed | new, one_size
     if opaque and (not hidden or len(hidden) < len(cut.boundaries)):
         return _with_opaque(cut, opaque), fixed, _told_of_opaque(opaque, reason, targets)
     running = [
         f"{name}.{method}" if name else method for method in running_methods(cut.containers[name], failure.error)
     ]
     left = [method for method in running if method not in cut.methods and method not in cut.given_up]
-    if new and (failure.are_rows or failure.is_one or not left):
+    if new and (failure.are_rows or not left):
         return replace(cut, observed={}), fixed | new, one_size  # of other batches, of which nothing has been seen
     if left:
         method = Method(cut.containers[name], left[0].rpartition(".")[2])

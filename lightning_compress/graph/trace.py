@@ -280,7 +280,7 @@ def _attempt(
             written = tuple(n for n, each, version in untouched if each in now and each._version != version)
         except Exception as error:
             name = attempt.failure[0] if attempt.failure is not None and attempt.failure[1] is error else ""
-            return _failure(name, error, inputs, real)
+            return _failure(name, error, inputs)
     guards = tuple(each for each in dict.fromkeys(shapes.decisions) if each.free_symbols <= attempt.symbols)
     return Traced(
         recorder.graph,
@@ -332,12 +332,10 @@ def _tidy(graph: fx.Graph, spans: Sequence[tuple[str, Sequence[fx.Node]]]) -> tu
     return tuple(sorted(made, key=lambda span: span.first))
 
 
-def _failure(name: str, error: Exception, inputs: Sequence[Tensor], real: Sequence[Sequence[Tensor]]) -> Failure:
+def _failure(name: str, error: Exception, inputs: Sequence[Tensor]) -> Failure:
     fixed = _dimensions(inputs, error)
     rows = any(dim == 0 and inputs[i].ndim == 2 and not inputs[i].is_floating_point() for i, dim in fixed)
-    alike = [batch for batch in real if [tensor.ndim for tensor in batch] == [tensor.ndim for tensor in inputs]]
-    is_one = len(alike) > 1 and all(len({batch[i].shape[dim] for batch in alike}) == 1 for i, dim in fixed)
-    return Failure(name, error, fixed, rows, is_one)
+    return Failure(name, error, fixed, rows)
 
 
 def _dimensions(inputs: Sequence[Tensor], error: Exception) -> frozenset[tuple[int, int]]:

@@ -172,45 +172,6 @@ def test_a_size_that_is_a_constant_is_found_behind_other_errors() -> None:
     assert [record.module for record in report.modules] == ["linear"]
 
 
-class Masked(nn.Module):
-    """As open_clip's text tower: a table of all positions, in a module and in a method of the model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.table = nn.Embedding(32, WIDTH)
-        self.layers = nn.ModuleList([_Masked(), _Masked()])
-        self.out = nn.Linear(WIDTH, WIDTH)
-
-    def encode(self, ids: Tensor) -> Tensor:
-        x = self.table(ids) + self.layers[0].mask.sum(0)[:, None]
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.out(self.encode(ids))  # type: ignore[no-any-return]
-
-
-class _Masked(nn.Module):
-    mask: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("mask", torch.ones(12, 12).tril())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.mask @ self.linear(x)  # type: ignore[no-any-return]
-
-
-@pytest.mark.filterwarnings("error::lightning_compress.graph.fallback.TraceFallbackWarning")
-def test_a_size_that_all_batches_have_hides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seen to fail: the method, and the layers, became single calls, and what is in them was not onloaded by itself."""
-    given = [torch.randint(32, (rows, 12)) for rows in (3, 2)]
-    check_inputs(Masked(), given, monkeypatch)
-
-
 def test_lists_in_lists_are_no_layers() -> None:
     """Nobody calls them. Seen to fail: all layers were one subgraph."""
     model = nn.Module()
