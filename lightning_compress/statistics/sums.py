@@ -15,7 +15,7 @@ Rounding each product before it is added takes 2.6 times as long as the addition
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import final
 
@@ -168,7 +168,8 @@ def full_float32(device: torch.device) -> Iterator[None]:
     """Products in true float32, also under a caller's autocast: TF32 keeps 10 bits of mantissa, too few for a Gram that
     will be factorized."""
     before = torch.backends.cuda.matmul.fp32_precision
-    with torch.autocast(device.type, enabled=False):
+    autocast = torch.amp.is_autocast_available(device.type)
+    with torch.autocast(device.type, enabled=False) if autocast else nullcontext():
         if device.type == "cuda":
             torch.backends.cuda.matmul.fp32_precision = "ieee"
         try:
