@@ -1,6 +1,7 @@
 """Reading compressed checkpoints: into a module, or as a source of weights, unpacked one tensor at a time."""
 
 import json
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -180,8 +181,9 @@ def _load(
     module: nn.Module, directory: Path, stored: Mapping[str, StoredTensor], schemes: Mapping[str, QuantizationScheme]
 ) -> None:
     loads, unexpected = tensor_loads(module, _decoded(stored, schemes), directory)
-    state = {name: value for load in dict.fromkeys(loads.values()) for name, value in load().items()}
     entries = module.state_dict(keep_vars=True)
+    state = OrderedDict(pair for load in dict.fromkeys(loads.values()) for pair in load().items())
+    vars(state)["_metadata"] = getattr(entries, "_metadata", None)  # the versions of its modules, which some ask for
     added = {*added_to_state(module, entries)}
     tensors = {key: value for key, value in entries.items() if key not in added}
     remedy = "Give the model that was compressed, built with the same configuration."

@@ -259,6 +259,24 @@ def test_reading_what_does_not_fit(tmp_path: Path) -> None:
         load_compressed(nn.ModuleDict({"inner": Net()}), tmp_path / "out")
 
 
+class Versioned(nn.Linear):
+    """As torchvision's MNASNet."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, *args: Any) -> None:
+        assert metadata["version"] == 2
+        super()._load_from_state_dict(state_dict, prefix, metadata, *args)
+
+
+def test_modules_that_ask_for_their_version(tmp_path: Path) -> None:
+    """Seen to fail: there was none."""
+    model = nn.Sequential(Versioned(16, 16)).eval()
+    compress(model, None, recipe(4, algorithm="rtn", group_size=16), tmp_path / "out")
+    fresh = load_compressed(nn.Sequential(Versioned(16, 16)), tmp_path / "out")
+    assert torch.equal(fresh[0].weight, model[0].weight)  # type: ignore[index]
+
+
 def test_folder_of_somebody_else(tmp_path: Path) -> None:
     """Refused before any work; nothing in it is touched."""
     out = tmp_path / "out"
