@@ -470,3 +470,19 @@ def make_representable(model: nn.Module) -> nn.Module:
 
 UNCHANGING = {"num_bits": 8, "symmetric": False, "strategy": "channel", "scale_search": False}
 """Options of `recipe` under which `make_representable` models stay as they are."""
+
+
+CHANGES_NOTHING = recipe(num_bits=8, symmetric=False, strategy="channel", scale_search=False)
+"""Of weights that `make_representable` has put on its grid."""
+
+
+def check_inputs(model: nn.Module, batches: Iterable[Any], monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Report:
+    """All linears are solved with what plain hooks see, where quantizing changes nothing."""
+    make_representable(model.eval())
+    expected = input_grams(model, batches, model)
+    seen = seen_statistics(monkeypatch)
+    report = compress_in_memory(model, batches, CHANGES_NOTHING, **settings)
+    assert seen.keys() == expected.keys()
+    for name, statistics in seen.items():
+        torch.testing.assert_close(gram_sum(statistics), expected[name], rtol=1e-5, atol=1e-4)
+    return report

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import compress_in_memory, gram_sum, input_grams, make_representable, recipe, seen_statistics
+from helpers import CHANGES_NOTHING, check_inputs, compress_in_memory
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -15,10 +15,8 @@ from lightning_compress.graph.execute import execute
 from lightning_compress.graph.stages import computed_nodes
 from lightning_compress.graph.targets import sequential_modules
 from lightning_compress.graph.trace import trace
-from lightning_compress.report.report import Report
 
 WIDTH = 16
-CHANGES_NOTHING = recipe(num_bits=8, symmetric=False, strategy="channel", scale_search=False)
 
 
 def in_batch(z: Tensor) -> Tensor:
@@ -57,17 +55,6 @@ def batches() -> list[Tensor]:
     """The last has fewer rows, and the second another sign."""
     torch.manual_seed(1)
     return [torch.randn(8, WIDTH) + 1, torch.randn(8, WIDTH) - 1, torch.randn(5, WIDTH)]
-
-
-def check_inputs(model: nn.Module, given: list[Any], monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Report:
-    make_representable(model.eval())
-    expected = input_grams(model, given, model)
-    seen = seen_statistics(monkeypatch)
-    report = compress_in_memory(model, given, CHANGES_NOTHING, **settings)
-    assert seen.keys() == expected.keys()
-    for name, statistics in seen.items():
-        torch.testing.assert_close(gram_sum(statistics), expected[name], rtol=1e-5, atol=1e-4)
-    return report
 
 
 @pytest.mark.parametrize("loss", [in_batch, by_numpy, by_sign, by_pairs])

@@ -3,22 +3,28 @@
 All were seen to fail before: with other inputs, with those of other batches, or with an error.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
-from helpers import compress_in_memory, gram_sum, input_grams, make_representable, recipe, seen_statistics
+from helpers import (
+    CHANGES_NOTHING,
+    check_inputs,
+    compress_in_memory,
+    gram_sum,
+    make_representable,
+    recipe,
+    seen_statistics,
+)
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from lightning_compress.errors import CalibrationWarning, UntraceableModelError
 from lightning_compress.graph.fallback import TraceFallbackWarning
-from lightning_compress.report.report import Report
 
 WIDTH = 16
-CHANGES_NOTHING = recipe(num_bits=8, symmetric=False, strategy="channel", scale_search=False)
 
 pytestmark = pytest.mark.filterwarnings("ignore::lightning_compress.graph.fallback.TraceFallbackWarning")
 
@@ -30,18 +36,6 @@ def linear() -> nn.Linear:
 def values(number: int = 3) -> list[Tensor]:
     torch.manual_seed(1)
     return [torch.randn(3, 7, WIDTH) for _ in range(number)]
-
-
-def check_inputs(model: nn.Module, batches: Iterable[Any], monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Report:
-    """All linears are solved with what plain hooks see, where quantizing changes nothing."""
-    make_representable(model.eval())
-    expected = input_grams(model, batches, model)
-    seen = seen_statistics(monkeypatch)
-    report = compress_in_memory(model, batches, CHANGES_NOTHING, **settings)
-    assert seen.keys() == expected.keys()
-    for name, statistics in seen.items():
-        torch.testing.assert_close(gram_sum(statistics), expected[name], rtol=1e-5, atol=1e-4)
-    return report
 
 
 class Layers(nn.Module):
