@@ -13,7 +13,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 
 from lightning_compress.graph.experts import Experts, Stack, assembled, projection_names, stack_of
 from lightning_compress.graph.record import module_signature
-from lightning_compress.recipe.attention import Attention
+from lightning_compress.recipe.attention import Attention, is_plain
 from lightning_compress.recipe.forms import Conv1D, Conv2d, Storable, as_matrix, why_not
 
 Unfolding = Experts | Attention | Conv1D | Conv2d
@@ -89,7 +89,7 @@ def unfold(root: nn.Module, named: Named = lambda name, module: False, num_parts
         elif stack is not None:
             found[module] = first[alike] = _experts(root, name, module, stack, conversions)
         elif isinstance(module, nn.MultiheadAttention):
-            if _is_plain(module) and not isinstance(_model_around(root, name)[1], PreTrainedModel):
+            if is_plain(module) and not isinstance(_model_around(root, name)[1], PreTrainedModel):
                 found[module] = first[alike] = Attention(module)
         elif (linear := _linear(name, module, matrices, named)) is not None:
             found[module] = first[alike] = linear
@@ -125,12 +125,6 @@ def _linear(name: str, module: nn.Module, matrices: dict[int, nn.Parameter], nam
         matrices[id(module.weight)] = as_matrix(module)
     matrix = matrices[id(module.weight)]
     return Conv2d(module, matrix) if isinstance(module, nn.Conv2d) else Conv1D(module, matrix)
-
-
-def _is_plain(module: nn.MultiheadAttention) -> bool:
-    """Whether it computes what its class says, of parameters of its own."""
-    has_own = "forward" in module.__dict__ or type(module).forward is not nn.MultiheadAttention.forward
-    return not has_own and not hasattr(module, "parametrizations")
 
 
 def _what_it_is(module: nn.Module) -> object:

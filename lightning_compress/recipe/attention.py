@@ -136,6 +136,12 @@ class Attention(nn.Module):
         return total
 
 
+def is_plain(folded: nn.MultiheadAttention) -> bool:
+    """Whether it computes what its class says, of parameters of its own: none is made of others (spectral_norm)."""
+    has_own = "forward" in folded.__dict__ or type(folded).forward is not nn.MultiheadAttention.forward
+    return not has_own and all(name in folded._parameters for name in _STACKS)
+
+
 def _stacks_of(folded: nn.MultiheadAttention) -> tuple[str, ...]:
     return tuple(name for name in _STACKS if folded._parameters[name] is not None)
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, spectral_norm
 from transformers import SiglipVisionConfig, SiglipVisionModel
 
 from lightning_compress.graph.execute import execute
@@ -97,10 +98,13 @@ class Own(nn.MultiheadAttention):
 
 
 def test_some_stay_whole() -> None:
-    """A class with code of its own, and transformers' models, whose checkpoints have `in_proj_weight`."""
+    """A class with code of its own, weights that are computed, and transformers' models, whose checkpoints have
+    `in_proj_weight`."""
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     vision = SiglipVisionModel(SiglipVisionConfig(image_size=8, patch_size=4, **sizes))
-    for model in (nn.Sequential(Own(WIDTH, NUM_HEADS)), nn.Sequential(vision), vision):
+    normed = spectral_norm(nn.MultiheadAttention(WIDTH, NUM_HEADS), "in_proj_weight")
+    parametrized = parametrizations.orthogonal(nn.MultiheadAttention(WIDTH, NUM_HEADS), "in_proj_weight")
+    for model in (*map(nn.Sequential, (Own(WIDTH, NUM_HEADS), normed, parametrized, vision)), vision):
         with unfolded(model):
             assert any(isinstance(module, nn.MultiheadAttention) for module in model.modules())
             assert not any(isinstance(module, Attention) for module in model.modules())

@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import contents
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 from lightning_compress import CompressionError, Compressor, parameters_on_meta
@@ -275,3 +276,43 @@ def test_errors_of_a_streamed_run_say_what_changed(make_trainer: Any, tmp_path: 
     (note,) = caught.value.__notes__
     assert note.startswith("It failed in model.layers.1. The model holds no weights and is as before")
     assert note.endswith(f"2 finished subgraphs are in {output_dir}; the same run continues there.")
+
+
+class Attending(TinyModule):
+    """torch's own attention, whose parameters are in other forms in a checkpoint of ours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        self.cross = nn.MultiheadAttention(16, 2, kdim=8, vdim=8, batch_first=True)
+
+    def calibration_step(self, x: Tensor) -> Tensor:
+        found: Tensor = self.cross(self.model(x), x[..., :8], x[..., :8])[0]
+        return found
+
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.test_losses.append(self.calibration_step(batch).abs().mean().item())
+
+
+def test_attention_on_disk(make_trainer: Any, tmp_path: Path) -> None:
+    """Its original is read in one piece, and what was written in several."""
+    module, checkpoint = Attending(), tmp_path / "trained.ckpt"
+    torch.save({"state_dict": module.state_dict(), "pytorch-lightning_version": pl.__version__}, checkpoint)
+    batches = [torch.randn(4, 6, 16) for _ in range(2)]
+    scheme = {"weights": {"num_bits": 4, "strategy": "channel"}}
+    recipe = {"modifiers": [{"algorithm": "gptq", "scheme": scheme}]}
+    with parameters_on_meta():
+        empty, other = Attending(), Attending()
+    for given, name in ((module, "memory"), (empty, "disk")):
+        compressor = Compressor(make_trainer(strategy="sequential_onload"))
+        weights = None if name == "memory" else checkpoint
+        how: dict[str, Any] = {"recipe": recipe, "dataloaders": batches, "output_dir": tmp_path / name}
+        assert len(compressor.compress(given, weights=weights, **how).modules) == 10
+    assert contents(tmp_path / "memory") == contents(tmp_path / "disk")
+    make_trainer(strategy=SequentialOnloadStrategy(weights=tmp_path / "disk")).test(other, loader_of(batches))
+    make_trainer().test(module, loader_of(batches))
+    assert other.test_losses == pytest.approx(module.test_losses, rel=1e-5)
+
+
+def loader_of(batches: list[Tensor]) -> DataLoader[Any]:
+    return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
