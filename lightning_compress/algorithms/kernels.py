@@ -156,7 +156,7 @@ def _launches(device: torch.device) -> bool:
     except Exception as error:
         warnings.warn(
             f"Weights are quantized without fused kernels, many times slower, because Triton cannot build them: "
-            f"{error}. It needs a C compiler (gcc or clang) on this machine.",
+            f"{error}. It needs a C compiler (gcc or clang), and a cache that can be written to (TRITON_CACHE_DIR).",
             stacklevel=2,
         )
         return False
