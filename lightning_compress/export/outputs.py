@@ -14,9 +14,8 @@ from lightning_compress.graph.trees import tensors_in
 
 FEW = 128
 """Tokens on which outputs are compared."""
-_OF_TOKENS = {
-    *("input_ids", "attention_mask", "token_type_ids", "labels", "decoder_input_ids", "decoder_attention_mask"),
-}
+_TOKENS = ("input_ids", "attention_mask")
+_OF_TOKENS = {*_TOKENS, *(f"decoder_{name}" for name in _TOKENS), "token_type_ids", "labels"}
 ROUNDING = 16 * torch.finfo(torch.float32).eps
 """Of the largest output: so much may outputs of equal weights differ; for those of 16 bits this is nothing."""
 _CPU = torch.device("cpu")
