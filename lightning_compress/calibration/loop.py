@@ -192,7 +192,7 @@ def _solve(
         modules += _solve_groups(progress, subgraph, index, step.solve)
         for source in step.forget:
             statistics.pop(source, None)
-        clock.lap("solve")
+        clock.lap("solve")  # what was packed is in host memory then
     return SubgraphRecord(
         name=subgraph.name,
         index=index,

@@ -52,7 +52,7 @@ def scheme_format(scheme: QuantizationScheme) -> str:
 
 def pack(quantized: QuantizedModule) -> PackedModule:
     """The checkpoint tensors of one module under their local names (`weight_packed`, `weight_scale`, ...), in host
-    memory."""
+    memory; of a GPU's, when its stream has been waited for: packing the next module does not wait."""
     solved = quantized.solved
     state: PackedModule = {
         "weight": dequantize_weight(solved.codes, solved.scale.float(), solved.zero_point, quantized.weights),
@@ -66,7 +66,7 @@ def pack(quantized: QuantizedModule) -> PackedModule:
         state["input_zero_point"] = quantized.input_zero_point.clone()
     compressor = BaseCompressor.get_value_from_registry(scheme_format(quantized.scheme))
     packed: Mapping[str, Tensor] = compressor.compress(state, quantized.scheme)
-    return {key: tensor.to("cpu", copy=False).contiguous() for key, tensor in packed.items()}
+    return {key: tensor.contiguous().to("cpu", non_blocking=True) for key, tensor in packed.items()}
 
 
 def unpack(state: PackedModule, scheme: QuantizationScheme) -> Tensor:

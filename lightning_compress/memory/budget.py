@@ -284,19 +284,19 @@ def _parts(
     see `rounding`."""
     on_device, on_host, in_file = waiting.shares(moment.waiting)
     small_here, small_there = (0, moment.fixed) if waiting.device is None else (moment.fixed, 0)
-    cached = {"waiting": on_host + small_here, "in_flight": moment.in_flight if in_file else 0}
+    is_moved = in_file or (on_host and device.type != "cpu")
+    cached = {"waiting": on_host + small_here, "in_flight": moment.in_flight if is_moved else 0}
     window = {"weights": row.weights, "prefetch": sum(later.weights for later in ahead)}
     running = {"batch": moment.batch, "statistics": moment.statistics, "workspace": moment.workspace}
     if device.type == "cpu":
         running["workspace"] += moment.on_host
         return {**({"held": budgets.held} if place == "host" else {}), **window, **cached, **running}
-    if place == "host":  # weights are in pinned memory, which is kept and reused
-        window = {"weights": row.pinned, "prefetch": sum(later.pinned for later in ahead)}
+    if place == "host":  # weights come through pinned memory, which is kept and reused
+        window = {"weights": max(each.pinned for each in (row, *ahead))}
         cached = {name: int(ratio * size) for name, size in cached.items()}
         return {"held": budgets.held, **window, **cached, "workspace": moment.on_host}
-    of_next_batch = moment.in_flight if on_host or in_file else 0
-    libraries = {"libraries": budgets.libraries}
-    return {**libraries, **window, "waiting": on_device + small_there, "in_flight": of_next_batch, **running}
+    libraries, on_its_way = {"libraries": budgets.libraries}, {"in_flight": cached["in_flight"]}
+    return {**libraries, **window, "waiting": on_device + small_there, **on_its_way, **running}
 
 
 def _waiting(table: Sequence[Needs], device: torch.device, budgets: Budgets, depth: int, spare: Spare) -> Waiting:

@@ -3,9 +3,9 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Literal, final
 
+from lightning_compress.memory.transfer import PIECE
 from lightning_compress.memory.work import Work
 
 What = Literal["batch", "solve", "write", "verification"]
@@ -105,10 +105,15 @@ class Needs:
     moments: tuple[Moment, ...]
     requests: Requests = field(default=Requests(), compare=False, repr=False)
 
-    @cached_property
+    @property
     def pinned(self) -> int:
-        """Bytes of pinned memory that its weights take on their way to a device."""
-        return max(self.weights, sum(map(pinned_bytes, self.requests.weights))) if self.weights else 0
+        """Bytes of pinned memory that its weights take on their way to a device, a piece behind the other."""
+        return min(self.weights, PIECES * PIECE)
+
+
+PIECES = 4
+"""Of `PIECE` bytes that are on their way to a device at once, at most (assumed: a link is some times faster than what
+is copied to pinned memory)."""
 
 
 def pinned_bytes(size: int) -> int:
@@ -121,9 +126,11 @@ def pinned_bytes(size: int) -> int:
 
 
 def pinned_ratio(table: Sequence[Needs]) -> float:
-    """How many bytes of pinned memory a byte of what waits takes, in the worst subgraph."""
-    loaded = [[size for step in row.requests.loaded for size in step] for row in table]
-    return max((sum(map(pinned_bytes, sizes)) / sum(sizes) for sizes in loaded if sum(sizes)), default=1.0)
+    """How many bytes of pinned memory a byte of what waits takes, at worst, of values that are not small: which of a
+    batch's wait in host memory depends on what the device has room for."""
+    sizes = [size for row in table for step in row.requests.loaded for size in step]
+    large = [size for size in sizes if 8 * size >= max(sizes)]
+    return max((pinned_bytes(size) / size for size in large if size), default=1.0)
 
 
 @final

@@ -6,11 +6,16 @@ memory that is given back is written to by later copies only when what used it h
 for all that has begun to leave it, of which it may be a part. On one device there is nothing to copy.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
 import torch
 from torch import Tensor
+
+PIECE = 64 << 20
+"""Bytes that are pinned at once on their way to a device: the block is there for the next piece when it has been copied,
+and pinning one as large as the tensor takes longer than the copy, and memory for good."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +55,9 @@ class Lane:
             return Sent(tensor.to(self.device))
         self._to_device.wait_stream(self._to_host)
         with torch.cuda.stream(self._to_device):
-            pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
-            value = pinned.to(self.device, non_blocking=True)
+            value, is_pinned = torch.empty_like(tensor, device=self.device), tensor.is_pinned()
+            for there, here in zip(_pieces(value), _pieces(tensor), strict=True):
+                there.copy_(here if is_pinned else here.pin_memory(), non_blocking=True)
             return Sent(value, self._to_device.record_event())
 
     def receive(self, sent: Sent) -> Tensor:
@@ -78,3 +84,9 @@ class Lane:
         """Call before tensors that were received are dropped: later copies wait for what has been using them."""
         if self._to_device is not None:
             self._to_device.wait_stream(torch.cuda.current_stream(self.device))
+
+
+def _pieces(tensor: Tensor) -> Sequence[Tensor]:
+    """Views of a tensor's rows, of `PIECE` bytes or one row."""
+    rows = torch.atleast_1d(tensor)
+    return rows.split(max(1, PIECE * len(rows) // max(tensor.nbytes, 1)))

@@ -79,12 +79,11 @@ def test_a_worked_case_on_a_gpu() -> None:
     assert plan.subgraphs[1].lanes["to_device"] == pytest.approx((40 + 40) / 20)
     assert plan.subgraphs[1].moved_bytes == {"disk_read": 40, "disk_write": 0, "to_device": 80, "to_host": 40}
     assert plan.peaks["device"] == 40 + 40 + 60 + 10 + 30, "the solve"
-    assert plan.peaks["host"] == 1000 + 40 + 40 + 40 + 1 + 15, "writing"
+    assert plan.peaks["host"] == 1000 + 40 + 40 + 1 + 15, "writing"
 
 
 def test_what_a_gpu_does_once() -> None:
-    """Weights of two subgraphs and 41 that wait are pinned, in two strokes as the first subgraph's weights are fewer,
-    at 10 a second; libraries are loaded where something is computed first, and where something is solved first.
+    """The most weights of a subgraph, 41 that wait and 8 on their way are pinned at 10 a second; libraries are loaded where something is computed first, and where something is solved first.
 
     Seen to fail: with all of it pinned in every subgraph, and with a start in each.
     """
@@ -92,10 +91,10 @@ def test_what_a_gpu_does_once() -> None:
     plan = foreseen(given, machine(pinning=10.0, **{"start run": 0.5, "start solve": 0.25}), Waiting(60, None))
     both = zip(plan.subgraphs, usual.subgraphs, strict=True)
     more = [[new.run_s - old.run_s, new.solve_s - old.solve_s] for new, old in both]
-    assert more == [pytest.approx(each) for each in ([11.1, 0.0], [1.0 + 2.0, 4.0], [0.0, 0.0], [0.0, 0.0])]
-    assert plan.lanes["pinning"] == pytest.approx(12.1)
+    assert more == [pytest.approx(each) for each in ([8.9, 0.0], [2.0, 4.0], [0.0, 0.0], [0.0, 0.0])]
+    assert plan.lanes["pinning"] == pytest.approx(8.9)
     all_there = foreseen(given, machine(pinning=10.0), Waiting(None, None))
-    assert all_there.lanes["pinning"] == pytest.approx(8.0), "weights"
+    assert all_there.lanes["pinning"] == pytest.approx(4.0), "weights"
     assert all_there.subgraphs[1].moved_bytes["to_device"] == 40, "weights"
 
 

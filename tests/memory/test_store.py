@@ -11,6 +11,7 @@ from helpers import CPU
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from lightning_compress.memory import transfer
 from lightning_compress.memory.source import parameters_on_meta, weight_source
 from lightning_compress.memory.store import WeightStore
 from lightning_compress.memory.transfer import Lane, Sent
@@ -239,7 +240,8 @@ def test_both_directions_have_streams_that_wait_for_what_they_need(monkeypatch: 
     monkeypatch.setattr(torch.cuda, "Stream", mock.Mock(side_effect=[up, down]))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: computing)
-    monkeypatch.setattr(torch, "empty_like", lambda tensor, **where: calls.pinned)
+    monkeypatch.setattr(torch, "empty_like", lambda _, device, **how: calls.pinned if device == "cpu" else calls.there)
+    monkeypatch.setattr(transfer, "_pieces", lambda tensor: [tensor])
     calls.pinned.device = CPU
     lane = Lane(torch.device("cuda", 0))
     lane.receive(lane.send(lane.fetch(value)))
@@ -250,12 +252,35 @@ def test_both_directions_have_streams_that_wait_for_what_they_need(monkeypatch: 
         mock.call.up.wait_stream(down),
         mock.call.pinned.is_pinned(),
         mock.call.pinned.is_pinned().__bool__(),
-        mock.call.pinned.to(torch.device("cuda", 0), non_blocking=True),
+        mock.call.there.copy_(calls.pinned, non_blocking=True),
         mock.call.up.record_event(),
         mock.call.computing.wait_event(up.record_event.return_value),
         mock.call.up.wait_stream(computing),
     ]
     value.record_stream.assert_called_once_with(down)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (5,), (7, 3), (1, 40)])
+def test_what_is_not_pinned_goes_in_pieces(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Views of all of it, of some rows each. Seen to fail: a value without dimensions cannot be split."""
+    monkeypatch.setattr(transfer, "PIECE", 24)
+    value, copy = torch.rand(shape), torch.zeros(shape)
+    pieces = transfer._pieces(value)
+    for there, here in zip(transfer._pieces(copy), pieces, strict=True):
+        there.copy_(here)
+    assert torch.equal(copy, value)
+    assert all(piece.nbytes <= 24 or len(piece) == 1 for piece in pieces)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "PIECE", 1 << 12)
+    lane, value = Lane(torch.device("cuda", torch.cuda.current_device())), torch.rand(100, 1000)
+    arrived = lane.receive(lane.send(value))
+    torch.cuda.synchronize()
+    assert torch.equal(arrived.cpu(), value)
+    assert torch.equal(lane.receive(lane.send(lane.fetch(arrived, wait=True))).cpu(), value), "pinned"
 
 
 @pytest.mark.gpu
