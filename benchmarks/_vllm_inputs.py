@@ -55,6 +55,7 @@ MODIFIERS: dict[str, list[dict[str, Any]]] = {
     "w4_embedding4": [{"algorithm": "rtn", "scheme": "W4A16", "targets": ["Embedding"]}, modifier("W4A16")],
     "w4_embedding8": embedded(W8),
     "w4_embedding8_packed": embedded({**W8, "format": "pack-quantized"}),
+    "w8_channel": [modifier({"weights": {**CHANNEL, "group_size": -1}})],  # of 8-bit experts vLLM 0.24 takes no null
     "w8a8_static": [modifier({"weights": CHANNEL, "input_activations": STATIC})],
 }
 """Recipes that are not shipped, by name."""
@@ -64,7 +65,7 @@ RECIPES: dict[str, list[str]] = {
     "qwen3": ["w4a16_gptq", "w4_mixed_w8", "w8a8_gptq", "w4_asymmetric"],
     "gemma3_text": ["w4a16_gptq", "w8a8_gptq"],
     "gpt2": ["w4a16_gptq", "w4_mixed_w8"],
-    "qwen3_moe": ["w4a16_gptq", "w8a16_rtn", "w8a8_gptq", "w4_asymmetric"],
+    "qwen3_moe": ["w4a16_gptq", "w8a16_rtn", "w8_channel", "w8a8_gptq", "w4_asymmetric"],
     "mixtral": ["w4a16_gptq", "w3a16_gptq", "w8a8_gptq"],
 }
 

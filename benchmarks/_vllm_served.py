@@ -1,158 +1,110 @@
 """vLLM's side of `vllm_check.py`, in vLLM's own environment: what each checkpoint makes of the prompts.
 
-    python benchmarks/_vllm_served.py FOLDER [--stand-ins]
+    python benchmarks/_vllm_served.py FOLDER [--stand-ins] [--jobs N] [--engine '{"gpu_memory_utilization": 0.05}']
 
 Serves every checkpoint FOLDER/MODEL/RECIPE in a process of its own, forked from one that has imported vLLM, and writes
-beside it vllm.json: {"logprobs": [[...]], "greedy": [[...]], "stand_in": bool}, or {"refused": message}.
-
-With --stand-ins, what vLLM has no kernel for on this processor is computed by plain products with weights that are
-dequantized from what vLLM has loaded and fused: its reading of names, schemes and shapes is then its own, its
-arithmetic is not.
+beside it vllm.log and vllm.json: {"logprobs": [[...]], "greedy": [[...]], "stand_in": bool}, or {"refused": message};
+both with vLLM's version and the device. Originals come first: where vLLM refuses one, it is not asked for the rest.
 """
 
 import argparse
+import importlib
 import json
 import os
 import sys
 import traceback
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-# Read while vLLM is imported: no server process, no threads bound to cores, a small cache, nothing from the Hub.
+# Read while vLLM is imported: no server process, no threads bound to cores, a small cache, nothing from the Hub. Forked
+# processes can use a GPU only where counting devices has not initialized CUDA.
 os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_CPU_KVCACHE_SPACE="1")
-os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
+os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", PYTORCH_NVML_BASED_CUDA_CHECK="1")
 
-import torch
+import vllm
 from vllm import LLM, SamplingParams
 from vllm.inputs import TokensPrompt
-from vllm.model_executor.kernels import linear
-from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearKernel, MPLinearLayerConfig
-from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
-from vllm.model_executor.layers.fused_moe.oracle.int_wna16 import WNA16MoEBackend
-from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors_embedding as embeddings
-from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
-    compressed_tensors_moe_wna16 as experts,
-)
 from vllm.platforms import current_platform
 
 NEW_TOKENS = 16
 
 
-def codes_in(packed: torch.Tensor, num_bits: int, count: int) -> torch.Tensor:
-    """Unsigned codes [rows, count] of int32 words [rows, words], in which they lie one behind the other, lowest bit
-    first: over the ends of words, too, as vLLM takes it for 3 bits (its compressed-tensors, 0.17, pads words)."""
-    bits = (packed[..., None] >> torch.arange(32)) & 1
-    bits = bits.flatten(-2)[:, : count * num_bits].unflatten(-1, (count, num_bits))
-    return (bits << torch.arange(num_bits)).sum(-1).float()
-
-
-def dequantized(
-    packed: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None, num_bits: int, num_inputs: int
-) -> torch.Tensor:
-    """The weight [O, I], in the scale's dtype, of one matrix that is packed along I, zero points along O."""
-    num_outputs, num_groups = scale.shape
-    codes = codes_in(packed, num_bits, num_inputs).reshape(num_outputs, num_groups, -1)
-    if zero_point is None:
-        codes -= 2 ** (num_bits - 1)
-    else:
-        codes -= codes_in(zero_point.t(), num_bits, num_outputs).t()[..., None]
-    return (codes * scale.float()[..., None]).reshape(num_outputs, num_inputs).to(scale.dtype)
-
-
-class DequantizedLinear(MPLinearKernel):
-    """Stands in where no kernel of vLLM's takes the scheme."""
-
-    used = False
-
-    @classmethod
-    def get_min_capability(cls) -> int:
-        return -1
-
-    @classmethod
-    def can_implement(cls, c: MPLinearLayerConfig) -> tuple[bool, str | None]:
-        return True, None
-
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        DequantizedLinear.used = True
-        num_bits, num_inputs = self.config.weight_type.size_bits, self.config.partition_weight_shape[0]
-        zero_point = layer.weight_zero_point.data if self.config.zero_points else None
-        self.weight = dequantized(layer.weight_packed.data, layer.weight_scale.data, zero_point, num_bits, num_inputs)
-
-    def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return torch.nn.functional.linear(x, self.weight, bias)
-
-
-def dequantize_experts(self: experts.CompressedTensorsWNA16MoEMethod, layer: torch.nn.Module) -> None:
-    """Turns loaded experts into unquantized ones, in place of repacking them for a kernel."""
-    DequantizedLinear.used = True
-    sizes = {"w13": self.moe.hidden_dim, "w2": layer.w2_weight_scale.shape[-1] * self.group_size}
-    for name, num_inputs in sizes.items():
-        packed, scales = getattr(layer, f"{name}_weight_packed"), getattr(layer, f"{name}_weight_scale")
-        zero_points = getattr(layer, f"{name}_weight_zero_point", [None] * len(packed))
-        matrices = [
-            dequantized(*parts, self.num_bits, num_inputs) for parts in zip(packed, scales, zero_points, strict=True)
-        ]
-        layer.register_parameter(f"{name}_weight", torch.nn.Parameter(torch.stack(matrices), requires_grad=False))
-    plain = UnquantizedFusedMoEMethod(self.moe)
-    plain.process_weights_after_loading(layer)
-    layer.quant_method = plain
-
-
-def look_up(ids: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, hidden: int, num_bits: int) -> torch.Tensor:
-    """Rows [len(ids), hidden] of a packed embedding, where there is no Triton."""
-    DequantizedLinear.used = True
-    return dequantized(packed[ids], scale[ids], None, num_bits, hidden)
-
-
-def use_stand_ins() -> None:
-    embeddings._dequant_gather_triton = look_up
-    linear._POSSIBLE_KERNELS[current_platform._enum].append(DequantizedLinear)
-    experts.select_wna16_moe_backend = lambda **_: (WNA16MoEBackend.TRITON, None)
-    experts.CompressedTensorsWNA16MoEMethod.process_weights_after_loading = dequantize_experts
-
-
-def serve(folder: Path, dtype: str, prompts: list[list[int]]) -> dict[str, object]:
-    llm = LLM(model=str(folder), dtype=dtype, enforce_eager=True, max_model_len=256, max_num_seqs=8)
+def serve(folder: Path, dtype: str, prompts: list[list[int]], engine: dict[str, Any]) -> dict[str, object]:
+    llm = LLM(model=str(folder), dtype=dtype, enforce_eager=True, max_model_len=256, max_num_seqs=8, **engine)
     sampling = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, prompt_logprobs=0, ignore_eos=True)
     answers = llm.generate([TokensPrompt(prompt_token_ids=each) for each in prompts], sampling, use_tqdm=False)
     logprobs = [
         [answer.prompt_logprobs[position][token].logprob for position, token in enumerate(prompt) if position]
         for prompt, answer in zip(prompts, answers, strict=True)
     ]
-    greedy = [list(answer.outputs[0].token_ids) for answer in answers]
-    return {"logprobs": logprobs, "greedy": greedy, "stand_in": DequantizedLinear.used}
+    return {"logprobs": logprobs, "greedy": [list(answer.outputs[0].token_ids) for answer in answers]}
 
 
-def in_child(folder: Path, dtype: str, prompts: list[list[int]]) -> None:
+def write(folder: Path, result: dict[str, object]) -> None:
+    by = {"vllm": vllm.__version__, "device": current_platform.get_device_name()}
+    (folder / "vllm.json").write_text(json.dumps({**result, **by}))
+
+
+def in_child(folder: Path, cases: dict[str, Any], engine: dict[str, Any], stand_ins: ModuleType | None) -> None:
     """Serves one checkpoint and ends the process; what vLLM prints goes to vllm.log."""
     log = (folder / "vllm.log").open("w")
     for stream in (sys.stdout, sys.stderr):
         os.dup2(log.fileno(), stream.fileno())
     try:
-        result = serve(folder, dtype, prompts)
+        result = serve(folder, cases["dtypes"][folder.parent.name], cases["prompts"], engine)
+        result["stand_in"] = stand_ins is not None and stand_ins.were_used()
     except Exception as error:  # whatever it is, it is this checkpoint's result
         traceback.print_exc()
         result = {"refused": " ".join(f"{type(error).__name__}: {error}".split())}
-    (folder / "vllm.json").write_text(json.dumps(result))
+    write(folder, result)
     sys.stderr.flush()
     os._exit(0)
+
+
+def wait_for_one(running: dict[int, Path]) -> None:
+    process, status = os.wait()
+    folder = running.pop(process)
+    if status:
+        write(folder, {"refused": f"the process ended with {status}"})
+    print(f"{folder.parent.name}/{folder.name}", file=sys.stderr, flush=True)
+
+
+def serve_all(folders: list[Path], jobs: int, *arguments: Any) -> None:
+    running: dict[int, Path] = {}
+    for folder in folders:
+        if len(running) == jobs:
+            wait_for_one(running)
+        process = os.fork()
+        if not process:
+            in_child(folder, *arguments)
+        running[process] = folder
+    while running:
+        wait_for_one(running)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--stand-ins", action="store_true")
+    parser.add_argument("--stand-ins", action="store_true", help="compute what vLLM has no kernel for")
+    parser.add_argument("--jobs", type=int, default=1, help="checkpoints served at once")
+    parser.add_argument("--engine", type=json.loads, default={}, help="further arguments of vLLM's LLM, in JSON")
     arguments = parser.parse_args()
     cases = json.loads((arguments.folder / "cases.json").read_text())
-    if arguments.stand_ins:
-        use_stand_ins()
-    for config in sorted(arguments.folder.glob("*/*/config.json")):
-        process = os.fork()
-        if not process:
-            in_child(config.parent, cases["dtypes"][config.parent.parent.name], cases["prompts"])
-        _, status = os.waitpid(process, 0)
-        if status:
-            (config.parent / "vllm.json").write_text(json.dumps({"refused": f"the process ended with {status}"}))
-        print(config.parent.relative_to(arguments.folder), file=sys.stderr)
+    stand_ins = importlib.import_module("_vllm_stand_ins") if arguments.stand_ins else None
+    if stand_ins is not None:
+        stand_ins.use()
+    folders = [config.parent for config in sorted(arguments.folder.glob("*/*/config.json"))]
+    shared = (cases, arguments.engine, stand_ins)
+    serve_all([folder for folder in folders if folder.name == "original"], arguments.jobs, *shared)
+    served = []
+    for folder in folders:
+        original = json.loads((folder.parent / "original" / "vllm.json").read_text())
+        if folder.name != "original" and "refused" in original:
+            write(folder, {"refused": "not tried, as the original is refused"})
+        elif folder.name != "original":
+            served.append(folder)
+    serve_all(served, arguments.jobs, *shared)
 
 
 if __name__ == "__main__":
