@@ -93,7 +93,8 @@ def quantized_modules(config: QuantizationConfig, names: Collection[str]) -> dic
         names: of its tensors.
     """
     by_target = {target: scheme for scheme in config.config_groups.values() for target in scheme.targets}
-    samples = (nn.Linear(1, 1, device="meta"), nn.Embedding(1, 1, device="meta"), nn.Conv2d(1, 1, 1, device="meta"))
+    kinds = (nn.Linear, nn.Embedding, partial(nn.Conv1d, kernel_size=1), partial(nn.Conv2d, kernel_size=1))
+    samples = [kind(1, 1, device="meta") for kind in kinds]
     modules = [name.removesuffix(_SCALE) for name in names if name.endswith(_SCALE)]
     found = {name: [match_targets(name, sample, list(by_target)) for sample in samples] for name in modules}
     return {name: by_target[next(chain.from_iterable(targets))] for name, targets in found.items()}

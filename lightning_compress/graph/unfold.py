@@ -14,9 +14,9 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from lightning_compress.graph.experts import Experts, Stack, assembled, projection_names, stack_of
 from lightning_compress.graph.record import module_signature
 from lightning_compress.recipe.attention import Attention, is_plain
-from lightning_compress.recipe.forms import Conv1D, Conv2d, Storable, as_matrix, why_not
+from lightning_compress.recipe.forms import Conv1D, Convolution, Convolving, Storable, as_matrix, why_not
 
-Unfolding = Experts | Attention | Conv1D | Conv2d
+Unfolding = Experts | Attention | Conv1D | Convolution
 Named = Callable[[str, nn.Module], bool]
 
 
@@ -116,15 +116,17 @@ def most_experts(root: nn.Module) -> int:
     return max((stack.num_experts for stack in found if stack is not None), default=1)
 
 
-def _linear(name: str, module: nn.Module, matrices: dict[int, nn.Parameter], named: Named) -> Conv1D | Conv2d | None:
-    if not isinstance(module, pytorch_utils.Conv1D | nn.Conv2d):
+def _linear(
+    name: str, module: nn.Module, matrices: dict[int, nn.Parameter], named: Named
+) -> Conv1D | Convolution | None:
+    if not isinstance(module, pytorch_utils.Conv1D | Convolving):
         return None
-    if why_not(module) is not None or (isinstance(module, nn.Conv2d) and not named(name, module)):
+    if why_not(module) is not None or (isinstance(module, Convolving) and not named(name, module)):
         return None
     if id(module.weight) not in matrices:
         matrices[id(module.weight)] = as_matrix(module)
     matrix = matrices[id(module.weight)]
-    return Conv2d(module, matrix) if isinstance(module, nn.Conv2d) else Conv1D(module, matrix)
+    return Convolution(module, matrix) if isinstance(module, Convolving) else Conv1D(module, matrix)
 
 
 def _what_it_is(module: nn.Module) -> object:

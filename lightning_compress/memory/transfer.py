@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 PIECE = 64 << 20
-"""Bytes that are pinned at once on their way to a device: the block is there for the next piece when it has been copied,
-and pinning one as large as the tensor takes longer than the copy, and memory for good."""
+"""Bytes that are pinned at once on their way to a device: the block is there for another piece when it has been copied.
+Pinning one as large as the tensor takes longer than the copy, and memory for good."""
 
 
 @dataclass(frozen=True)
@@ -89,4 +89,4 @@ class Lane:
 def _pieces(tensor: Tensor) -> Sequence[Tensor]:
     """Views of a tensor's rows, of `PIECE` bytes or one row."""
     rows = torch.atleast_1d(tensor)
-    return rows.split(max(1, PIECE * len(rows) // max(tensor.nbytes, 1)))
+    return torch.split(rows, max(1, PIECE * len(rows) // max(tensor.nbytes, 1)))

@@ -33,7 +33,8 @@ class Modifier:
         algorithm: the solver with its options, e.g. `Gptq(damping=0.05)`.
         scheme: how weights (and input activations) are represented; `targets` inside it are not used.
         targets: class names (`Linear`), module names, or regular expressions (`re:.*q_proj`) of the modules to
-            quantize. Expressions reach Linears alone; `Embedding` and `Conv2d` have to be named, one or their class.
+            quantize. Expressions reach Linears alone; `Embedding`, `Conv1d` and `Conv2d` have to be named, one or their
+            class.
         ignore: the same kinds of pattern, for modules left as they are. `lm_head` stands for the model's output
             embedding whatever its name is in this architecture.
     """

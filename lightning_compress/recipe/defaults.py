@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from torch import nn
 from transformers import PreTrainedModel
 
-from lightning_compress.recipe.forms import NO_PRODUCT, has_computed_weight, is_product, why_not
+from lightning_compress.recipe.forms import NO_PRODUCT, Convolving, has_computed_weight, is_product, why_not
 from lightning_compress.recipe.parts import transformers_models
 
 _OTHER_MODALITIES = re.compile("vision|image|video|audio|speech|codec|protein")
@@ -22,7 +22,7 @@ def left_alone(root: nn.Module) -> dict[nn.Module, str]:
     projections: list[nn.Module] = [module.out_proj for module in attention]
     read = dict.fromkeys(projections, "nn.MultiheadAttention reads it, without calling it")
     others = (module for module in root.modules() if isinstance(module, nn.Linear) and not is_product(module))
-    convolutions = [each for each in root.modules() if isinstance(each, nn.Conv2d) and not has_computed_weight(each)]
+    convolutions = [each for each in root.modules() if isinstance(each, Convolving) and not has_computed_weight(each)]
     apart: dict[nn.Module, str] = {each: reason for each in convolutions if (reason := why_not(each)) is not None}
     return {**dict.fromkeys(others, NO_PRODUCT), **apart, **towers, **routers, **read}
 

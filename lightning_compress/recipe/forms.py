@@ -3,7 +3,7 @@ from.
 
 Some keep it in another form. Within `graph.unfold.unfolded`, classes of this file take their places, with views of the
 same memory as parameters, under the same names: a `Conv1D` (GPT-2's, which stores [I, O]) is a Linear then, and a
-`Conv2d` a Linear of the patches that it reads.
+`Conv1d` or `Conv2d` a Linear of the patches that it reads.
 """
 
 from typing import Any, cast, final
@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 from transformers import pytorch_utils
+
+Convolving = nn.Conv1d | nn.Conv2d
 
 
 @final
@@ -40,15 +42,16 @@ class Conv1D(nn.Linear):
 
 
 @final
-class Conv2d(nn.Module):
-    """In place of a `torch.nn.Conv2d`: the same function, of the patches [B, L, C kh kw] that the kernel lies on.
+class Convolution(nn.Module):
+    """In place of a `torch.nn.Conv1d` or `Conv2d`: the same function, of the patches [B, L, C kh kw] that the kernel
+    lies on; what has one dimension is an image of height 1.
 
     Only what a recipe names is replaced: patches that overlap take kh kw times the image's memory.
     """
 
-    folded: nn.Conv2d
+    folded: Convolving
 
-    def __init__(self, folded: nn.Conv2d, weight: nn.Parameter) -> None:
+    def __init__(self, folded: Convolving, weight: nn.Parameter) -> None:
         super().__init__()
         self.weight = weight
         self.bias = folded.bias
@@ -79,26 +82,27 @@ class Conv2d(nn.Module):
             return getattr(self.folded, name)
 
     def forward(self, image: Tensor) -> Tensor:
-        """Of images [B, C, H, W] or [C, H, W]."""
-        if image.ndim == 3:
-            return cast(Tensor, self(image[None]))[0]
+        """Of images [B, C, H, W] or [C, H, W], or of sequences [B, C, L] or [C, L]."""
         conv = self.folded
+        if image.ndim == 1 + len(conv.kernel_size):
+            return cast(Tensor, self(image[None]))[0]
         mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
         padded = functional.pad(image, conv._reversed_padding_repeated_twice, mode=mode)
-        patches = functional.unfold(padded, conv.kernel_size, conv.dilation, stride=conv.stride)
         sizes = zip(padded.shape[2:], conv.kernel_size, conv.dilation, conv.stride, strict=True)
-        height, width = ((size - wide * (kernel - 1) - 1) // step + 1 for size, kernel, wide, step in sizes)
-        y: Tensor = self.rows(patches.transpose(1, 2))
-        return y.transpose(1, 2).reshape(image.shape[0], conv.out_channels, height, width)
+        found = [(size - wide * (kernel - 1) - 1) // step + 1 for size, kernel, wide, step in sizes]
+        kernel, wide, step = ((1, *each)[-2:] for each in (conv.kernel_size, conv.dilation, conv.stride))
+        high = padded if padded.ndim == 4 else padded.unsqueeze(2)
+        y: Tensor = self.rows(functional.unfold(high, kernel, wide, stride=step).transpose(1, 2))
+        return y.transpose(1, 2).reshape(image.shape[0], conv.out_channels, *found)
 
 
 @final
 class Rows(nn.Module):
-    """What of a `Conv2d` is a Linear: a single call of the graph. Owns nothing: the parameters are the `Conv2d`'s."""
+    """What of a `Convolution` is a Linear: a single call of the graph. Owns nothing: the parameters are its owner's."""
 
-    owner: Conv2d
+    owner: Convolution
 
-    def __init__(self, owner: Conv2d) -> None:
+    def __init__(self, owner: Convolution) -> None:
         super().__init__()
         self.__dict__.update(owner=owner)  # not a child
 
@@ -107,26 +111,26 @@ class Rows(nn.Module):
         return functional.linear(input, self.owner.weight, self.owner.bias)
 
 
-Quantizable = nn.Linear | nn.Embedding | Conv2d
-Storable = Quantizable | pytorch_utils.Conv1D | nn.Conv2d
+Quantizable = nn.Linear | nn.Embedding | Convolution
+Storable = Quantizable | pytorch_utils.Conv1D | Convolving
 """Modules that may be packed in a checkpoint, in place or not."""
 
 
 def reader(module: nn.Module) -> nn.Module:
     """The module whose input the rows are that a quantizable module multiplies."""
-    return module.rows if isinstance(module, Conv2d) else module
+    return module.rows if isinstance(module, Convolution) else module
 
 
 def class_name(module: Quantizable) -> str:
     """What configurations of checkpoints call it, its own subclass or not."""
     if isinstance(module, nn.Linear):
         return "Linear"
-    return "Embedding" if isinstance(module, nn.Embedding) else "Conv2d"
+    return "Embedding" if isinstance(module, nn.Embedding) else _kind(module.folded).__name__
 
 
 def classes(module: nn.Module) -> set[str]:
     """Names of the classes that a target can mean it by: its own and its bases', of what it takes the place of, too."""
-    both = (module, module.folded) if isinstance(module, Conv2d) else (module,)
+    both = (module, module.folded) if isinstance(module, Convolution) else (module,)
     return {base.__name__ for each in both for base in type(each).__mro__}
 
 
@@ -137,10 +141,10 @@ def has_computed_weight(module: nn.Module) -> bool:
 
 def why_not(module: nn.Module) -> str | None:
     """Why a module, in place or not, cannot be quantized, or None."""
-    module = module.folded if isinstance(module, Conv2d) else module
+    module = module.folded if isinstance(module, Convolution) else module
     if isinstance(module, nn.Embedding) and module.max_norm is not None:
         return "it changes its weight when it is called (max_norm)"
-    if isinstance(module, nn.Conv2d) and module.groups > 1:
+    if isinstance(module, Convolving) and module.groups > 1:
         return f"its {module.groups} groups of channels are as many matrices"
     if has_computed_weight(module):
         return (
@@ -148,18 +152,23 @@ def why_not(module: nn.Module) -> str | None:
             "parametrization), which can be folded into it first: torch.nn.utils.parametrize.remove_parametrizations, "
             "remove_weight_norm or prune.remove"
         )
-    if isinstance(module, nn.Conv2d | pytorch_utils.Conv1D) and not _is_as_it_says(module):
+    if isinstance(module, Convolving | pytorch_utils.Conv1D) and not _is_as_it_says(module):
         return "its class has a forward of its own"
     if isinstance(module, nn.Linear) and not is_product(module):
         return NO_PRODUCT
     if isinstance(module, Storable):
         return None
-    return "only Linear, transformers' Conv1D, Embedding and Conv2d can be quantized"
+    return "only Linear, transformers' Conv1D, Embedding, Conv1d and Conv2d can be quantized"
 
 
-def _is_as_it_says(module: nn.Conv2d | pytorch_utils.Conv1D) -> bool:
+def _kind(module: Convolving | pytorch_utils.Conv1D) -> type[nn.Module]:
+    """The known class that a module is of, or of one derived from it."""
+    return next(kind for kind in (nn.Conv1d, nn.Conv2d, pytorch_utils.Conv1D) if isinstance(module, kind))
+
+
+def _is_as_it_says(module: Convolving | pytorch_utils.Conv1D) -> bool:
     """Whether a class that is derived from a known one computes the same."""
-    known = nn.Conv2d if isinstance(module, nn.Conv2d) else pytorch_utils.Conv1D
+    known = _kind(module)
     names = [name for name in ("forward", "_conv_forward") if hasattr(known, name)]
     has_own = "forward" in module.__dict__
     return not has_own and all(getattr(type(module), name) is getattr(known, name) for name in names)
@@ -221,13 +230,13 @@ def origin(parameter: Tensor) -> Tensor:
     return found
 
 
-def as_matrix(folded: nn.Conv2d | pytorch_utils.Conv1D) -> nn.Parameter:
+def as_matrix(folded: Convolving | pytorch_utils.Conv1D) -> nn.Parameter:
     """The weight of a module as a matrix [O, I], a view of it."""
     with torch.no_grad():
-        if isinstance(folded, nn.Conv2d) and not folded.weight.is_contiguous():  # channels last: no view would do
+        if isinstance(folded, Convolving) and not folded.weight.is_contiguous():  # channels last: no view would do
             folded.weight.data = folded.weight.data.contiguous()
     weight = folded.weight.detach()
-    view = nn.Parameter(weight.flatten(1) if isinstance(folded, nn.Conv2d) else weight.t(), requires_grad=False)
+    view = nn.Parameter(weight.flatten(1) if isinstance(folded, Convolving) else weight.t(), requires_grad=False)
     view.origin = folded.weight  # type: ignore[attr-defined]
     return view
 

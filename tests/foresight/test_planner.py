@@ -83,7 +83,8 @@ def test_a_worked_case_on_a_gpu() -> None:
 
 
 def test_what_a_gpu_does_once() -> None:
-    """The most weights of a subgraph, 41 that wait and 8 on their way are pinned at 10 a second; libraries are loaded where something is computed first, and where something is solved first.
+    """The most weights of a subgraph, 41 that wait and 8 on their way are pinned at 10 a second; libraries
+    are loaded where something is computed first, and where something is solved first.
 
     Seen to fail: with all of it pinned in every subgraph, and with a start in each.
     """

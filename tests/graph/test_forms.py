@@ -13,18 +13,21 @@ from lightning_compress.graph.execute import execute
 from lightning_compress.graph.stages import computed_nodes
 from lightning_compress.graph.trace import trace
 from lightning_compress.graph.unfold import unfold, unfolded
-from lightning_compress.recipe.forms import Conv1D, Conv2d, why_not
+from lightning_compress.recipe.forms import Conv1D, Convolution, why_not
 from lightning_compress.recipe.load import load_recipe
 from lightning_compress.recipe.resolve import resolve
 
 SCHEME = {"weights": {"num_bits": 4, "strategy": "channel"}}
-CONVOLUTIONS: dict[str, dict[str, Any]] = {
-    "patches": {"kernel_size": 4, "stride": 4},
-    "padded": {"kernel_size": 3, "padding": 1},
-    "reflecting": {"kernel_size": 3, "padding": 2, "padding_mode": "reflect"},
-    "circular": {"kernel_size": (3, 2), "padding": (1, 0), "padding_mode": "circular", "stride": (1, 2)},
-    "same": {"kernel_size": (4, 3), "padding": "same", "dilation": 2},
-    "valid without bias": {"kernel_size": 3, "padding": "valid", "bias": False, "stride": 2},
+CONVOLUTIONS: dict[str, nn.Conv1d | nn.Conv2d] = {
+    "patches": nn.Conv2d(3, 5, 4, stride=4),
+    "padded": nn.Conv2d(3, 5, 3, padding=1),
+    "reflecting": nn.Conv2d(3, 5, 3, padding=2, padding_mode="reflect"),
+    "circular": nn.Conv2d(3, 5, (3, 2), padding=(1, 0), padding_mode="circular", stride=(1, 2)),
+    "same": nn.Conv2d(3, 5, (4, 3), padding="same", dilation=2),
+    "valid without bias": nn.Conv2d(3, 5, 3, padding="valid", bias=False, stride=2),
+    "frames": nn.Conv1d(3, 5, 4, stride=2, padding=1, dilation=2),
+    "same in sequences": nn.Conv1d(3, 5, 4, padding="same", dilation=2),
+    "replicating in sequences": nn.Conv1d(3, 5, 3, padding=2, padding_mode="replicate", bias=False),
 }
 
 
@@ -32,25 +35,25 @@ def always(name: str, module: nn.Module) -> bool:
     return True
 
 
-@pytest.mark.parametrize("options", CONVOLUTIONS.values(), ids=CONVOLUTIONS)
-def test_convolutions(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("convolution", CONVOLUTIONS.values(), ids=CONVOLUTIONS)
+def test_convolutions(convolution: nn.Conv1d | nn.Conv2d) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 5, **options)).double()
-    for images in (torch.randn(2, 3, 12, 9), torch.randn(3, 16, 11)):
-        images = images.double()
+    model, dims = nn.Sequential(deepcopy(convolution)).double(), len(convolution.kernel_size)
+    for shape in ((2, 3, *(12, 9)[-dims:]), (3, *(16, 11)[-dims:])):
+        images = torch.randn(shape).double()
         expected = model(images)
         with unfolded(model, always):
-            assert isinstance(model[0], Conv2d)
+            assert isinstance(model[0], Convolution)
             torch.testing.assert_close(model(images), expected, rtol=1e-12, atol=1e-12)
-        assert type(model[0]) is nn.Conv2d
+        assert type(model[0]) is type(convolution)
 
 
-@pytest.mark.parametrize("options", CONVOLUTIONS.values(), ids=CONVOLUTIONS)
-def test_a_graph_of_a_convolution_serves_other_batches(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("convolution", CONVOLUTIONS.values(), ids=CONVOLUTIONS)
+def test_a_graph_of_a_convolution_serves_other_batches(convolution: nn.Conv1d | nn.Conv2d) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 5, **options), nn.ReLU())
+    model, sizes = nn.Sequential(deepcopy(convolution), nn.ReLU()), (12, 10)[-len(convolution.kernel_size) :]
     with unfolded(model, always), torch.no_grad():
-        batches = [torch.randn(shape) for shape in ((2, 3, 12, 10), (5, 3, 12, 10))]
+        batches = [torch.randn(size, 3, *sizes) for size in (2, 5)]
         traced = trace(model, model, batches[0], leaf_names=["0"], boundary_names=[], others=batches)
         assert "0" in {getattr(node.target, "weights_of", None) for node in traced.graph.nodes}
         for images in batches:
@@ -71,7 +74,7 @@ def test_conv1d() -> None:
     torch.testing.assert_close(model(x), inside, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("module", [TransformersConv1D(6, 4), nn.Conv2d(2, 3, 2)], ids=["Conv1D", "Conv2d"])
+@pytest.mark.parametrize("module", [TransformersConv1D(6, 4), nn.Conv2d(2, 3, 2), nn.Conv1d(2, 3, 2)])
 def test_what_is_written_is_in_the_model(module: nn.Module) -> None:
     model = nn.Sequential(module)
     kept = dict(model.named_parameters())
@@ -133,6 +136,11 @@ class Standardized(nn.Conv2d):
         return super()._conv_forward(x, weight - weight.mean(), bias)
 
 
+class CausalInTime(nn.Conv1d):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(nn.functional.pad(x, (2, 0)))
+
+
 class Doubled(TransformersConv1D):
     def forward(self, x: Tensor) -> Tensor:
         return 2 * super().forward(x)
@@ -143,6 +151,8 @@ class Doubled(TransformersConv1D):
     [
         (Causal(2, 2, 3), "a forward of its own"),
         (Standardized(2, 2, 3), "a forward of its own"),
+        (CausalInTime(2, 2, 3), "a forward of its own"),
+        (nn.Conv1d(4, 4, 3, groups=4), "its 4 groups"),
         (Doubled(2, 2), "a forward of its own"),
         (nn.utils.parametrizations.weight_norm(nn.Conv2d(2, 2, 3)), "computed from other parameters"),
     ],

@@ -235,6 +235,43 @@ def test_convolutions_are_linears_of_their_patches(schedule: str, tmp_path: Path
     assert written["config_groups"]["group_0"]["targets"] == ["Conv2d", "Linear"]
 
 
+class Sounds(nn.Module):
+    """A convolution over time, or the same over images of height 1."""
+
+    def __init__(self, convolution: nn.Module) -> None:
+        super().__init__()
+        self.features = convolution
+        self.head = nn.Linear(8, 4)
+        self.are_images = isinstance(convolution, nn.Conv2d)
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.features(x[:, :, None])[:, :, 0] if self.are_images else self.features(x)
+        out: Tensor = self.head(torch.relu(features).transpose(1, 2))
+        return out
+
+
+def test_convolutions_of_sequences(tmp_path: Path) -> None:
+    """By their class, and read back. Seen to fail: left alone, as no module that can be quantized."""
+    torch.manual_seed(0)
+    model = Sounds(nn.Conv1d(4, 8, 3, stride=2, padding=1)).eval()
+    images = Sounds(nn.Conv2d(4, 8, (1, 3), stride=2, padding=(0, 1))).eval()
+    images.load_state_dict(
+        {key: value.view(images.state_dict()[key].shape) for key, value in model.state_dict().items()}
+    )
+    batches = [torch.randn(size, 4, 12) for size in (5, 5, 3)]
+    report = compress(model, batches, recipe(4, group_size=4, targets=["Linear", "Conv1d"]), tmp_path / "out")
+    compress(images, batches, recipe(4, group_size=4, targets=["Linear", "Conv2d"]), None)
+    assert [(record.module, record.shape, record.num_tokens) for record in report.modules] == [
+        ("features", (8, 12), 13 * 6), ("head", (4, 8), 13 * 6),
+    ]  # fmt: skip
+    for name, weight in model.named_parameters():
+        assert torch.equal(weight.flatten(), images.get_parameter(name).flatten())
+    empty = Sounds(nn.Conv1d(4, 8, 3, stride=2, padding=1)).eval()
+    assert torch.equal(load_compressed(empty, tmp_path / "out")(batches[0]), model(batches[0]))
+    written = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert written["config_groups"]["group_0"]["targets"] == ["Conv1d", "Linear"]
+
+
 def test_a_convolution_in_an_opaque_module() -> None:
     """Its patches are seen there, too."""
 
