@@ -26,6 +26,7 @@ from compressed_tensors.compressors import decompress_module
 from compressed_tensors.quantization import QuantizationStatus
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 
 from lightning_compress.calibration.resume import file_digest, sync, written_shards
@@ -306,7 +307,7 @@ def _copy_of(root: nn.Module) -> nn.Module:
     (a Trainer) is shared."""
     modules, memo = list(root.modules()), dict[int, Any]()
     whole = {id(module): module for module in modules}  # hooks may belong to one, which is not copied for each
-    states = [state if isinstance(state := module.__getstate__(), dict) else {} for module in modules]  # what is copied
+    states = [state if isinstance(state := _copied_of(module), dict) else {} for module in modules]
     attributes = [state[key] for state in states for key in state.keys() - {"_parameters", "_buffers", "_modules"}]
     leaves = {id(leaf): leaf for value in attributes for leaf in pytree.tree_leaves(value)}
     for leaf in leaves.values():
@@ -322,6 +323,11 @@ def _copy_of(root: nn.Module) -> nn.Module:
         left_out = (key for key, value in state.items() if value is None and vars(module)[key] is not None)
         vars(copied).update({key: vars(module)[key] for key in left_out})
     return made
+
+
+def _copied_of(module: nn.Module) -> object:
+    """What `copy.deepcopy` copies of a module; one that is parametrized has that done, and refuses to be asked."""
+    return vars(module) if parametrize.is_parametrized(module) else module.__getstate__()
 
 
 def _attention_of(config: Any) -> dict[str, str | None]:

@@ -22,7 +22,8 @@ def left_alone(root: nn.Module) -> dict[nn.Module, str]:
     projections: list[nn.Module] = [module.out_proj for module in attention]
     read = dict.fromkeys(projections, "nn.MultiheadAttention reads it, without calling it")
     others = (module for module in root.modules() if isinstance(module, nn.Linear) and not is_product(module))
-    convolutions = [each for each in root.modules() if isinstance(each, Convolving) and not has_computed_weight(each)]
+    convolutions = [each for each in root.modules() if isinstance(each, Convolving)]
+    convolutions = [each for each in convolutions if each.groups > 1 or not has_computed_weight(each)]
     apart: dict[nn.Module, str] = {each: reason for each in convolutions if (reason := why_not(each)) is not None}
     return {**dict.fromkeys(others, NO_PRODUCT), **apart, **towers, **routers, **read}
 
