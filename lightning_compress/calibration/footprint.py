@@ -59,8 +59,8 @@ from lightning_compress.memory.work import Work, WorkMeter, times
 
 PACKING = 16
 """Bytes per weight that compressed-tensors has alive while it packs one module, its result included (0.19 and 0.20)."""
-_CALLS_PER_NODE = 14  # as many operators' time is what Python does for a node of a step (on an H100's host)
-_CALLS_PER_GROUP, _CALLS_PER_MODULE = 55, 190  # and beside solving it; to pack, put in place and record a module
+# as many operators' time is Python's for a node, a group beside its solve, a module's packing and record (an H100)
+_CALLS_PER_NODE, _CALLS_PER_GROUP, _CALLS_PER_MODULE = 14, 55, 190
 _CPU = torch.device("cpu")
 
 
@@ -291,8 +291,7 @@ class _Meter:
         serial, shared = (number * cost for cost in assignment.algorithm.costs(num_rows, num_channels))
         mine, own_rows = -(-number // size), -(-num_rows * number // max(number, size))  # whole groups, or rows of one
         calls = assignment.algorithm.calls(own_rows, num_channels, tiling, mine)
-        calls += number * (_CALLS_PER_GROUP + _CALLS_PER_MODULE * len(weights))
-        cost = serial + shared / size
+        calls, cost = calls + number * (_CALLS_PER_GROUP + _CALLS_PER_MODULE * len(weights)), serial + shared / size
         solving = {"solve": cost} if self._is_on_cpu else {"call": calls, "product float32": cost}
         moment = Moment(
             "solve",

@@ -78,9 +78,9 @@ def rehearse(model: nn.Module, job: FineTuningJob, memory: LiveMemory, meter: Wo
     with memory, meter or nullcontext():
         observed = _Observed(model, parameters, job, memory, meter)
         hooks = [each.register_post_accumulate_grad_hook(observed.during_backward) for each in parameters]
-        for _ in range(2):
+        for num_backwards in (1, min(job.accumulate, 2)):  # later ones are like the second; the states are there then
             observed.begin_step()
-            for number in range(min(job.accumulate, 2)):  # the later ones are like the second
+            for number in range(num_backwards):
                 observed.is_later = number > 0
                 ids = torch.zeros(job.batch_size, job.length, dtype=torch.long, device=device)
                 with torch.autocast(device.type, torch.bfloat16, enabled=job.precision == "bf16-mixed"):
