@@ -14,7 +14,6 @@ import torch
 from helpers import compress, compress_in_memory
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
 from torch._subclasses import FakeTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations
