@@ -28,6 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_compress.calibration.batches import collect
 from lightning_compress.calibration.target import find_target
+from lightning_compress.command.measure import measured
 from lightning_compress.foresight.allocator import replay
 from lightning_compress.foresight.closed_form import decoder, finetuning_phases, inference_phases, llmem
 from lightning_compress.foresight.jobs import CalibrationJob, FineTuningJob, InferenceJob, Phase, infer, on_fakes
@@ -40,7 +41,6 @@ from lightning_compress.memory.source import parameters_on_meta
 from lightning_compress.memory.tracker import LiveMemory
 from lightning_compress.memory.workspaces import cublas_workspace_bytes
 from lightning_compress.plugin.job import prepare_job, run_job
-from lightning_compress.plugin.measure import measured
 from lightning_compress.plugin.settings import Settings
 from lightning_compress.recipe.load import load_recipe
 from lightning_compress.recipe.resolve import named_by, resolve

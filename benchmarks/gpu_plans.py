@@ -36,7 +36,7 @@ os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as th
 limit = int(sys.argv.pop(1))
 if limit:
     torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
-from lightning_compress.plugin.cli import main
+from lightning_compress.command.cli import main
 main()
 """
 VOCABULARIES = {"llama": 128256, "qwen3_moe": 151936}

@@ -23,7 +23,7 @@ from typing import Any
 
 from within_budget import MODEL
 
-COMMAND = "from lightning_compress.plugin.cli import main; main()"
+COMMAND = "from lightning_compress.command.cli import main; main()"
 SIZES = ("4", "512", "1408", "8")
 DATA = ("data=docs", "data.num_samples=128", "data.max_length=512")
 CHOICES = [

@@ -15,12 +15,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 
 from lightning_compress.calibration.target import find_target
+from lightning_compress.command.measure import measured
 from lightning_compress.foresight.jobs import CalibrationJob
 from lightning_compress.graph.unfold import unfolded
 from lightning_compress.memory.budget import Budgets, peaks
 from lightning_compress.memory.needs import Moment, Needs, Waiting
 from lightning_compress.memory.source import parameters_on_meta
-from lightning_compress.plugin.measure import measured
 from lightning_compress.recipe.load import load_recipe
 from lightning_compress.recipe.resolve import named_by, resolve
 from lightning_compress.statistics.sums import GramSum

@@ -58,7 +58,7 @@ tokenizer.train_from_iterator(load_documents(load_data_config({"source": "docs"}
 PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>").save_pretrained(folder)
 config.save_pretrained(folder)
 """
-COMMAND = "from lightning_compress.plugin.cli import main; main()"
+COMMAND = "from lightning_compress.command.cli import main; main()"
 DATA = ("data=docs", "data.num_samples=16", "data.max_length=128", "trainer=cpu")
 
 

@@ -1,6 +1,6 @@
 """`python -m lightning_compress`: the command."""
 
-from lightning_compress.plugin.cli import main
+from lightning_compress.command.cli import main
 
 if __name__ == "__main__":
     main()

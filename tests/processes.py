@@ -18,7 +18,7 @@ import torch
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
     [
-        "lightning_compress.plugin.cli",
+        "lightning_compress.command.cli",
         "matplotlib.backends.backend_svg",
         "matplotlib.figure",
         "transformers.models.llama.modeling_llama",

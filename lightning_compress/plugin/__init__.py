@@ -1,1 +1,1 @@
-"""The Lightning side: strategy, callback, loop and command line. The only folder that imports lightning."""
+"""The Lightning side: strategy, callback and loop."""

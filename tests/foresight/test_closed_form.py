@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from lightning_compress.calibration.target import find_target
+from lightning_compress.command.measure import measured
 from lightning_compress.foresight.closed_form import (
     Decoder,
     calibration_forms,
@@ -32,7 +33,6 @@ from lightning_compress.memory.budget import Budgets, peaks
 from lightning_compress.memory.needs import Waiting
 from lightning_compress.memory.source import parameters_on_meta
 from lightning_compress.memory.tracker import LiveMemory
-from lightning_compress.plugin.measure import measured
 from lightning_compress.recipe.load import load_recipe
 from lightning_compress.recipe.resolve import resolve
 

@@ -9,9 +9,9 @@ import signal
 import sys
 
 from lightning_compress.calibration.records import SubgraphRecord
+from lightning_compress.command import cli, planned_run
 from lightning_compress.export.writer import CheckpointWriter
 from lightning_compress.graph.stages import Subgraph
-from lightning_compress.plugin import cli, planned_run
 
 
 def dying(number: int) -> None:

@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from lightning_compress import CompressionCallback, Compressor, load_compressed
+from lightning_compress.command import cli
 from lightning_compress.data.config import load_data_config
 from lightning_compress.data.sources import load_documents
 from lightning_compress.foresight.machine import Machine, Rate, cache_file, named_gpu, save_machine
-from lightning_compress.plugin import cli
 from lightning_compress.plugin.loop import CompressionLoop
 
 VOCABULARY, LENGTH, BATCH_SIZE = 64, 12, 4

@@ -17,12 +17,12 @@ from omegaconf import OmegaConf
 from processes import Ended, Script
 from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig
 
+from lightning_compress.command import cli
+from lightning_compress.command.cli import run_compress, run_evaluate
+from lightning_compress.command.recipe_files import named_recipes
 from lightning_compress.data.config import load_data_config
 from lightning_compress.errors import CompressionError, RunWarning
 from lightning_compress.export.verify import READ_BACK
-from lightning_compress.plugin import cli
-from lightning_compress.plugin.cli import run_compress, run_evaluate
-from lightning_compress.plugin.recipe_files import named_recipes
 from lightning_compress.recipe.load import config_dir, load_recipe
 
 from .conftest import Command, refused

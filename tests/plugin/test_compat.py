@@ -14,8 +14,8 @@ from packaging.version import Version
 from torch.utils.data import DataLoader
 
 from lightning_compress import CompressionCallback, Compressor
+from lightning_compress.command.ranks import ranks_of
 from lightning_compress.plugin import compat
-from lightning_compress.plugin.ranks import ranks_of
 
 from .conftest import RTN, TinyModule, compression, loader, tiny_model
 

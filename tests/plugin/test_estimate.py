@@ -24,10 +24,10 @@ from transformers import (
     ViTConfig,
 )
 
+from lightning_compress.command import cli
+from lightning_compress.command.flags import with_flags
+from lightning_compress.command.models import load_config_only, load_model
 from lightning_compress.memory.needs import pinned_bytes
-from lightning_compress.plugin import cli
-from lightning_compress.plugin.flags import with_flags
-from lightning_compress.plugin.models import load_config_only, load_model
 
 from .conftest import Command, refused
 

@@ -15,6 +15,8 @@ from transformers import LlavaConfig, LlavaForConditionalGeneration
 from lightning_compress.calibration.footprint import footprint
 from lightning_compress.calibration.prepare import calibrating
 from lightning_compress.calibration.target import find_target
+from lightning_compress.command.measure import measured
+from lightning_compress.command.samples import prompts, samples
 from lightning_compress.data.multimodal import blank_images
 from lightning_compress.errors import CalibrationDataError, CompressionError
 from lightning_compress.foresight.inputs import images_left_out, with_images
@@ -22,8 +24,6 @@ from lightning_compress.foresight.jobs import CalibrationJob, InferenceJob, infe
 from lightning_compress.graph.synthesize import flatten_batch
 from lightning_compress.memory.source import parameters_on_meta
 from lightning_compress.memory.tracker import LiveMemory
-from lightning_compress.plugin.measure import measured
-from lightning_compress.plugin.samples import prompts, samples
 from lightning_compress.recipe.load import load_recipe
 from lightning_compress.recipe.resolve import resolve
 

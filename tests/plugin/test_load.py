@@ -11,12 +11,12 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
 from lightning_compress.calibration.resume import Begun, begun_run
+from lightning_compress.command import models
+from lightning_compress.command.cli import run_compress
+from lightning_compress.command.models import agreed_from_disk, reads_from_disk
 from lightning_compress.distributed.collective import SingleProcess
 from lightning_compress.errors import OutputDirectoryError
 from lightning_compress.export.writer import CheckpointWriter
-from lightning_compress.plugin import models
-from lightning_compress.plugin.cli import run_compress
-from lightning_compress.plugin.models import agreed_from_disk, reads_from_disk
 from lightning_compress.recipe.load import config_dir
 
 SMALL = ("data.num_samples=4", "data.max_length=32", "data.batch_size=2", "trainer=cpu", "recipe=w4a16_rtn")

@@ -24,12 +24,12 @@ from transformers import (
 )
 
 from lightning_compress import CompressionError, load_compressed, parameters_on_meta
+from lightning_compress.command.models import _in_memory
 from lightning_compress.data.perplexity import perplexity
 from lightning_compress.export.packed import checkpoint_source, unfolded_as_packed
 from lightning_compress.export.verify import ReadBackWarning
 from lightning_compress.graph.fallback import TraceFallbackWarning
 from lightning_compress.memory.placement import MemoryConfig, placement
-from lightning_compress.plugin.models import _in_memory
 
 CPU = torch.device("cpu")
 INT8_TENSOR = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "tensor", "dynamic": False}

@@ -37,8 +37,8 @@ from transformers import (
 )
 
 from lightning_compress import CompressionError, Compressor, load_compressed
-from lightning_compress.plugin.cli import run_compress
-from lightning_compress.plugin.models import _processor
+from lightning_compress.command.cli import run_compress
+from lightning_compress.command.models import _processor
 from lightning_compress.recipe.load import config_dir
 from lightning_compress.report.report import Report
 

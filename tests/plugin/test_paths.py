@@ -8,9 +8,9 @@ import pytest
 from helpers import tiny_llama
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from lightning_compress.plugin import cli
-from lightning_compress.plugin.output_file import until_unread
-from lightning_compress.plugin.paths import with_quoted_paths
+from lightning_compress.command import cli
+from lightning_compress.command.output_file import until_unread
+from lightning_compress.command.paths import with_quoted_paths
 
 from .conftest import Command, refused
 

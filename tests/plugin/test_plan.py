@@ -16,6 +16,11 @@ from omegaconf import OmegaConf
 from transformers import LlamaConfig
 
 from lightning_compress.calibration.target import find_target
+from lightning_compress.command import plan as plan_module
+from lightning_compress.command.chosen import _shipped
+from lightning_compress.command.measure import measured
+from lightning_compress.command.plan import record_of
+from lightning_compress.command.planned_run import with_plan
 from lightning_compress.errors import CompressionError
 from lightning_compress.foresight import compare
 from lightning_compress.foresight.jobs import CalibrationJob
@@ -24,11 +29,6 @@ from lightning_compress.foresight.plan import Candidate, Choice, Resources, fore
 from lightning_compress.foresight.planned import load_planned
 from lightning_compress.memory.needs import Waiting
 from lightning_compress.memory.placement import MemoryConfig
-from lightning_compress.plugin import plan as plan_module
-from lightning_compress.plugin.chosen import _shipped
-from lightning_compress.plugin.measure import measured
-from lightning_compress.plugin.plan import record_of
-from lightning_compress.plugin.planned_run import with_plan
 from lightning_compress.recipe.load import config_dir, load_recipe
 from lightning_compress.recipe.resolve import resolve
 

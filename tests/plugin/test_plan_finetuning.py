@@ -16,10 +16,10 @@ from transformers import (
     PreTrainedModel,
 )
 
+from lightning_compress.command import estimate, finetuning
 from lightning_compress.foresight.jobs import FineTuningJob
 from lightning_compress.foresight.planned import card_for
 from lightning_compress.foresight.training import finetune, rehearse
-from lightning_compress.plugin import estimate, finetuning
 
 from .conftest import Command, refused
 

@@ -26,6 +26,13 @@ from transformers import (
     T5Config,
 )
 
+from lightning_compress.command.generation import (
+    check_layers,
+    generation_lines,
+    hardware_of,
+    plan_generation,
+    transformer_of,
+)
 from lightning_compress.errors import BudgetError, CompressionError, UnsupportedModelError
 from lightning_compress.foresight.closed_form import decoder
 from lightning_compress.foresight.generation_cost import Task
@@ -33,13 +40,6 @@ from lightning_compress.foresight.machine import Machine, Rate, named_gpu
 from lightning_compress.foresight.planned import tensors_on
 from lightning_compress.graph.configs import size_in
 from lightning_compress.memory.source import parameters_on_meta
-from lightning_compress.plugin.generation import (
-    check_layers,
-    generation_lines,
-    hardware_of,
-    plan_generation,
-    transformer_of,
-)
 
 GIB = 1 << 30
 SIZES: dict[str, Any] = {

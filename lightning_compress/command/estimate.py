@@ -13,6 +13,8 @@ from transformers import PreTrainedModel, pytorch_utils
 
 from lightning_compress.algorithms.gptq import Gptq
 from lightning_compress.calibration.target import find_target
+from lightning_compress.command.measure import READING, measured
+from lightning_compress.command.samples import processor_for, prompts
 from lightning_compress.errors import CompressionError, check_options
 from lightning_compress.foresight.adapters import num_trainable, saved_by_packing, targets_of
 from lightning_compress.foresight.allocator import replay, reserved_by_calibration
@@ -50,8 +52,6 @@ from lightning_compress.memory.placement import MemoryConfig
 from lightning_compress.memory.tracker import LiveMemory, held_bytes
 from lightning_compress.memory.workspaces import cublas_workspace_bytes
 from lightning_compress.plugin.budget import budgets_of
-from lightning_compress.plugin.measure import READING, measured
-from lightning_compress.plugin.samples import processor_for, prompts
 from lightning_compress.recipe.load import load_recipe
 from lightning_compress.recipe.resolve import ResolvedRecipe, named_by, resolve
 

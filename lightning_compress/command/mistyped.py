@@ -12,8 +12,8 @@ from hydra.errors import HydraException, InstantiationException, MissingConfigEx
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, InterpolationResolutionError, OmegaConfBaseException
 
+from lightning_compress.command.chosen import CHOICES
 from lightning_compress.errors import CompressionError, nearest
-from lightning_compress.plugin.chosen import CHOICES
 from lightning_compress.recipe.load import config_dir
 
 _NO_NAME = re.compile(r"null|true|false|[-+]?(\d[\d_]*\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)

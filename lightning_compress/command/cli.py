@@ -26,6 +26,30 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from lightning_compress.calibration.prepare import needs_data
+from lightning_compress.command.arguments import as_overrides, is_multirun, overrides_first
+from lightning_compress.command.estimate import estimate as foresee
+from lightning_compress.command.evaluation import measured_perplexity, run_evaluate
+from lightning_compress.command.finetuning import run_finetuning_plan
+from lightning_compress.command.flags import with_flags
+from lightning_compress.command.generation import generation_lines
+from lightning_compress.command.inspect import run_inspect
+from lightning_compress.command.mistyped import check_groups, complete, mistyped
+from lightning_compress.command.models import (
+    agreed_from_disk,
+    load_config_only,
+    load_model,
+    memory_options,
+    reads_from_disk,
+    weights_place,
+    with_dequantized,
+    with_model_config,
+)
+from lightning_compress.command.output_file import saved, until_unread, with_own_files
+from lightning_compress.command.paths import with_quoted_paths
+from lightning_compress.command.planned_run import keep_plan, plan_for_run, with_plan
+from lightning_compress.command.planning import run_generation_plan, run_plan, run_probe
+from lightning_compress.command.ranks import ranks_of
+from lightning_compress.command.recipe_files import named_recipes
 from lightning_compress.data.batches import calibration_batches, evaluation_dataloader, tokenizer_of
 from lightning_compress.data.config import CustomConfig, load_data_config
 from lightning_compress.distributed.collective import Collective, is_first_to_say
@@ -37,34 +61,10 @@ from lightning_compress.foresight.jobs import FineTuningJob
 from lightning_compress.foresight.machine import Machine
 from lightning_compress.foresight.planned import save_planned
 from lightning_compress.memory.host import available_bytes
-from lightning_compress.plugin.arguments import as_overrides, is_multirun, overrides_first
 from lightning_compress.plugin.callback import CompressionCallback
 from lightning_compress.plugin.compressor import Compressor
-from lightning_compress.plugin.estimate import estimate as foresee
-from lightning_compress.plugin.evaluation import measured_perplexity, run_evaluate
-from lightning_compress.plugin.finetuning import run_finetuning_plan
-from lightning_compress.plugin.flags import with_flags
-from lightning_compress.plugin.generation import generation_lines
-from lightning_compress.plugin.inspect import run_inspect
 from lightning_compress.plugin.job import plan_recipe
-from lightning_compress.plugin.mistyped import check_groups, complete, mistyped
-from lightning_compress.plugin.models import (
-    agreed_from_disk,
-    load_config_only,
-    load_model,
-    memory_options,
-    reads_from_disk,
-    weights_place,
-    with_dequantized,
-    with_model_config,
-)
 from lightning_compress.plugin.module import onload_device, onloads
-from lightning_compress.plugin.output_file import saved, until_unread, with_own_files
-from lightning_compress.plugin.paths import with_quoted_paths
-from lightning_compress.plugin.planned_run import keep_plan, plan_for_run, with_plan
-from lightning_compress.plugin.planning import run_generation_plan, run_plan, run_probe
-from lightning_compress.plugin.ranks import ranks_of
-from lightning_compress.plugin.recipe_files import named_recipes
 from lightning_compress.plugin.settings import Settings, check_number
 from lightning_compress.plugin.strategy import check_precision
 from lightning_compress.recipe.load import config_dir, load_recipe

@@ -13,6 +13,11 @@ import torch
 from omegaconf import DictConfig
 from transformers import PreTrainedModel
 
+from lightning_compress.command.chosen import chosen_keys
+from lightning_compress.command.estimate import check_unquantized, foreseeing, instantiated
+from lightning_compress.command.models import load_config_only
+from lightning_compress.command.plan import machine_for, size_of
+from lightning_compress.command.planning import check_ranks
 from lightning_compress.errors import CompressionError
 from lightning_compress.foresight.adapters import saved_by_packing
 from lightning_compress.foresight.finetuning_cost import CPU_OPTIMIZER, FineTuningTask, MicroBatch
@@ -38,11 +43,6 @@ from lightning_compress.graph.configs import size_in
 from lightning_compress.memory.host import available_bytes
 from lightning_compress.memory.tracker import LiveMemory
 from lightning_compress.memory.work import WorkMeter
-from lightning_compress.plugin.chosen import chosen_keys
-from lightning_compress.plugin.estimate import check_unquantized, foreseeing, instantiated
-from lightning_compress.plugin.models import load_config_only
-from lightning_compress.plugin.plan import machine_for, size_of
-from lightning_compress.plugin.planning import check_ranks
 
 
 def run_finetuning_plan(config: DictConfig) -> PlannedFineTuning:

@@ -8,6 +8,20 @@ from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_compress.command.chosen import CHOICES, chosen_keys
+from lightning_compress.command.estimate import check_unquantized, instantiated
+from lightning_compress.command.generation import PlannedGeneration, plan_generation
+from lightning_compress.command.models import load_config_only, reads_from_disk
+from lightning_compress.command.plan import (
+    Choices,
+    device_kind,
+    machine_for,
+    plan_calibration,
+    probed,
+    record_of,
+    size_of,
+)
+from lightning_compress.command.samples import processor_for
 from lightning_compress.errors import CompressionError, check_options, reason
 from lightning_compress.foresight.compare import factors
 from lightning_compress.foresight.generation_cost import Task
@@ -18,20 +32,6 @@ from lightning_compress.foresight.planned import Planned, Situation, plan_of, te
 from lightning_compress.memory.files import free_bytes
 from lightning_compress.memory.host import available_bytes
 from lightning_compress.memory.tracker import resident_bytes
-from lightning_compress.plugin.chosen import CHOICES, chosen_keys
-from lightning_compress.plugin.estimate import check_unquantized, instantiated
-from lightning_compress.plugin.generation import PlannedGeneration, plan_generation
-from lightning_compress.plugin.models import load_config_only, reads_from_disk
-from lightning_compress.plugin.plan import (
-    Choices,
-    device_kind,
-    machine_for,
-    plan_calibration,
-    probed,
-    record_of,
-    size_of,
-)
-from lightning_compress.plugin.samples import processor_for
 from lightning_compress.recipe.load import load_recipe
 
 _MOST_RANKS = 1 << 16

@@ -11,6 +11,7 @@ from lightning_compress.calibration.footprint import footprint
 from lightning_compress.calibration.loop import Calibration
 from lightning_compress.calibration.prepare import calibrating, needs_data, prepare
 from lightning_compress.calibration.target import Target
+from lightning_compress.command.samples import samples
 from lightning_compress.distributed.collective import SingleProcess
 from lightning_compress.errors import UntraceableModelError
 from lightning_compress.foresight.inputs import beyond_positions
@@ -22,7 +23,6 @@ from lightning_compress.graph.trace import Traced, violated_guards
 from lightning_compress.memory.needs import Needs
 from lightning_compress.memory.placement import MemoryConfig, placement
 from lightning_compress.plugin.budget import at_the_end
-from lightning_compress.plugin.samples import samples
 from lightning_compress.recipe.resolve import ResolvedRecipe
 
 READING = 40 * 10**6

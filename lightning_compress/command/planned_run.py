@@ -16,6 +16,10 @@ from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedModel
 
 from lightning_compress.calibration.resume import replacing
+from lightning_compress.command.chosen import CHOICES, chosen_keys
+from lightning_compress.command.models import load_config_only, memory_options
+from lightning_compress.command.plan import Choices, machine_for, plan_calibration
+from lightning_compress.command.planning import choices_left, max_length, plain, plain_value
 from lightning_compress.data.config import CustomConfig
 from lightning_compress.distributed.collective import Collective
 from lightning_compress.distributed.folder import shared_folder
@@ -29,10 +33,6 @@ from lightning_compress.memory.placement import FORESEEN
 from lightning_compress.memory.tracker import resident_bytes
 from lightning_compress.memory.workspaces import cublas_workspace_bytes
 from lightning_compress.plugin.beforehand import check_ranks
-from lightning_compress.plugin.chosen import CHOICES, chosen_keys
-from lightning_compress.plugin.models import load_config_only, memory_options
-from lightning_compress.plugin.plan import Choices, machine_for, plan_calibration
-from lightning_compress.plugin.planning import choices_left, max_length, plain, plain_value
 from lightning_compress.recipe.load import load_recipe
 
 

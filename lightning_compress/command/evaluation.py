@@ -11,6 +11,9 @@ from omegaconf import DictConfig
 from torch import nn
 
 from lightning_compress.calibration.resume import fingerprints
+from lightning_compress.command.models import agreed_from_disk, load_model, memory_options, weights_place
+from lightning_compress.command.plan import device_kind
+from lightning_compress.command.ranks import ranks_of
 from lightning_compress.data.batches import evaluation_dataloader, tokenizer_of
 from lightning_compress.data.config import load_data_config
 from lightning_compress.data.perplexity import Batch, perplexity
@@ -22,10 +25,7 @@ from lightning_compress.memory.placement import placement
 from lightning_compress.memory.source import WeightSource
 from lightning_compress.plugin.agreement import check_same
 from lightning_compress.plugin.identity import beyond_made_for
-from lightning_compress.plugin.models import agreed_from_disk, load_model, memory_options, weights_place
 from lightning_compress.plugin.module import onload_device
-from lightning_compress.plugin.plan import device_kind
-from lightning_compress.plugin.ranks import ranks_of
 
 
 def run_evaluate(config: DictConfig) -> float:

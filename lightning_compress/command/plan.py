@@ -1,7 +1,7 @@
 """`lightning-compress plan`: how to run a calibration within what there is, and how long it will take.
 
 The model is built from its configuration, without weights; every combination of the choices is measured on fake tensors
-(`plugin.measure`), and placed and timed by `foresight.planner`.
+(`command.measure`), and placed and timed by `foresight.planner`.
 """
 
 import re
@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from lightning_compress.algorithms.rtn import Rtn
 from lightning_compress.calibration.prepare import needs_data
 from lightning_compress.calibration.target import Target, find_target
+from lightning_compress.command.measure import READING, Measured, measured
 from lightning_compress.errors import BudgetError, CompressionError
 from lightning_compress.foresight.jobs import CalibrationJob, check_images
 from lightning_compress.foresight.machine import Machine, cache_file, load_machine, named_gpu, save_machine
@@ -33,7 +34,6 @@ from lightning_compress.memory.budget import gib
 from lightning_compress.memory.files import nearest_existing
 from lightning_compress.memory.garbage import no_full_collections
 from lightning_compress.memory.tracker import held_bytes, parse_bytes
-from lightning_compress.plugin.measure import READING, Measured, measured
 from lightning_compress.plugin.settings import check_number
 from lightning_compress.recipe.resolve import ResolvedRecipe, named_by, resolve
 

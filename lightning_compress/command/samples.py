@@ -7,11 +7,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lightning_compress.calibration.batches import CalibrationSet, collect
+from lightning_compress.command.models import find_processor
 from lightning_compress.data.multimodal import blank_images, takes_images
 from lightning_compress.errors import CompressionError
 from lightning_compress.foresight.inputs import inputs_of, with_images
 from lightning_compress.foresight.jobs import CalibrationJob, InferenceJob
-from lightning_compress.plugin.models import find_processor
 
 
 def processor_for(config: DictConfig, num_images: int) -> Any:

@@ -12,6 +12,7 @@ from lightning_compress.calibration.prepare import calibrating, check_layout
 from lightning_compress.calibration.recording import trace_on
 from lightning_compress.calibration.solve import group_key
 from lightning_compress.calibration.target import Target, find_target
+from lightning_compress.command.models import find_processor, load_config_only, load_model
 from lightning_compress.data.batches import calibration_batches
 from lightning_compress.data.config import load_data_config
 from lightning_compress.data.multimodal import blank_images, takes_images
@@ -24,7 +25,6 @@ from lightning_compress.graph.synthesize import flatten_batch
 from lightning_compress.graph.targets import as_patterns
 from lightning_compress.graph.trace import Traced
 from lightning_compress.graph.unfold import unfolded
-from lightning_compress.plugin.models import find_processor, load_config_only, load_model
 from lightning_compress.recipe.load import load_recipe
 from lightning_compress.recipe.resolve import named_by, resolve
 from lightning_compress.report.graph import GraphView, GroupView, SubgraphView
