@@ -410,9 +410,9 @@ def test_what_reading_the_data_leaves_in_the_process_is_foreseen(
     """Seen to fail: without `READING` in what the process holds."""
     found = []
     where = (f"model.path={checkpoint}", "host=1KiB" if module == "plan" else "device=cpu")
-    monkeypatch.setattr(f"lightning_compress.plugin.{module}.held_bytes", lambda device: 10**9)
+    monkeypatch.setattr(f"lightning_compress.command.{module}.held_bytes", lambda device: 10**9)
     for reading in (0, 10**9):
-        monkeypatch.setattr(f"lightning_compress.plugin.{module}.READING", reading)
+        monkeypatch.setattr(f"lightning_compress.command.{module}.READING", reading)
         if module == "plan":
             said = refused(command, "plan", *where, *DATA, "choices.batch_size=[2]")
             found.append(int(re.findall(r"host=(\d+)", said)[-1]))
