@@ -60,6 +60,9 @@ def mistyped(error: HydraException | OmegaConfBaseException, command: str = "") 
         said = str(error).splitlines()[0]
         said = said.partition("interpolation: ")[2].strip('"') or said
         return f"{error.full_key}: {said}."
+    if command and (override := _OVERRIDE.match(str(error))) is not None:  # a group of other commands
+        own = cast(DictConfig, OmegaConf.load(config_dir() / f"{command}.yaml"))
+        return _unknown_at_the_top(override[1], override[1], own, command)
     given = f"{error.override}: " if isinstance(error, OverrideParseException) else ""
     remedy = "--help behind the command lists groups and keys."
     if given:
@@ -151,7 +154,7 @@ def _unknown_at_the_top(key: str, override: str, node: DictConfig, command: str)
         return f"{key} is not known without the group, which is given as {placed}=..."
     if command == "plan" and override in _OF_PLANS:
         return f"{override} is of `compress`; `plan` has {_OF_PLANS[override]} for it."
-    known = sorted({*map(str, node), *(each for each in groups if "@" not in each)} - {"hydra"})
+    known = sorted({*map(str, node), *(each for each in groups if "@" not in each)} - {"hydra", "defaults"})
     others = {group.name for group in config_dir().iterdir()} | {
         str(each) for file in config_dir().glob("*.yaml") for each in cast(DictConfig, OmegaConf.load(file))
     }

@@ -346,6 +346,7 @@ def test_generation_is_planned_too(command: Command, tmp_path: Path) -> None:
             "memory.scratch_dir=x",
             "memory is nothing that this command has; it has choices, data, device, disk, gpu, host, ",
         ),
+        ("experiment=multi_node", "experiment is nothing that this command has; it has choices, data, device"),
         ("job.context=8", "job is not known without the group, which is given as job=..."),
         ("hots=4GiB", "hots is not known; did you mean 'host'?"),
         (
@@ -355,7 +356,8 @@ def test_generation_is_planned_too(command: Command, tmp_path: Path) -> None:
     ],
 )
 def test_keys_of_other_commands(given: str, said: str, command: Command, checkpoint: Path) -> None:
-    """Known are a command's own. Seen to fail: groups of other commands among them, and no word of what a plan has."""
+    """Known are a command's own. Seen to fail: groups of other commands among them, no word of what a plan has, and Hydra's
+    own of a group."""
     message = refused(command, "plan", f"model.path={checkpoint}", given)
     assert message.startswith(f"lightning-compress: {said}")
     assert not {"callbacks", "trainer"} & set(re.findall(r"\w+", message))
