@@ -29,7 +29,8 @@ def custom_batches(config: CustomConfig, processor: Any) -> Iterable[Any]:
         if callable(made) and not hasattr(made, "__iter__"):
             made = made(processor)
     except (InstantiationException, TypeError) as error:
-        raise CalibrationDataError(f"data.loader: {error}") from error
+        why = " ".join(str(error.__cause__ or error).split())  # Hydra's own advice is about what shows tracebacks
+        raise CalibrationDataError(f"data.loader: {config.loader['_target_']}: {why}") from error
     if isinstance(made, Mapping | Tensor | str):
         raise CalibrationDataError(
             f"data.loader made a {type(made).__name__}: one batch, it seems. Return a list of batches, or a DataLoader."

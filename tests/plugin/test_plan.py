@@ -356,8 +356,8 @@ def test_generation_is_planned_too(command: Command, tmp_path: Path) -> None:
     ],
 )
 def test_keys_of_other_commands(given: str, said: str, command: Command, checkpoint: Path) -> None:
-    """Known are a command's own. Seen to fail: groups of other commands among them, no word of what a plan has, and Hydra's
-    own of a group."""
+    """Known are a command's own. Seen to fail: groups of other commands among them, no word of what a plan has, and
+    Hydra's own of a group."""
     message = refused(command, "plan", f"model.path={checkpoint}", given)
     assert message.startswith(f"lightning-compress: {said}")
     assert not {"callbacks", "trainer"} & set(re.findall(r"\w+", message))
