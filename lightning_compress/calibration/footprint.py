@@ -32,7 +32,7 @@ from torch import Tensor, fx
 
 from lightning_compress.algorithms.base import result_bytes
 from lightning_compress.algorithms.tiling import tiling_of
-from lightning_compress.calibration.amounts import statistics_bytes, worst_mixture
+from lightning_compress.calibration.amounts import calls_by_python, statistics_bytes, worst_mixture
 from lightning_compress.calibration.batches import num_elements
 from lightning_compress.calibration.flow import Values, run_step
 from lightning_compress.calibration.loop import Calibration
@@ -59,8 +59,8 @@ from lightning_compress.memory.work import Work, WorkMeter, times
 
 PACKING = 16
 """Bytes per weight that compressed-tensors has alive while it packs one module, its result included (0.19 and 0.20)."""
-# as many operators' time is Python's for a node, a group beside its solve, a module's packing and record (an H100)
-_CALLS_PER_NODE, _CALLS_PER_GROUP, _CALLS_PER_MODULE = 14, 55, 190
+# as many operators' time is Python's for a call, a group beside its solve, a module's packing and record (an H100)
+_CALLS_PER_CALL, _CALLS_PER_GROUP, _CALLS_PER_MODULE = 14, 55, 190
 _CPU = torch.device("cpu")
 
 
@@ -211,7 +211,7 @@ class _Meter:
     def _work_of_all(self, step: Step) -> Work:
         """The work of all batches, that of the largest being known; the others' is in the ratio of their sizes."""
         ratio = sum(self._numbers) / max(num_elements(self._largest), 1)
-        calls = self._work.work["call"] + (0 if self._is_on_cpu else _CALLS_PER_NODE * len(step.nodes))
+        calls = self._work.work["call"] + (0 if self._is_on_cpu else _CALLS_PER_CALL * calls_by_python(step))
         return {**times(self._work.work, ratio), "call": calls * len(self._numbers)}
 
     @property
