@@ -93,7 +93,7 @@ class Convolution(nn.Module):
         kernel, wide, step = ((1, *each)[-2:] for each in (conv.kernel_size, conv.dilation, conv.stride))
         high = padded if padded.ndim == 4 else padded.unsqueeze(2)
         y: Tensor = self.rows(functional.unfold(high, kernel, wide, stride=step).transpose(1, 2))
-        return y.transpose(1, 2).reshape(image.shape[0], conv.out_channels, *found)
+        return y.transpose(1, 2).contiguous().view(image.shape[0], conv.out_channels, *found)  # which code views
 
 
 @final
