@@ -6,6 +6,7 @@ same memory as parameters, under the same names: a `Conv1D` (GPT-2's, which stor
 `Conv1d` or `Conv2d` a Linear of the patches that it reads.
 """
 
+from collections.abc import Sequence
 from typing import Any, cast, final
 
 import torch
@@ -83,17 +84,18 @@ class Convolution(nn.Module):
 
     def forward(self, image: Tensor) -> Tensor:
         """Of images [B, C, H, W] or [C, H, W], or of sequences [B, C, L] or [C, L]."""
-        conv = self.folded
-        if image.ndim == 1 + len(conv.kernel_size):
+        conv, kernel = self.folded, self.folded.weight.shape[2:]
+        if image.ndim == 1 + len(kernel):
             return cast(Tensor, self(image[None]))[0]
+        step, wide = _of_each(conv.stride, len(kernel)), _of_each(conv.dilation, len(kernel))
         mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
-        padded = functional.pad(image, conv._reversed_padding_repeated_twice, mode=mode)
-        sizes = zip(padded.shape[2:], conv.kernel_size, conv.dilation, conv.stride, strict=True)
-        found = [(size - wide * (kernel - 1) - 1) // step + 1 for size, kernel, wide, step in sizes]
-        kernel, wide, step = ((1, *each)[-2:] for each in (conv.kernel_size, conv.dilation, conv.stride))
+        padded = functional.pad(image, _padding(conv, kernel, wide), mode=mode)
+        sizes = zip(padded.shape[2:], kernel, wide, step, strict=True)
+        found = [(size - each * (taps - 1) - 1) // by + 1 for size, taps, each, by in sizes]
+        kernel, wide, step = ((1, *each)[-2:] for each in (kernel, wide, step))
         high = padded if padded.ndim == 4 else padded.unsqueeze(2)
         y: Tensor = self.rows(functional.unfold(high, kernel, wide, stride=step).transpose(1, 2))
-        return y.transpose(1, 2).contiguous().view(image.shape[0], conv.out_channels, *found)  # which code views
+        return y.transpose(1, 2).contiguous().view(image.shape[0], -1, *found)  # which code views
 
 
 @final
@@ -109,6 +111,24 @@ class Rows(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         """Of rows [..., I]."""
         return functional.linear(input, self.owner.weight, self.owner.bias)
+
+
+def _padding(conv: Convolving, kernel: Sequence[int], wide: Sequence[int]) -> list[int]:
+    """What it pads by, as `functional.pad` has it: of zeros by what it says now, which code changes with the dilation of
+    a module that there is (backbones of segmentation models)."""
+    if conv.padding_mode != "zeros":
+        return conv._reversed_padding_repeated_twice
+    if conv.padding == "same":
+        spans = [each * (taps - 1) for taps, each in zip(kernel, wide, strict=True)]
+        sides = [(span // 2, span - span // 2) for span in spans]
+    else:
+        sides = [(each, each) for each in _of_each(0 if conv.padding == "valid" else conv.padding, len(kernel))]
+    return [number for pair in reversed(sides) for number in pair]
+
+
+def _of_each(number: Any, num_dims: int) -> tuple[int, ...]:
+    """A number for each dimension, where code has set one for all."""
+    return (number,) * num_dims if isinstance(number, int) else tuple(number)
 
 
 Quantizable = nn.Linear | nn.Embedding | Convolution

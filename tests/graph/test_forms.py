@@ -51,6 +51,16 @@ def test_convolutions(convolution: nn.Conv1d | nn.Conv2d) -> None:
         assert type(model[0]) is type(convolution)
 
 
+def test_a_convolution_that_was_changed_after_it_was_made() -> None:
+    """As code that dilates a backbone does (segmentation_models_pytorch). Seen to fail: with the padding that a module
+    notes when it is made."""
+    model, images = nn.Sequential(nn.Conv2d(3, 5, 3, padding=1, stride=2)), torch.randn(2, 3, 12, 9)
+    model[0].stride, model[0].dilation, model[0].padding = 1, (2, 3), (2, 3)  # type: ignore[assignment]
+    expected = model(images)
+    with unfolded(model, always):
+        torch.testing.assert_close(model(images), expected)
+
+
 @pytest.mark.parametrize("convolution", CONVOLUTIONS.values(), ids=CONVOLUTIONS)
 def test_a_graph_of_a_convolution_serves_other_batches(convolution: nn.Conv1d | nn.Conv2d) -> None:
     torch.manual_seed(0)
