@@ -84,7 +84,7 @@ class Convolution(nn.Module):
 
     def forward(self, image: Tensor) -> Tensor:
         """Of images [B, C, H, W] or [C, H, W], or of sequences [B, C, L] or [C, L]."""
-        conv, kernel = self.folded, self.folded.weight.shape[2:]
+        conv, kernel = self.folded, tuple(self.folded.weight.shape[2:])
         if image.ndim == 1 + len(kernel):
             return cast(Tensor, self(image[None]))[0]
         step, wide = _of_each(conv.stride, len(kernel)), _of_each(conv.dilation, len(kernel))
@@ -114,8 +114,8 @@ class Rows(nn.Module):
 
 
 def _padding(conv: Convolving, kernel: Sequence[int], wide: Sequence[int]) -> list[int]:
-    """What it pads by, as `functional.pad` has it: of zeros by what it says now, which code changes with the dilation of
-    a module that there is (backbones of segmentation models)."""
+    """What it pads by, as `functional.pad` has it: of zeros by what it says now, which code changes together with the
+    dilation of a module that there is (backbones of segmentation models)."""
     if conv.padding_mode != "zeros":
         return conv._reversed_padding_repeated_twice
     if conv.padding == "same":
