@@ -3,8 +3,8 @@
 In this order: a leaf's output shape is found in another way (see `record`); the module that failed, or the one around
 a leaf for which that did not help, and all of its class, become single calls, unless that hid everything; a number of
 rows that the model insists on becomes a constant; a method that was running becomes a single call (see `methods`); any
-other size becomes a constant; the branches that values decide are those that all batches take (see `decisions`); a
-function that was running becomes a single call.
+other size becomes a constant; the branches that values decide are those that all batches take, and numbers that
+code takes for constants those that all have (see `decisions`); a function that was running becomes a single call.
 """
 
 import warnings

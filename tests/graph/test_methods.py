@@ -244,12 +244,12 @@ def test_calls_within_a_call_are_not_its_own() -> None:
 
 def reading(ids: Tensor, most: int = 8) -> Tensor:
     """As masks of lengths are made."""
-    return torch.arange(most) < int((ids == 0).sum()) % most
+    return torch.arange(most) < float((ids == 0).float().sum()) % most
 
 
 @torch.no_grad()
 def decorated(ids: Tensor) -> Tensor:
-    return torch.ones(8) * int(ids.sum() + 1)
+    return torch.ones(8) * float(ids.float().sum() + 1)
 
 
 def writing(ids: Tensor, x: Tensor) -> Tensor:
@@ -271,7 +271,8 @@ class Outside(Toy):
         self.function = function
 
     def forward(self, x: Tensor, ids: Tensor) -> dict[str, Tensor]:
-        return super().forward(x * reading(ids) * decorated(ids), ids)
+        found = super().forward(x * reading(ids) * decorated(ids), ids)
+        return {"logits": found["logits"] * reading(ids, 5)}
 
 
 def test_a_function_that_reads_values_is_a_call() -> None:
@@ -280,7 +281,8 @@ def test_a_function_that_reads_values_is_a_call() -> None:
     model, before = Outside(reading), reading
     graph = traced(model, toy_batch(2, 9), leaf_names=["first", "middle.0", "last"], boundary_names=[])
     place = reading.__module__
-    assert [leaf.name for leaf in method_leaves(graph)] == [f"{place}:reading", f"{place}:decorated"]
+    names = [f"{place}:{name}" for name in ("reading", "decorated", "reading")]
+    assert [leaf.name for leaf in method_leaves(graph)] == names
     assert {(leaf.within, leaf.owner) for leaf in method_leaves(graph)} == {(Within((), ()), None)}
     assert_same(model, graph, *batches())
     assert reading is before
