@@ -173,7 +173,7 @@ def with_observations(
         reason = told[name].reason if name in told else "it has to be run"
         raise untraceable(root, Failure(name, RuntimeError(f"{reason} (and the weights for a run are not here)")))
     try:
-        first, second = (observe(root, {**cut.leaves, **wanted}, methods, run) for run in runs)
+        first, second = (observe(root, cut.leaves, cut.methods, run) for run in runs)
         both = [behaviour(root, methods, run) for run in runs] if methods else []
     except Exception as error:
         raise untraceable(root, Failure(min(names), error)) from error

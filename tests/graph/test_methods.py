@@ -242,6 +242,28 @@ def test_calls_within_a_call_are_not_its_own() -> None:
     assert_same(model, graph, *batches())
 
 
+def test_calls_of_a_leaf_within_a_method_are_not_its_own() -> None:
+    """Where the method has been seen before. Seen to fail: the layout of the call within the method."""
+
+    class Odd(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input)[: len(input) if input.float().mean().isfinite().tolist() else 0]
+
+    class Twice(Reading):
+        def counted(self, ids: Tensor, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            return super().counted(ids, torch.cat([x, x], 1))
+
+        def forward(self, x: Tensor, ids: Tensor) -> dict[str, Tensor]:
+            y, _ = self.counted(ids, x)
+            return Toy.forward(self, y[:, : x.shape[1]] + self.tower(x), ids)
+
+    model = Twice()
+    model.tower = Odd(8, 8)
+    graph = traced(model, toy_batch(2, 9), leaf_names=["first", "middle", "last"], boundary_names=[])
+    assert {leaf.name for leaf in method_leaves(graph)} == {"counted"}
+    assert_same(model, graph, *batches())
+
+
 def reading(ids: Tensor, most: int = 8) -> Tensor:
     """As masks of lengths are made."""
     return torch.arange(most) < float((ids == 0).float().sum()) % most
