@@ -211,7 +211,7 @@ def _check_values(batch: Any, number: int) -> None:
             )
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise CalibrationDataError(f"The {_field(path)} of calibration batch {number} holds NaN or Inf.")
-        if 0 in tensor.shape:
+        if tensor.shape[:1] == (0,) or not any(each.numel() for each in tensors):
             raise CalibrationDataError(
                 f"The {_field(path)} of calibration batch {number} is empty (shape {list(tensor.shape)})."
             )

@@ -174,8 +174,8 @@ def _may_keep(root: nn.Module, nodes: Sequence[fx.Node], traced: Traced) -> list
     for leaf in dict.fromkeys(node.target for node in nodes if isinstance(node.target, Leaf)):
         names = (leaf.name,) if leaf.within is None else leaf.within.modules
         found.update((id(module), module) for name in names for module in module_named(root, name).modules())
-        if leaf.within is not None:
-            owner = module_named(root, leaf.name.rpartition(".")[0])
+        if leaf.within is not None and leaf.owner is not None:
+            owner = module_named(root, leaf.owner)
             found[id(owner)] = owner
     kept = {key: each for key, each in found.items() if not type(each).__module__.startswith(_KEEPING_NOTHING)}
     kept.update((id(module), module) for module in (module_named(root, name) for name, _, _ in traced.presets))

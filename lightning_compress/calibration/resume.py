@@ -129,9 +129,9 @@ def _operations(graph: fx.Graph) -> Iterator[str]:
 def _inside_calls(root: nn.Module, graph: fx.Graph) -> Iterator[str]:
     """What is run as one call, and so has no nodes: for every module in it a line of its class and plain attributes."""
     leaves = dict.fromkeys(node.target for node in graph.nodes if isinstance(node.target, Leaf))
-    for leaf in leaves:
-        owner = root.get_submodule(leaf.name if leaf.within is None else leaf.name.rpartition(".")[0])
-        for name, module in owner.named_modules(prefix=leaf.name):
+    owners = [(leaf.name, leaf.owner) for leaf in leaves if leaf.owner is not None]
+    for prefix, owner in owners:
+        for name, module in root.get_submodule(owner).named_modules(prefix=prefix):
             options = {key: value for key, value in vars(module).items() if key[0] != "_" and _is_option(key, value)}
             yield _ADDRESS.sub("", f"{name} {type(module).__qualname__} {sorted(options.items())}")
 

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from lightning_compress.calibration.solve import InputHook
 from lightning_compress.graph.compat import calls_replaced
-from lightning_compress.graph.leaf import Leaf
+from lightning_compress.graph.leaf import Leaf, place_of
 from lightning_compress.graph.methods import Method, methods_replaced, original
 from lightning_compress.graph.sizes import nodes_by_values, traced_output
 from lightning_compress.graph.trees import tensors_in
@@ -47,8 +47,7 @@ def failures_allowed(root: nn.Module, graph: fx.Graph, sizes: Mapping[sympy.Symb
         if node.target.within is None:
             modules[name] = root.get_submodule(name)
         else:
-            owner, _, method = name.rpartition(".")
-            methods[name] = Method(root.get_submodule(owner), method, node.target.modules)
+            methods[name] = Method(*place_of(root, name), calls=node.target.modules)
 
     def allowing(name: str, function: Callable[..., Any], called: Sequence[nn.Module]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:

@@ -25,7 +25,7 @@ from transformers.core_model_loading import PrefixChange
 
 from lightning_compress.calibration.solve import QuantizedModule, dequantize_weight
 from lightning_compress.recipe.defaults import output_embeddings
-from lightning_compress.recipe.forms import Conv1D, Convolution, Quantizable, Storable, class_name
+from lightning_compress.recipe.forms import OtherForm, Quantizable, Storable, class_name
 from lightning_compress.recipe.parts import transformers_models
 from lightning_compress.recipe.resolve import ResolvedRecipe
 
@@ -201,7 +201,7 @@ def packs_zero_points(scheme: QuantizationScheme) -> bool:
 def _has_other_forms(root: nn.Module, resolved: ResolvedRecipe) -> bool:
     """Whether matrices are packed that the model's own modules keep in another form: transformers would leave those
     out and initialize them. Told to dequantize, it finds that their shapes are wrong, and refuses."""
-    return any(isinstance(root.get_submodule(name), Conv1D | Convolution) for name in resolved.assignments)
+    return any(isinstance(root.get_submodule(name), OtherForm) for name in resolved.assignments)
 
 
 def _is_tied(root: nn.Module, resolved: ResolvedRecipe) -> bool:

@@ -40,7 +40,7 @@ from lightning_compress.graph.experts import Experts
 from lightning_compress.graph.restore import attributes_restored, contents_restored
 from lightning_compress.graph.unfold import unfolded
 from lightning_compress.memory.files import INDEX
-from lightning_compress.recipe.forms import Conv1D, Convolution
+from lightning_compress.recipe.forms import OtherForm
 from lightning_compress.recipe.resolve import ResolvedRecipe
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -241,8 +241,8 @@ def _reload(
             return model.eval(), f"transformers {name}.from_pretrained"
         except Exception as error:  # whatever it is: the finding is that this reader cannot read it
             reason = str(error)
-            if any(isinstance(root.get_submodule(module), Conv1D | Convolution) for module in quantized):
-                reason = "it does not know Conv1D, Conv1d and Conv2d packed as the Linears that they are"
+            if any(isinstance(root.get_submodule(module), OtherForm) for module in quantized):
+                reason = "it does not know other classes (Conv1D, Conv2d) packed as the Linears that they are"
             reader += f", for {name}.from_pretrained of transformers {transformers.__version__} cannot: {reason}"
             warnings.warn(f"The checkpoint {directory} was read back with {reader}", ReadBackWarning, stacklevel=2)
     empty = _copy_of(root)

@@ -20,7 +20,6 @@ from typing import Any
 
 import sympy
 import torch
-from sympy.logic.boolalg import Boolean
 from torch import Tensor, fx, nn
 from torch import distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -137,7 +136,7 @@ class Shapes(ShapeEnv):
         self.inside_operation: Callable[[], bool] = lambda: False
         self.equalities_allowed = True
         self.unlike_one: set[sympy.Symbol] = set()  # of which was taken for granted what does not hold of 1
-        self.decide: Callable[[sympy.Basic], bool | None] = lambda condition: None
+        self.decide: Callable[[sympy.Basic], bool | int | None] = lambda condition: None
 
     def evaluate_expr(self, orig_expr: sympy.Basic, *args: Any, **kwargs: Any) -> sympy.Basic:
         """As in torch; what depends on values is asked of `decide`, which may leave it undecided."""
@@ -147,9 +146,9 @@ class Shapes(ShapeEnv):
                 self.unlike_one |= {s for s in orig_expr.free_symbols if at_one(orig_expr, s) == sympy.Not(found)}
             return found
         except GuardOnDataDependentSymNode:
-            if orig_expr.is_Symbol or not isinstance(orig_expr, Boolean) or (outcome := self.decide(orig_expr)) is None:
+            if (outcome := self.decide(orig_expr)) is None:
                 raise
-            return sympy.true if outcome else sympy.false
+            return sympy.sympify(outcome)
 
     def _get_stack_summary(self, is_debug: bool = False, framework_loc: str | None = None) -> tuple[SLoc, str]:
         return SLoc(framework_loc or "", None), ""  # the real one imports all of torch's compiler (0.4 s)

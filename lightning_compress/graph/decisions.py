@@ -1,4 +1,5 @@
-"""Branches that values decide, where all batches take the same: `if mask.any()`, `assert lengths.max() <= n`.
+"""Branches that values decide, where all batches take the same: `if mask.any()`, `assert lengths.max() <= n`; and
+numbers that code makes plain ones, where all batches have the same: `int(lengths.max())`.
 
 What is asked is computed on every batch by the graph's own operations, as far as they were recorded, from the batch
 alone. If the answer is one for all, it is taken, and the graph serves batches that give it; `holds` tells of others.
@@ -18,23 +19,23 @@ from lightning_compress.graph.values import SYMBOLIC_TYPES, is_symbolic
 
 
 class DifferentBranchesError(RuntimeError):
-    """The batches take different branches, of which a graph has one."""
+    """The batches take different branches, or have different numbers, of which a graph has one."""
 
 
 @final
 @dataclass(frozen=True)
 class Decision:
-    """A condition on values, and what it comes to.
+    """A condition on values, or a number, and what it comes to.
 
     Attributes:
         condition: of symbols that stand for numbers read from tensors, and for sizes of the batch.
-        outcome: true or false for every batch that the graph serves.
+        outcome: true or false, or the number, for every batch that the graph serves.
         graph: computes the numbers from a batch's tensors; its output has a node for each.
         constants: tensors that it names.
     """
 
     condition: sympy.Basic
-    outcome: bool
+    outcome: bool | int
     graph: fx.Graph
     constants: Mapping[str, Tensor]
 
@@ -44,7 +45,7 @@ class Decision:
         Args:
             tensors: of the batch, in the order of the graph's placeholders.
         """
-        return _answer(self.condition, self.graph, self.constants, tensors) is self.outcome
+        return _answer(self.condition, self.graph, self.constants, tensors) == self.outcome
 
 
 def decide(
@@ -52,14 +53,15 @@ def decide(
     batches: Sequence[Sequence[Tensor]],
     decisions: MutableMapping[sympy.Basic, Decision],
     condition: sympy.Basic,
-) -> bool | None:
-    """What a condition comes to on every batch that the graph fits; None where that takes more than their tensors.
+) -> bool | int | None:
+    """What a condition, or a number, comes to on every batch that the graph fits; None where that takes more than their
+    tensors.
 
     Args:
         recorder: that has recorded what the numbers in the condition are computed by.
         batches: the tensors of each, in the order of the graph's placeholders.
         decisions: those that were made, by condition; gets the new one.
-        condition: of numbers that were read from tensors.
+        condition: of numbers that were read from tensors, or one made of these.
 
     Raises:
         DifferentBranchesError: it does not come to the same on all.
@@ -73,12 +75,13 @@ def decide(
             answers = {
                 number: _answer(condition, graph, recorder.constants, tensors) for number, tensors in fitting.items()
             }
-        if None in answers.values() or not answers:
+        first, outcome = next(iter(answers.items()), (0, None))
+        if outcome is None or None in answers.values():
             return None
-        first, outcome = next(iter(answers.items()))
-        if other := [number for number, answer in answers.items() if answer is not outcome]:
-            raise DifferentBranchesError(f"it takes one branch for batch {first} and another for batch {other[0]}")
-        decisions[condition] = Decision(condition, bool(outcome), graph, recorder.constants)
+        if other := [number for number, answer in answers.items() if answer != outcome]:
+            taken = ("one branch", "another") if isinstance(outcome, bool) else (outcome, answers[other[0]])
+            raise DifferentBranchesError(f"it takes {taken[0]} for batch {first} and {taken[1]} for batch {other[0]}")
+        decisions[condition] = Decision(condition, outcome, graph, recorder.constants)
     return decisions[condition].outcome
 
 
@@ -111,7 +114,7 @@ def _numbers(node: fx.Node) -> set[sympy.Symbol]:
 
 def _answer(
     condition: sympy.Basic, graph: fx.Graph, constants: Mapping[str, Tensor], tensors: Sequence[Tensor]
-) -> bool | None:
+) -> bool | int | None:
     (output,) = (node for node in graph.nodes if node.op == "output")
     known: dict[sympy.Symbol, int | float] = {**sizes_of(graph, tensors)}
     numbers = computed(graph, constants, tensors)
@@ -120,4 +123,6 @@ def _answer(
     if any(isinstance(number, float) and isnan(number) for number in numbers):
         return None
     answer = condition.xreplace({symbol: sympy.sympify(number) for symbol, number in known.items()})
+    if isinstance(answer, sympy.Integer):
+        return int(answer)
     return None if answer not in (sympy.true, sympy.false) else bool(answer)

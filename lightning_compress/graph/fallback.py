@@ -3,7 +3,8 @@
 In this order: a leaf's output shape is found in another way (see `record`); the module that failed, or the one around
 a leaf for which that did not help, and all of its class, become single calls, unless that hid everything; a number of
 rows that the model insists on becomes a constant; a method that was running becomes a single call (see `methods`); any
-other size becomes a constant; the branches that values decide are those that all batches take (see `decisions`).
+other size becomes a constant; the branches that values decide are those that all batches take, and numbers that
+code takes for constants those that all have (see `decisions`); a function that was running becomes a single call.
 """
 
 import warnings
@@ -16,7 +17,8 @@ from lightning_compress.errors import UnsupportedModelError, UntraceableModelErr
 from lightning_compress.graph.compat import GuardOnDataDependentSymNode
 from lightning_compress.graph.decisions import DifferentBranchesError
 from lightning_compress.graph.failures import SetFromOutsideError, UnrecordedTensorError
-from lightning_compress.graph.methods import Behaviour, Method, behaviour, running_methods
+from lightning_compress.graph.leaf import place_of
+from lightning_compress.graph.methods import Behaviour, Method, behaviour, running_functions, running_methods
 from lightning_compress.graph.names import is_in
 from lightning_compress.graph.observed import observe
 from lightning_compress.graph.record import Body, Cut
@@ -33,7 +35,7 @@ OF_ONE_PATH = "recorded with the branches that all batches take"
 
 @dataclass(frozen=True)
 class Fallback:
-    """A module, or a method of one, that could not be recorded as asked.
+    """A module, a method of one, or a function, that could not be recorded as asked.
 
     Attributes:
         module: its name; "": of the model.
@@ -82,7 +84,7 @@ def fall_back(
         if new:
             return replace(cut, observed={}), fixed | new, one_size
         others = {other: method for other, method in cut.methods.items() if other != name}
-        cut, name = replace(cut, methods=others, given_up=cut.given_up | {name}), name.rpartition(".")[0]
+        return replace(cut, methods=others, given_up=cut.given_up | {name}), fixed, []  # others are seen to run then
     if name in cut.leaves:
         body = cut.bodies.get(name, Body.SYMBOLIC)
         if body is not Body.OBSERVED and not isinstance(failure.error, UnrecordedTensorError):
@@ -101,16 +103,25 @@ def fall_back(
     if new and (failure.are_rows or not left):
         return replace(cut, observed={}), fixed | new, one_size  # of other batches, of which nothing has been seen
     if left:
-        method = Method(cut.containers[name], left[0].rpartition(".")[2])
-        told = [Fallback(left[0], f"recorded as a single call: {reason}")]
-        # what is seen anew: calls within it are its own from now on
-        return replace(cut, methods={**cut.methods, left[0]: method}, observed={}), fixed, told
+        return _with_method(root, cut, left[0], name), fixed, [_told_of_method(left[0], reason)]
     if isinstance(failure.error, GuardOnDataDependentSymNode) and not cut.decides:
         told = [Fallback(name, f"it takes the branches that all batches take: {reason}", how=OF_ONE_PATH)]
         return replace(cut, decides=True), fixed, told
+    functions = running_functions(cut.containers[name], failure.error)
+    if left := [each for each in functions if each not in cut.methods and each not in cut.given_up]:
+        return _with_method(root, cut, left[0], name), fixed, [_told_of_method(left[0], reason)]
     if opaque:  # with all layers, which is the last resort
         return _with_opaque(cut, opaque), fixed, _told_of_opaque(opaque, reason, targets)
     raise untraceable(root, failure)
+
+
+def _with_method(root: nn.Module, cut: Cut, method: str, caller: str) -> Cut:
+    """What is seen anew: calls within it are its own from now on."""
+    return replace(cut, methods={**cut.methods, method: Method(*place_of(root, method), caller)}, observed={})
+
+
+def _told_of_method(name: str, reason: str) -> Fallback:
+    return Fallback(name, f"recorded as a single call: {reason}")
 
 
 def _with_opaque(cut: Cut, opaque: Mapping[str, nn.Module]) -> Cut:
@@ -162,7 +173,7 @@ def with_observations(
         reason = told[name].reason if name in told else "it has to be run"
         raise untraceable(root, Failure(name, RuntimeError(f"{reason} (and the weights for a run are not here)")))
     try:
-        first, second = (observe(root, wanted, methods, run) for run in runs)
+        first, second = (observe(root, cut.leaves, cut.methods, run) for run in runs)
         both = [behaviour(root, methods, run) for run in runs] if methods else []
     except Exception as error:
         raise untraceable(root, Failure(min(names), error)) from error
@@ -177,6 +188,7 @@ def _knowing(method: Method, seen: Sequence[Behaviour]) -> Method:
         calls=tuple(sorted(set().union(*(each.calls for each in seen)))),
         sets=tuple(set().union(*(each.sets for each in seen))),
         reads=tuple(sorted(set().union(*(each.reads for each in seen)))),
+        writes=any(each.writes for each in seen),
     )
 
 
@@ -193,7 +205,7 @@ def untraceable(root: nn.Module, failure: Failure) -> UntraceableModelError:
         checked = "Give batches that take the same one; or "
     elif isinstance(failure.error, SetFromOutsideError):
         checked = "Hand it over as an argument; or "
-    remedy = "give the code a module of its own, which is then recorded as a single call"
+    remedy = "give the code a function or module of its own, which is then recorded as a single call"
     if failure.module:
         remedy = f"name a class of layers around this code in `sequential_targets`, or {remedy}"
     message = f"cannot record {where} as a graph: {_first_line(failure.error).rstrip('.')}. {checked}{remedy}."
@@ -218,7 +230,7 @@ def warn(root: nn.Module, fallbacks: Collection[Fallback]) -> None:
 def _owner(root: nn.Module, name: str) -> str:
     """The class of a module, or of the one whose method is named."""
     modules = dict(root.named_modules(remove_duplicate=False))
-    return type(modules[name] if name in modules else modules[name.rpartition(".")[0]]).__name__
+    return type(modules[name] if name in modules else place_of(root, name)[0]).__name__
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,7 +1,9 @@
-"""A call of a module or of a method of one, as something an fx graph can hold."""
+"""A call of a module, of a method of one or of a function, as something an fx graph can hold."""
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, NoReturn
 
 from torch import Tensor, fx, nn
@@ -30,7 +32,7 @@ class Grouped:
 
 @dataclass(frozen=True)
 class Within:
-    """What a call of a method needs beside its arguments.
+    """What a call of a method or a function needs beside its arguments.
 
     Attributes:
         modules: names of the modules that it calls.
@@ -43,14 +45,14 @@ class Within:
 
 @dataclass(frozen=True)
 class Leaf:
-    """Target of a `call_function` node: call the module (or the method) of this qualified name with the node's
-    arguments.
+    """Target of a `call_function` node: call the module (or the method, or `package.module:function`) of this qualified
+    name with the node's arguments.
 
     The name is resolved by the executor, so a graph holds no reference to a module.
 
     Attributes:
         grouped: what it calls, if it is a call of experts.
-        within: what it needs, if it is a call of a method.
+        within: what it needs, if it is a call of a method or a function.
         lender: the module whose weight it multiplies with, if it owns none (see `recipe.forms.Rows`).
         hooked: somebody's forward pre-hooks may change what it is called with.
 
@@ -80,9 +82,16 @@ class Leaf:
         """What it calls."""
         if self.within is None:
             return root.get_submodule(self.name)
-        owner, _, name = self.name.rpartition(".")
-        method: Callable[..., object] = getattr(root.get_submodule(owner), name)
+        place, key = place_of(root, self.name)
+        method: Callable[..., object] = getattr(place, key)
         return method
+
+    @property
+    def owner(self) -> str | None:
+        """Name of the module whose code it is; None: a function's."""
+        if self.within is None:
+            return self.name
+        return None if ":" in self.name else self.name.rpartition(".")[0]
 
     @property
     def __name__(self) -> str:
@@ -92,6 +101,15 @@ class Leaf:
     def __call__(self, *args: object, **kwargs: object) -> NoReturn:
         """Never called: fx demands that a target is callable."""
         raise TypeError(f"{self} is run by graph.execute, which knows the model")
+
+
+def place_of(root: nn.Module, name: str) -> tuple[nn.Module | ModuleType, str]:
+    """Whose attribute the method or function of this name is, and what it is called there."""
+    if ":" in name:
+        place, _, key = name.partition(":")
+        return sys.modules[place], key
+    owner, _, key = name.rpartition(".")
+    return root.get_submodule(owner), key
 
 
 def leaf_input(node: fx.Node) -> fx.Node:

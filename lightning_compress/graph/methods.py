@@ -1,14 +1,18 @@
-"""Methods of modules as single calls.
+"""Methods of modules, and functions, as single calls.
 
 A model's own code between its layers may read values: where the images are among the tokens, how large each is. Such
 code cannot be recorded, and the module that it belongs to holds all that matters, so it cannot be one call either. But
-it mostly stands in a method of its own (`get_rope_index`, `get_image_features`), which can.
+it mostly stands in a method of its own (`get_rope_index`, `get_image_features`), or is a function (a mask of lengths,
+`pack_padded_sequence`, a mean over the nodes of each graph), which can.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from inspect import unwrap
 from traceback import walk_tb
+from types import FunctionType, ModuleType
 from typing import Any, final
 
 from torch import nn
@@ -16,25 +20,33 @@ from torch import nn
 from lightning_compress.graph.compat import calls_replaced
 from lightning_compress.graph.names import is_in, outermost
 from lightning_compress.graph.restore import assigned, attributes_restored, owning
+from lightning_compress.graph.trees import versions
+
+_RECORDING = ("lightning_compress.", "torch.fx.")
+_DECORATING = ("torch._", "torch.utils.")
 
 
 @dataclass(frozen=True)
 class Method:
-    """A method of a module.
+    """A method of a module, or a function.
 
     Attributes:
-        module: whose.
+        module: whose; of a function, Python's module.
         name: the attribute.
+        caller: name of the module whose code it is, or calls it.
         calls: names of the modules that it calls, outermost only, as far as they are known.
         sets: attributes of modules that it changes, likewise.
         reads: names of the parameters and buffers that it reads of modules that it does not call, likewise.
+        writes: it changes tensors that it is given, likewise.
     """
 
-    module: nn.Module
+    module: nn.Module | ModuleType
     name: str
+    caller: str = ""
     calls: tuple[str, ...] = ()
     sets: tuple[tuple[nn.Module, str], ...] = ()
     reads: tuple[str, ...] = ()
+    writes: bool = False
 
 
 @final
@@ -76,16 +88,46 @@ def running_methods(module: nn.Module, error: BaseException) -> list[str]:
     return list(dict.fromkeys(own))
 
 
+def running_functions(module: nn.Module, error: BaseException) -> list[str]:
+    """Names (`package.module:function`) of the functions that code of `module` had called when `error` was raised, of
+    which the first is the one that it called itself."""
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    own = [number for number, frame in enumerate(frames) if frame.f_locals.get("self") is module]
+    found = dict[str, None]()
+    for frame in frames[own[-1] + 1 :] if own else ():
+        place, name = frame.f_globals.get("__name__", ""), frame.f_code.co_name
+        if f"{place}.".startswith(_RECORDING):
+            break
+        function = None if place.startswith(_DECORATING) else frame.f_globals.get(name)
+        if place in sys.modules and isinstance(function, FunctionType) and _code(function) is frame.f_code:
+            found[f"{place}:{name}"] = None
+    return list(found)
+
+
+def _code(function: FunctionType) -> object:
+    """Of what decorators (`torch.no_grad`) have wrapped."""
+    return getattr(unwrap(function), "__code__", None)
+
+
 @contextmanager
 def methods_replaced(
     methods: Mapping[str, Method], wrap: Callable[[str, Method], Callable[..., Any]]
 ) -> Iterator[None]:
-    """Within: calling a method calls `wrap(name, method)`."""
-    replacing = [owning(method.module, {method.name: wrap(name, method)}) for name, method in methods.items()]
+    """Within: calling a method calls `wrap(name, method)`; a function wherever it was imported to under its name."""
+    wrapped = [(method, wrap(name, method)) for name, method in methods.items()]
+    replacing = [owning(place, {method.name: call}) for method, call in wrapped for place in _places(method)]
     with ExitStack() as stack:
         for each in replacing:
             stack.enter_context(each)
         yield
+
+
+def _places(method: Method) -> list[object]:
+    """What has it as an attribute that is looked up where it is called."""
+    if isinstance(method.module, nn.Module):
+        return [method.module]
+    modules, function = list(sys.modules.values()), original(method)
+    return [each for each in modules if getattr(each, "__dict__", {}).get(method.name) is function]
 
 
 def original(method: Method) -> Callable[..., Any]:
@@ -94,14 +136,15 @@ def original(method: Method) -> Callable[..., Any]:
     return bound
 
 
-@dataclass(frozen=True)
+@dataclass
 class Behaviour:
     """What a method does beside returning something: modules that it calls, attributes that it sets, tensors of modules
-    that it reads."""
+    that it reads, whether it writes to what it is given."""
 
     calls: set[str]
     sets: set[tuple[nn.Module, str]]
     reads: set[str]
+    writes: bool = False
 
 
 def behaviour(root: nn.Module, methods: Mapping[str, Method], run: Callable[[], object]) -> dict[str, Behaviour]:
@@ -131,6 +174,7 @@ def behaviour(root: nn.Module, methods: Mapping[str, Method], run: Callable[[], 
 
         def call(*args: Any, **kwargs: Any) -> Any:
             before = {module: dict(module.__dict__) for module in root.modules()}
+            given = versions((args, kwargs))
             inside.append(name)
             try:
                 return function(*args, **kwargs)
@@ -141,6 +185,7 @@ def behaviour(root: nn.Module, methods: Mapping[str, Method], run: Callable[[], 
                         key for key, value in module.__dict__.items() if attributes.get(key, before) is not value
                     )
                     found[name].sets.update((module, key) for key in changed)
+                found[name].writes |= given != versions((args, kwargs))
 
         return call
 
@@ -148,8 +193,10 @@ def behaviour(root: nn.Module, methods: Mapping[str, Method], run: Callable[[], 
     with attributes_restored(root), calls_replaced(modules, note), methods_replaced(methods, enter), read:
         run()
     return {
-        name: Behaviour(
-            set(outermost(sorted(each.calls))), each.sets, {read for read in each.reads if not is_in(read, each.calls)}
+        name: replace(
+            each,
+            calls=set(outermost(sorted(each.calls))),
+            reads={read for read in each.reads if not is_in(read, each.calls)},
         )
         for name, each in found.items()
     }

@@ -186,8 +186,11 @@ class Attempt:
                 with compat.not_recording():
                     output = self._observed_output(name, args, kwargs)
                 check_only_tensors(output)
+                if method.writes:
+                    raise TypeError("it changes what it is given, which a graph would not know")
                 owner = name.removesuffix(method.name)
-                own = (f"{owner}{tensor}" for tensor in (*method.module._parameters, *method.module._buffers))
+                tensors = method.module if isinstance(method.module, nn.Module) else nn.Module()
+                own = (f"{owner}{tensor}" for tensor in (*tensors._parameters, *tensors._buffers))
                 leaf = Leaf(name, within=Within(method.calls, tuple(dict.fromkeys((*own, *method.reads)))))
                 expect(compat.add_call(self.recorder, leaf, args, kwargs, output), output)
                 for module, attribute in method.sets:

@@ -382,5 +382,5 @@ def violated_guards(traced: Traced, batch: Any) -> list[str]:
             problems.append(f"its sizes do not satisfy {guard}")
     if not problems:
         wrong = [decision for decision in traced.decisions if not decision.holds(tensors)]
-        problems += [f"by its values {each.condition} is {not each.outcome}" for each in wrong]
+        problems += [f"by its values {each.condition} is not {each.outcome}" for each in wrong]
     return problems

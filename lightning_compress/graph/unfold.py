@@ -14,9 +14,19 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from lightning_compress.graph.experts import Experts, Stack, assembled, projection_names, stack_of
 from lightning_compress.graph.record import module_signature
 from lightning_compress.recipe.attention import Attention, is_plain
-from lightning_compress.recipe.forms import Conv1D, Convolution, Convolving, Storable, as_matrix, why_not
+from lightning_compress.recipe.forms import (
+    Conv1D,
+    Convolution,
+    Convolving,
+    OfItsOwn,
+    OtherForm,
+    Storable,
+    as_matrix,
+    is_linear,
+    why_not,
+)
 
-Unfolding = Experts | Attention | Conv1D | Convolution
+Unfolding = Experts | Attention | OtherForm
 Named = Callable[[str, nn.Module], bool]
 
 
@@ -70,7 +80,8 @@ def unfold(root: nn.Module, named: Named = lambda name, module: False, num_parts
 
     Args:
         root: the model.
-        named: tells by name and module which convolutions are meant; the others always are.
+        named: tells by name and module which convolutions, and modules of classes of their own, are meant; the others
+            always are.
         num_parts: in how many parts the experts of a layer are run.
     """
     found: dict[nn.Module, Unfolding | nn.Linear] = {}
@@ -82,6 +93,8 @@ def unfold(root: nn.Module, named: Named = lambda name, module: False, num_parts
             continue
         stack = stack_of(module)
         if stack is None and not isinstance(module, Storable | nn.MultiheadAttention):
+            if named(name, module) and is_linear(module):
+                found[module] = OfItsOwn(module, module.get_parameter("weight"))
             continue
         alike = _what_it_is(module)
         if alike in first:

@@ -2,16 +2,19 @@
 from.
 
 Some keep it in another form. Within `graph.unfold.unfolded`, classes of this file take their places, with views of the
-same memory as parameters, under the same names: a `Conv1D` (GPT-2's, which stores [I, O]) is a Linear then, and a
-`Conv1d` or `Conv2d` a Linear of the patches that it reads.
+same memory as parameters, under the same names: a `Conv1D` (GPT-2's, which stores [I, O]) is a Linear then, a
+`Conv1d` or `Conv2d` a Linear of the patches that it reads, and what is a Linear in all but its class is one by its
+class, too (torch_geometric's).
 """
 
+from collections.abc import Sequence
 from typing import Any, cast, final
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
+from torch.nn.parameter import is_lazy
 from transformers import pytorch_utils
 
 Convolving = nn.Conv1d | nn.Conv2d
@@ -39,6 +42,45 @@ class Conv1D(nn.Linear):
     def joined(self, key: str, tensor: Tensor) -> Tensor:
         """A parameter as the module has it that this replaces."""
         return tensor.t() if key == "weight" else tensor
+
+
+@final
+class OfItsOwn(nn.Linear):
+    """In place of a module of a class of its own that is a Linear (see `is_linear`): the same parameters.
+
+    Only what a recipe names, itself or its class, is replaced.
+    """
+
+    folded: nn.Module
+
+    def __init__(self, folded: nn.Module, weight: nn.Parameter) -> None:
+        super().__init__(weight.shape[1], weight.shape[0], device="meta")
+        self.weight = weight
+        self.bias = cast(nn.Parameter, folded._parameters.get("bias"))
+        self.__dict__.update(folded=folded)  # not a child
+        share_hooks(self, folded)
+
+    @property
+    def stacks(self) -> tuple[str, ...]:
+        """Names of the parameters that have another form in the module that this replaces: none."""
+        return ()
+
+    def split(self, key: str, stack: Tensor, first: int = 0) -> dict[str, Tensor]:
+        """Of such a parameter the ones here."""
+        return {key: stack}
+
+    def joined(self, key: str, tensor: Tensor) -> Tensor:
+        """A parameter as the module has it that this replaces."""
+        return tensor
+
+    def __getattr__(self, name: str) -> Any:
+        """What else the module has."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "folded" not in self.__dict__:  # while it is copied
+                raise
+            return getattr(self.folded, name)
 
 
 @final
@@ -83,17 +125,18 @@ class Convolution(nn.Module):
 
     def forward(self, image: Tensor) -> Tensor:
         """Of images [B, C, H, W] or [C, H, W], or of sequences [B, C, L] or [C, L]."""
-        conv = self.folded
-        if image.ndim == 1 + len(conv.kernel_size):
+        conv, kernel = self.folded, tuple(self.folded.weight.shape[2:])
+        if image.ndim == 1 + len(kernel):
             return cast(Tensor, self(image[None]))[0]
+        step, wide = _of_each(conv.stride, len(kernel)), _of_each(conv.dilation, len(kernel))
         mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
-        padded = functional.pad(image, conv._reversed_padding_repeated_twice, mode=mode)
-        sizes = zip(padded.shape[2:], conv.kernel_size, conv.dilation, conv.stride, strict=True)
-        found = [(size - wide * (kernel - 1) - 1) // step + 1 for size, kernel, wide, step in sizes]
-        kernel, wide, step = ((1, *each)[-2:] for each in (conv.kernel_size, conv.dilation, conv.stride))
+        padded = functional.pad(image, _padding(conv, kernel, wide), mode=mode)
+        sizes = zip(padded.shape[2:], kernel, wide, step, strict=True)
+        found = [(size - each * (taps - 1) - 1) // by + 1 for size, taps, each, by in sizes]
+        kernel, wide, step = ((1, *each)[-2:] for each in (kernel, wide, step))
         high = padded if padded.ndim == 4 else padded.unsqueeze(2)
         y: Tensor = self.rows(functional.unfold(high, kernel, wide, stride=step).transpose(1, 2))
-        return y.transpose(1, 2).reshape(image.shape[0], conv.out_channels, *found)
+        return y.transpose(1, 2).contiguous().view(image.shape[0], -1, *found)  # which code views
 
 
 @final
@@ -111,7 +154,27 @@ class Rows(nn.Module):
         return functional.linear(input, self.owner.weight, self.owner.bias)
 
 
+def _padding(conv: Convolving, kernel: Sequence[int], wide: Sequence[int]) -> list[int]:
+    """What it pads by, as `functional.pad` has it: of zeros by what it says now, which code changes together with the
+    dilation of a module that there is (backbones of segmentation models)."""
+    if conv.padding_mode != "zeros":
+        return conv._reversed_padding_repeated_twice
+    if conv.padding == "same":
+        spans = [each * (taps - 1) for taps, each in zip(kernel, wide, strict=True)]
+        sides = [(span // 2, span - span // 2) for span in spans]
+    else:
+        sides = [(each, each) for each in _of_each(0 if conv.padding == "valid" else conv.padding, len(kernel))]
+    return [number for pair in reversed(sides) for number in pair]
+
+
+def _of_each(number: Any, num_dims: int) -> tuple[int, ...]:
+    """A number for each dimension, where code has set one for all."""
+    return (number,) * num_dims if isinstance(number, int) else tuple(number)
+
+
 Quantizable = nn.Linear | nn.Embedding | Convolution
+OtherForm = Conv1D | Convolution | OfItsOwn
+"""What takes the place of a module that readers of checkpoints do not take for a Linear."""
 Storable = Quantizable | pytorch_utils.Conv1D | Convolving
 """Modules that may be packed in a checkpoint, in place or not."""
 
@@ -130,7 +193,7 @@ def class_name(module: Quantizable) -> str:
 
 def classes(module: nn.Module) -> set[str]:
     """Names of the classes that a target can mean it by: its own and its bases', of what it takes the place of, too."""
-    both = (module, module.folded) if isinstance(module, Convolution) else (module,)
+    both = (module, module.folded) if isinstance(module, Convolution | OfItsOwn) else (module,)
     return {base.__name__ for each in both for base in type(each).__mro__}
 
 
@@ -158,7 +221,10 @@ def why_not(module: nn.Module) -> str | None:
         return NO_PRODUCT
     if isinstance(module, Storable):
         return None
-    return "only Linear, transformers' Conv1D, Embedding, Conv1d and Conv2d can be quantized"
+    return (
+        "only Linear, transformers' Conv1D, Embedding, Conv1d, Conv2d and what is a Linear in all but its class can be "
+        "quantized"
+    )
 
 
 def _kind(module: Convolving | pytorch_utils.Conv1D) -> type[nn.Module]:
@@ -172,6 +238,26 @@ def _is_as_it_says(module: Convolving | pytorch_utils.Conv1D) -> bool:
     names = [name for name in ("forward", "_conv_forward") if hasattr(known, name)]
     has_own = "forward" in module.__dict__
     return not has_own and all(getattr(type(module), name) is getattr(known, name) for name in names)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module that is no Linear by its class is one: it has a weight [O, I], perhaps a bias [O], nothing else,
+    and multiplies by the one and adds the other. Tried on random values."""
+    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+    if isinstance(module, Storable) or weight is None or is_lazy(weight) or weight.ndim != 2:
+        return False
+    if module._parameters.keys() - {"weight", "bias"} or module._buffers or module._modules:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"weight": weight.shape} if bias is None else {"weight": weight.shape, "bias": bias.shape}
+    values = {name: torch.randn(shape, generator=generator).to(weight.dtype) for name, shape in shapes.items()}
+    x = torch.randn(3, weight.shape[1], generator=generator).to(weight.dtype)
+    try:
+        with torch.no_grad():
+            found = functional_call(_Forward(module), {f"module.{key}": each for key, each in values.items()}, (x,))
+            return torch.equal(found, functional.linear(x, **values))
+    except Exception:  # whatever code makes of what is not meant for it
+        return False
 
 
 NO_PRODUCT = "its class has a forward of its own, in which its input is not what is multiplied by its weight"

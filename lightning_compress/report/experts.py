@@ -9,7 +9,6 @@ from typing import Any
 
 WORRYING = 0.1
 """Fraction of experts with too few tokens from which on more samples are asked for."""
-_PROJECTION = re.compile(r"(.*)\.([^.]*\d[^.]*)\.(.+)")  # of an expert: the layer's experts, which one, the rest
 
 
 class ExpertCoverageWarning(UserWarning):
@@ -59,14 +58,16 @@ def coverage(modules: Sequence[Mapping[str, Any]]) -> list[Coverage]:
 
 
 def _split(name: str) -> tuple[str, str, str]:
+    """The layer's experts, which one, and the rest of its name, if it is not the module itself.
+
+    >>> _split("layers.0.experts.3.w1"), _split("block.1.mlp.experts.expert_5.net.wi"), _split("experts.3")
+    (('layers.0.experts', '3', 'w1'), ('block.1.mlp.experts', 'expert_5', 'net.wi'), ('experts', '3', ''))
     """
-    >>> _split("layers.0.experts.3.w1"), _split("block.1.mlp.experts.expert_5.net.wi")
-    (('layers.0.experts', '3', 'w1'), ('block.1.mlp.experts', 'expert_5', 'net.wi'))
-    """
-    found = _PROJECTION.fullmatch(name)
-    assert found is not None
-    layer, expert, projection = found.groups()
-    return layer, expert, projection
+    parts = name.split(".")
+    last = len(parts) - 1
+    numbered = [at for at, part in enumerate(parts[:last]) if re.search(r"\d", part)]
+    at = last if parts[last].isdecimal() or not numbered else numbered[-1]
+    return ".".join(parts[:at]), parts[at], ".".join(parts[at + 1 :])
 
 
 def coverage_lines(found: Sequence[Coverage]) -> list[str]:
@@ -113,7 +114,7 @@ def collapsed(modules: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         name = module["module"]
         if module["num_lent"] is not None:
             layer, _, projection = _split(name)
-            name = f"{layer}.*.{projection}"
+            name = ".".join(filter(None, (layer, "*", projection)))
         rows.setdefault(name, []).append(module)
     return [dict(found[0]) if len(found) == 1 else _joined(name, found) for name, found in rows.items()]
 

@@ -147,11 +147,18 @@ def test_masks_that_mask_nothing_are_left_out() -> None:
         ([{"a": IDS}, {"a": 3}], "is a tensor where batch 0 has none, or the other way round"),
         ([{"a": torch.tensor([[1.0, float("nan")]])}], r"field 'a' of calibration batch 0 holds NaN or Inf"),
         ([{"a": IDS}, {"a": IDS[:0]}], r"field 'a' of calibration batch 1 is empty \(shape \[0, 5\]\)"),
+        ([{"a": IDS[:, :0]}], r"field 'a' of calibration batch 0 is empty \(shape \[2, 0\]\)"),
     ],
 )
 def test_mistakes(batches: list[Any], message: str) -> None:
     with pytest.raises(CalibrationDataError, match=message):
         collect(batches)
+
+
+def test_fields_without_columns() -> None:
+    """As pytorch-forecasting gives them for kinds of features that a data set has not. Seen to fail: refused."""
+    batch = {"real": torch.zeros(2, 5, 1), "categorical": torch.zeros(2, 5, 0)}
+    assert collect([batch]).batches[0]["categorical"].shape == (2, 5, 0)
 
 
 @pytest.mark.parametrize("absent", [{}, {"pixel_values": None}], ids=["no key", "nothing there"])

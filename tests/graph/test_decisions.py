@@ -87,6 +87,19 @@ def test_batches_that_differ() -> None:
         trace_on(find_target(model), ["first", "second"], [], CalibrationSet(tuple(batches), has_padding=False))
 
 
+def test_a_number_that_all_batches_have() -> None:
+    """As `int(lengths.max())`, of which no graph knows how it goes on. Seen to fail: refused."""
+    model = Branching(lambda x: len(range(int((x > 0).sum(1).max()))) == 8).eval()
+    batches = [torch.rand(rows, 8) + 0.5 for rows in (4, 5, 3)]
+    traced = graph_of(model, batches[0], batches)
+    assert torch.equal(output(traced, model, batches[1]), model(batches[1]))  # type: ignore[arg-type]
+    fewer = batches[2] - torch.cat([torch.zeros(3, 7), torch.full((3, 1), 9.0)], 1)
+    (problem,) = violated_guards(traced, fewer)
+    assert problem.endswith(" is not 8")
+    with pytest.raises(UntraceableModelError, match="it takes 8 for batch 0 and 7 for batch 1"):
+        graph_of(model, batches[0], [batches[0], fewer])
+
+
 @pytest.mark.parametrize("by", ["weights", "outputs"])
 def test_what_takes_more_than_the_batch(by: str) -> None:
     """Conditions on weights and on layers' outputs are not decided."""

@@ -13,9 +13,9 @@ from lightning_compress.graph.execute import execute
 from lightning_compress.graph.stages import computed_nodes
 from lightning_compress.graph.trace import trace
 from lightning_compress.graph.unfold import unfold, unfolded
-from lightning_compress.recipe.forms import Conv1D, Convolution, why_not
+from lightning_compress.recipe.forms import Conv1D, Convolution, OfItsOwn, why_not
 from lightning_compress.recipe.load import load_recipe
-from lightning_compress.recipe.resolve import resolve
+from lightning_compress.recipe.resolve import named_by, resolve
 
 SCHEME = {"weights": {"num_bits": 4, "strategy": "channel"}}
 CONVOLUTIONS: dict[str, nn.Conv1d | nn.Conv2d] = {
@@ -37,6 +37,7 @@ def always(name: str, module: nn.Module) -> bool:
 
 @pytest.mark.parametrize("convolution", CONVOLUTIONS.values(), ids=CONVOLUTIONS)
 def test_convolutions(convolution: nn.Conv1d | nn.Conv2d) -> None:
+    """The same values, which code can view. Seen to fail: with channels last, which `view` refuses."""
     torch.manual_seed(0)
     model, dims = nn.Sequential(deepcopy(convolution)).double(), len(convolution.kernel_size)
     for shape in ((2, 3, *(12, 9)[-dims:]), (3, *(16, 11)[-dims:])):
@@ -44,8 +45,20 @@ def test_convolutions(convolution: nn.Conv1d | nn.Conv2d) -> None:
         expected = model(images)
         with unfolded(model, always):
             assert isinstance(model[0], Convolution)
-            torch.testing.assert_close(model(images), expected, rtol=1e-12, atol=1e-12)
+            found = model(images)
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+            assert found.stride() == expected.stride()
         assert type(model[0]) is type(convolution)
+
+
+def test_a_convolution_that_was_changed_after_it_was_made() -> None:
+    """As code that dilates a backbone does (segmentation_models_pytorch). Seen to fail: with the padding that a module
+    notes when it is made."""
+    model, images = nn.Sequential(nn.Conv2d(3, 5, 3, padding=1, stride=2)), torch.randn(2, 3, 12, 9)
+    model[0].stride, model[0].dilation, model[0].padding = 1, (2, 3), (2, 3)  # type: ignore[assignment]
+    expected = model(images)
+    with unfolded(model, always):
+        torch.testing.assert_close(model(images), expected)
 
 
 @pytest.mark.parametrize("convolution", CONVOLUTIONS.values(), ids=CONVOLUTIONS)
@@ -74,7 +87,36 @@ def test_conv1d() -> None:
     torch.testing.assert_close(model(x), inside, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("module", [TransformersConv1D(6, 4), nn.Conv2d(2, 3, 2), nn.Conv1d(2, 3, 2)])
+class Linear(nn.Module):
+    """Of a library's own, as torch_geometric has it."""
+
+    def __init__(self, inputs: int, outputs: int, scale: float = 1.0) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(outputs, inputs)), nn.Parameter(torch.randn(outputs))
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight * self.scale, self.bias)
+
+
+def test_a_linear_of_a_class_of_its_own() -> None:
+    """By its class, less one that does something else. Seen to fail: refused, as no Linear."""
+    model = nn.Sequential(Linear(4, 6), Linear(6, 6, scale=0.5))
+    recipe = load_recipe(
+        {"modifiers": [{"algorithm": "rtn", "scheme": SCHEME, "targets": ["Linear"], "ignore": ["1"]}]}
+    )
+    x = torch.randn(3, 4)
+    expected = model(x)
+    with unfolded(model, named_by(recipe)):
+        assert [type(each) for each in model] == [OfItsOwn, Linear]
+        assert torch.equal(model(x), expected)
+        assert (model[0].scale, deepcopy(model)[0].scale) == (1.0, 1.0)
+        assert [*resolve(recipe, model).assignments] == ["0"]
+    assert [type(each) for each in model] == [Linear, Linear]
+    assert not unfold(model).places
+
+
+@pytest.mark.parametrize("module", [TransformersConv1D(6, 4), nn.Conv2d(2, 3, 2), nn.Conv1d(2, 3, 2), Linear(6, 4)])
 def test_what_is_written_is_in_the_model(module: nn.Module) -> None:
     model = nn.Sequential(module)
     kept = dict(model.named_parameters())
@@ -152,6 +194,7 @@ class Doubled(TransformersConv1D):
         (Causal(2, 2, 3), "a forward of its own"),
         (Standardized(2, 2, 3), "a forward of its own"),
         (CausalInTime(2, 2, 3), "a forward of its own"),
+        (Linear(4, 6, scale=0.5), "a Linear in all but its class"),
         (nn.Conv1d(4, 4, 3, groups=4), "its 4 groups"),
         (Doubled(2, 2), "a forward of its own"),
         (nn.utils.parametrizations.weight_norm(nn.Conv2d(2, 2, 3)), "computed from other parameters"),

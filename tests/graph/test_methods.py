@@ -1,4 +1,4 @@
-"""Methods as single calls: code of the model itself, around its layers, that reads values."""
+"""Methods and functions as single calls: code of the model itself, around its layers, that reads values."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_compress.errors import CalibrationDataError, UntraceableModelError
 from lightning_compress.graph.leaf import Leaf, Within
-from lightning_compress.graph.methods import running_methods
+from lightning_compress.graph.methods import running_functions, running_methods
 from lightning_compress.graph.trace import Traced
 
 
@@ -126,7 +126,7 @@ def test_what_has_no_method_of_its_own_is_refused() -> None:
         def forward(self, x: Tensor, ids: Tensor) -> dict[str, Tensor]:
             return Toy.forward(self, x if x.sum() > self.scale else -x, ids)
 
-    with pytest.raises(UntraceableModelError, match=r"the model itself \(Root\).* module of its own"):
+    with pytest.raises(UntraceableModelError, match=r"the model itself \(Root\).* function or module of its own"):
         traced(Root(), toy_batch(2, 9), boundary_names=[])
 
 
@@ -240,3 +240,96 @@ def test_calls_within_a_call_are_not_its_own() -> None:
     graph = traced(model, toy_batch(2, 9), leaf_names=["first", "middle", "last"], boundary_names=[])
     assert {leaf.name for leaf in method_leaves(graph)} == {"wide", "counted"}
     assert_same(model, graph, *batches())
+
+
+def test_calls_of_a_leaf_within_a_method_are_not_its_own() -> None:
+    """Where the method has been seen before. Seen to fail: the layout of the call within the method."""
+
+    class Odd(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input)[: len(input) if input.float().mean().isfinite().tolist() else 0]
+
+    class Twice(Reading):
+        def counted(self, ids: Tensor, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            return super().counted(ids, torch.cat([x, x], 1))
+
+        def forward(self, x: Tensor, ids: Tensor) -> dict[str, Tensor]:
+            y, _ = self.counted(ids, x)
+            return Toy.forward(self, y[:, : x.shape[1]] + self.tower(x), ids)
+
+    model = Twice()
+    model.tower = Odd(8, 8)
+    graph = traced(model, toy_batch(2, 9), leaf_names=["first", "middle", "last"], boundary_names=[])
+    assert {leaf.name for leaf in method_leaves(graph)} == {"counted"}
+    assert_same(model, graph, *batches())
+
+
+def reading(ids: Tensor, most: int = 8) -> Tensor:
+    """As masks of lengths are made."""
+    return torch.arange(most) < float((ids == 0).float().sum()) % most
+
+
+@torch.no_grad()
+def decorated(ids: Tensor) -> Tensor:
+    return torch.ones(8) * float(ids.float().sum() + 1)
+
+
+def writing(ids: Tensor, x: Tensor) -> Tensor:
+    return x.mul_(reading(ids))
+
+
+class Masked(nn.Linear):
+    """Calls the function, too, inside of what is one call anyway."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * reading(torch.zeros(4, 5), 8)
+
+
+class Outside(Toy):
+    """Its own code calls functions that read values."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(nn.Sequential(Masked(8, 8), nn.ReLU()))
+        self.function = function
+
+    def forward(self, x: Tensor, ids: Tensor) -> dict[str, Tensor]:
+        found = super().forward(x * reading(ids) * decorated(ids), ids)
+        return {"logits": found["logits"] * reading(ids, 5)}
+
+
+def test_a_function_that_reads_values_is_a_call() -> None:
+    """On every batch anew, also where it was imported to, and not where a leaf calls it. Seen to fail: refused; with
+    what calls inside leaves gave (the outputs of another call)."""
+    model, before = Outside(reading), reading
+    graph = traced(model, toy_batch(2, 9), leaf_names=["first", "middle.0", "last"], boundary_names=[])
+    place = reading.__module__
+    names = [f"{place}:{name}" for name in ("reading", "decorated", "reading")]
+    assert [leaf.name for leaf in method_leaves(graph)] == names
+    assert {(leaf.within, leaf.owner) for leaf in method_leaves(graph)} == {(Within((), ()), None)}
+    assert_same(model, graph, *batches())
+    assert reading is before
+
+
+def test_a_function_that_writes_is_refused() -> None:
+    """What it is given would be changed for values that share its memory; the one that it calls is a call. Seen to
+    fail: recorded; with nothing tried behind it."""
+
+    class Writing(Toy):
+        def forward(self, x: Tensor, ids: Tensor) -> dict[str, Tensor]:
+            writing(ids, y := x + 1)
+            return super().forward(y, ids)
+
+    model = Writing(nn.ReLU())
+    graph = traced(model, toy_batch(2, 9), leaf_names=["first", "last"], boundary_names=[])
+    assert [leaf.name for leaf in method_leaves(graph)] == [f"{reading.__module__}:reading"]
+    assert_same(model, graph, *batches())
+
+
+def test_running_functions() -> None:
+    """The one that the module's own code calls comes first; none where the module has not been called."""
+    model = Outside(reading)
+    with pytest.raises(AttributeError) as caught:
+        model(torch.randn(1, 8), 3)
+    place = reading.__module__
+    assert running_functions(model, caught.value) == [f"{place}:reading"]
+    assert running_functions(model.middle, caught.value) == []

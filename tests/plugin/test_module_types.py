@@ -272,6 +272,27 @@ def test_convolutions_of_sequences(tmp_path: Path) -> None:
     assert written["config_groups"]["group_0"]["targets"] == ["Conv1d", "Linear"]
 
 
+class Linear(nn.Module):
+    """Of a library's own."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(outputs, inputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight)
+
+
+def test_linears_of_a_class_of_their_own(tmp_path: Path) -> None:
+    """Are Linears in the checkpoint, and read back. Seen to fail: refused."""
+    torch.manual_seed(0)
+    model, empty = (nn.Sequential(Linear(8, 8), nn.ReLU(), Linear(8, 4)).eval() for _ in range(2))
+    batches = [torch.randn(size, 8) for size in (5, 5, 3)]
+    report = compress(model, batches, recipe(4, group_size=4, targets=["Linear"]), tmp_path / "out")
+    assert [(record.module, record.num_tokens) for record in report.modules] == [("0", 13), ("2", 13)]
+    assert torch.equal(load_compressed(empty, tmp_path / "out")(batches[0]), model(batches[0]))
+
+
 def test_a_convolution_in_an_opaque_module() -> None:
     """Its patches are seen there, too."""
 

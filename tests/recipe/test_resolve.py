@@ -300,7 +300,7 @@ def test_named_module_that_cannot_be_quantized(target: str) -> None:
     with pytest.raises(
         UnsupportedModelError,
         match=r"norm \(LlamaRMSNorm, weight of shape \[32\]\) cannot be quantized: only Linear, transformers' Conv1D, "
-        r"Embedding, Conv1d and Conv2d can be quantized",
+        r"Embedding, Conv1d, Conv2d and what is a Linear in all but its class can be quantized",
     ):
         resolved(recipe(4, targets=["Linear", target]), tiny_llama(1))
 
