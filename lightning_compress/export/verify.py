@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -304,7 +305,7 @@ def why_unreadable(root: nn.Module, resolved: ResolvedRecipe) -> str | None:
 
 def _copy_of(root: nn.Module) -> nn.Module:
     """A model like it. What cannot be copied (locks, kept activations, a profiler that hooks belong to) or is left out
-    (a Trainer) is shared."""
+    (a Trainer) is shared. Hooks that are functions around what was copied are around the copies."""
     modules, memo = list(root.modules()), dict[int, Any]()
     whole = {id(module): module for module in modules}  # hooks may belong to one, which is not copied for each
     states = [state if isinstance(state := _copied_of(module), dict) else {} for module in modules]
@@ -322,6 +323,18 @@ def _copy_of(root: nn.Module) -> nn.Module:
     for module, copied, state in zip(modules, made.modules(), states, strict=True):
         left_out = (key for key, value in state.items() if value is None and vars(module)[key] is not None)
         vars(copied).update({key: vars(module)[key] for key in left_out})
+        for hooks in (copied._forward_hooks, copied._forward_pre_hooks):
+            hooks.update({key: _around(hook, memo) for key, hook in hooks.items()})
+    return made
+
+
+def _around(hook: Any, memo: Mapping[int, Any]) -> Any:
+    """A hook; of a function (`lambda *_: self.seen.append(1)`), one that closes over what `memo` has of each object."""
+    if not isinstance(hook, FunctionType) or hook.__closure__ is None:
+        return hook
+    cells = tuple(CellType(memo.get(id(cell.cell_contents), cell.cell_contents)) for cell in hook.__closure__)
+    made = FunctionType(hook.__code__, hook.__globals__, hook.__name__, hook.__defaults__, cells)
+    made.__kwdefaults__ = hook.__kwdefaults__
     return made
 
 

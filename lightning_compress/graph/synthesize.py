@@ -126,12 +126,15 @@ class Synthetic:
         places: of each tensor what its dimensions count: rows, or tokens of a group; None: the size is a constant.
         has_fewer_rows: their number is no multiple of the true one.
         is_true: it is one of the user's.
+        staying: (tensor, dimension) of rows that are as many in all true batches, unlike those of other tensors: the
+            two ends of a graph's edges, [2, E].
     """
 
     tensors: tuple[Tensor, ...]
     places: tuple[tuple[str | None, ...], ...]
     has_fewer_rows: bool = False
     is_true: bool = False
+    staying: frozenset[tuple[int, int]] = frozenset()
 
     @property
     def dynamic(self) -> tuple[tuple[bool, ...], ...]:
@@ -194,9 +197,10 @@ def synthesize(
         or any((dims[d] is not None or (index, d) in fixed) and d != row_dims[index] for d in range(tensor.ndim))
         for index, (tensor, dims) in enumerate(zip(tensors, places, strict=True))
     )
+    staying = _staying(sizes, row_dims)
     fixes_rows = any((index, dim) in fixed for index, dim in enumerate(row_dims))
     if as_they_are or (not only_tokens and fixes_rows) or any(_OF_IMAGES in of_tensor for of_tensor in places):
-        true = Synthetic(tuple(tensors), places, is_true=True)
+        true = Synthetic(tuple(tensors), places, is_true=True, staying=staying)
         return true, replace(true, tensors=tuple(_most_different(tensors, true.dynamic, others)))
     taken: set[int] = set()
     made = []
@@ -206,7 +210,7 @@ def synthesize(
         new = _new_lengths(given, taken) if only_tokens else given
         factor = (rows, given_rows if few else 1)
         resized = [_resized(tensor, of_tensor, new, factor) for tensor, of_tensor in zip(tensors, places, strict=True)]
-        made.append(Synthetic(tuple(resized), places, few and given_rows > 1))
+        made.append(Synthetic(tuple(resized), places, few and given_rows > 1, staying=staying))
     return made[0], made[1]
 
 
@@ -267,6 +271,12 @@ def _lengths(
         if len(set(sizes[index][1])) > 1 and sizes[index][1] not in lengths.values():
             lengths[paths[index]] = sizes[index][1]
     return lengths
+
+
+def _staying(sizes: Sequence[Sequence[tuple[int, ...]]], row_dims: Sequence[int]) -> frozenset[tuple[int, int]]:
+    rows = [(index, dim) for index, dim in enumerate(row_dims) if sizes[index]]
+    stay = [(index, dim) for index, dim in rows if len(set(sizes[index][dim])) == 1]
+    return frozenset(stay) if len(stay) < len(rows) else frozenset()
 
 
 def _num_rows(tensors: Sequence[Tensor], lengths: Sequence[int]) -> int:

@@ -157,7 +157,7 @@ def trace(
                 cut, fixed, told = fall_back(root, cut, fixed, outcome, frozenset(leaf_names))
             except UntraceableModelError as error:
                 fixed, how = _otherwise(error, batches[0], rows, fixed)
-                fallbacks = {"": _of_one_size(f"as many rows only: {error.__cause__}")} if fixed else {}
+                fallbacks = {"": _of_one_size(f"as many rows only: {error.__cause__}")} if rows <= fixed else {}
                 cut, made = first, partial(made, **how)
                 continue
             fallbacks |= {each.module: each for each in told if each.hidden or each.module not in fallbacks}
@@ -179,19 +179,21 @@ def _otherwise(
     error: UntraceableModelError, tried: Synthetic, rows: Fixed, fixed: Fixed
 ) -> tuple[Fixed, dict[str, bool]]:
     """For another try where sizes do not fit together, which of them are constants, and how batches are made: because
-    a model takes so many rows together, with a multiple of the true batch's rows; then with all of them constant;
-    because values tell of sizes (how long each row is), with the true batches.
+    a model takes so many rows together, with a multiple of the true batch's rows; then with those constant that are no
+    rows, as other batches show; then with all of them constant; because values tell of sizes (how long each row is),
+    with the true batches.
 
     Raises:
         UntraceableModelError: the given one, where it is about something else or nothing is left.
     """
     kind = type(error.__cause__)
-    if tried.is_true or kind not in (RuntimeError, IndexError, ValueError, AssertionError):
+    are_left = kind is RuntimeError and bool(fixed) and fixed == tried.staying
+    if (tried.is_true and not are_left) or kind not in (RuntimeError, IndexError, ValueError, AssertionError):
         raise error
     if kind is RuntimeError and tried.has_fewer_rows:
         return frozenset(), {"repeats_rows": True}
     if kind is RuntimeError and not rows <= fixed:
-        return rows, {"repeats_rows": True}
+        return (rows if tried.staying <= fixed else tried.staying), {"repeats_rows": True}
     return frozenset(), {"as_they_are": True}
 
 

@@ -350,6 +350,30 @@ def test_packed_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     check_inputs(Classifier(), batches, monkeypatch)
 
 
+class Graph(nn.Module):
+    """Sums over edges [2, E] among nodes, to which it adds one from each node to itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = linear(), linear()
+
+    def forward(self, batch: Any) -> Tensor:
+        own = torch.arange(batch["x"].shape[0]).expand(2, -1)
+        source, target = torch.cat([batch["edges"], own], 1)
+        y = self.first(batch["x"])
+        found: Tensor = self.last(torch.zeros_like(y).index_add(0, target, y[source]))
+        return found
+
+
+def test_graphs_of_other_numbers_of_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ends of edges are no rows, as the batches show. Seen to fail: recorded for as many nodes only."""
+    batches = [
+        {"x": torch.randn(nodes, WIDTH), "edges": torch.randint(nodes, (2, edges))}
+        for nodes, edges in ((9, 20), (7, 16), (5, 11))
+    ]
+    check_inputs(Graph(), batches, monkeypatch)
+
+
 class KeepsOutput(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -361,6 +361,26 @@ def test_hooks_that_cannot_be_copied_are_shared() -> None:
     assert watcher.seen == 1
 
 
+class Features(Stepping):
+    """Hooks of its own keep what its `forward` reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, Tensor] = {}
+        self.net[0].register_forward_hook(lambda module, args, output: self.seen.update(first=output))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.clear()
+        return super().forward(x) + self.seen["first"].mean()
+
+
+def test_hooks_around_a_module_are_around_its_copy(output_dir: Path) -> None:
+    """Seen to fail: a checkpoint that is right, told as different, as the hook wrote to the original."""
+    report = compress(Features(), [[torch.randn(4, 16)] for _ in range(2)], PER_CHANNEL, output_dir)
+    assert report.verification is not None
+    assert report.verification.passed, report.verification.verdict
+
+
 def test_outputs_are_compared_on_afew_tokens() -> None:
     """Of the sample that has most of them, wherever its padding is."""
     ids = torch.arange(600).reshape(2, 300)
