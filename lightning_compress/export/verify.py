@@ -330,7 +330,7 @@ def _copy_of(root: nn.Module) -> nn.Module:
 
 def _around(hook: Any, memo: Mapping[int, Any]) -> Any:
     """A hook; of a function (`lambda *_: self.seen.append(1)`), one that closes over what `memo` has of each object."""
-    if not isinstance(hook, FunctionType) or hook.__closure__ is None:
+    if not isinstance(hook, FunctionType) or hook.__closure__ is None or CellType() in hook.__closure__:  # one is empty
         return hook
     cells = tuple(CellType(memo.get(id(cell.cell_contents), cell.cell_contents)) for cell in hook.__closure__)
     made = FunctionType(hook.__code__, hook.__globals__, hook.__name__, hook.__defaults__, cells)
