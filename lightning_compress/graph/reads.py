@@ -16,7 +16,7 @@ from lightning_compress.graph.restore import assigned
 from lightning_compress.recipe.forms import reader
 
 _NUMBER = re.compile(r"\d+")
-_PASSING_ON = ("__getattr__", "passing_on")
+_PASSING_ON = ("__getattr__", "attribute_of_either", "passing_on")
 """Functions that are asked in a reader's name: of a subclass, and of `methods.behaviour`."""
 
 

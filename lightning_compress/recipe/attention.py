@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_compress.recipe.forms import share_hooks
+from lightning_compress.recipe.forms import attribute_of_either, share_hooks
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 _STACKS = ("in_proj_weight", *(f"{name}_weight" for name in _PROJECTIONS), "in_proj_bias")
@@ -59,14 +59,8 @@ class Attention(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         """What else it has: models read its number of heads."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if "folded" not in self.__dict__:  # while it is copied
-                raise
-            if name in _STACKS:
-                return self._whole(name)
-            return getattr(self.folded, name)
+        is_in_parts = name in _STACKS and "folded" in self.__dict__  # it is not while it is copied
+        return self._whole(name) if is_in_parts else attribute_of_either(self, name)
 
     def _whole(self, name: str) -> Tensor | None:
         """The values of a parameter that is in parts here, for code that reads it."""

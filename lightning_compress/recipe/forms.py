@@ -75,12 +75,7 @@ class OfItsOwn(nn.Linear):
 
     def __getattr__(self, name: str) -> Any:
         """What else the module has."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if "folded" not in self.__dict__:  # while it is copied
-                raise
-            return getattr(self.folded, name)
+        return attribute_of_either(self, name)
 
 
 @final
@@ -116,12 +111,7 @@ class Convolution(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         """What else a convolution has: models read its stride."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if "folded" not in self.__dict__:  # while it is copied
-                raise
-            return getattr(self.folded, name)
+        return attribute_of_either(self, name)
 
     def forward(self, image: Tensor) -> Tensor:
         """Of images [B, C, H, W] or [C, H, W], or of sequences [B, C, L] or [C, L]."""
@@ -325,6 +315,16 @@ def as_matrix(folded: Convolving | pytorch_utils.Conv1D) -> nn.Parameter:
     view = nn.Parameter(weight.flatten(1) if isinstance(folded, Convolving) else weight.t(), requires_grad=False)
     view.origin = folded.weight  # type: ignore[attr-defined]
     return view
+
+
+def attribute_of_either(module: nn.Module, name: str) -> Any:
+    """Of a module in the place of another: its own, or else that of the other, `folded`."""
+    try:
+        return nn.Module.__getattr__(module, name)
+    except AttributeError:
+        if "folded" not in module.__dict__:  # while it is copied
+            raise
+        return getattr(module.__dict__["folded"], name)
 
 
 def share_hooks(module: nn.Module, folded: nn.Module) -> None:
