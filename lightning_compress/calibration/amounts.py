@@ -1,12 +1,17 @@
-"""How many bytes, and calls, there are: what `footprint` adds up."""
+"""How many bytes, and how much work, there are: what `footprint` adds up."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from math import inf
 
+from lightning_compress.algorithms.base import Algorithm
+from lightning_compress.algorithms.tiling import Tiling
 from lightning_compress.graph.leaf import Leaf
 from lightning_compress.graph.stages import Step
+from lightning_compress.memory.work import Work
 from lightning_compress.statistics import Statistic
+
+_PER_CALL, _PER_GROUP, _PER_MODULE = 14, 55, 190  # on an H100's host (docs/gpu.md)
 
 
 def statistics_bytes(gathered: Iterable[Mapping[type[Statistic], Statistic]], below: float = inf) -> int:
@@ -27,9 +32,21 @@ def worst_mixture(before: Sequence[int], after: Sequence[int]) -> int:
     return max((done[number] + left[number + 1] for number in range(len(before))), default=0)
 
 
-def calls_by_python(step: Step) -> int:
-    """What Python goes through for a batch of a step: nodes, the Linears of those that are experts, and what is
-    observed."""
+def calls_beside_batch(step: Step) -> int:
+    """How many operators take as long to call as what Python does beside those of a batch: for every node, Linear of
+    experts, which are one node, and source that is observed."""
     calls = [node.target.grouped for node in step.nodes if isinstance(node.target, Leaf)]
     linears = sum(len(members) for grouped in calls if grouped is not None for members in grouped.members)
-    return len(step.nodes) + linears + len(step.observe)
+    return _PER_CALL * (len(step.nodes) + linears + len(step.observe))
+
+
+def work_of_solves(
+    algorithm: Algorithm, num_rows: int, num_channels: int, tiling: Tiling, number: int, num_members: int, ranks: int
+) -> Work:
+    """What a rank does to solve `number` groups of so many members, which have that many stacked rows, on a GPU: calls,
+    those among them that stack and check each group, pack its members, put them in place and record them."""
+    serial, shared = (number * cost for cost in algorithm.costs(num_rows, num_channels))
+    mine, own_rows = -(-number // ranks), -(-num_rows * number // max(number, ranks))  # whole groups, or rows of one
+    calls = algorithm.calls(own_rows, num_channels, tiling, mine) + number * (_PER_GROUP + _PER_MODULE * num_members)
+    packing = number * num_rows * num_channels / ranks
+    return {"call": calls, "product float32": serial + shared / ranks, "packing": packing}

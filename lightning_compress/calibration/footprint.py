@@ -32,7 +32,7 @@ from torch import Tensor, fx
 
 from lightning_compress.algorithms.base import result_bytes
 from lightning_compress.algorithms.tiling import tiling_of
-from lightning_compress.calibration.amounts import calls_by_python, statistics_bytes, worst_mixture
+from lightning_compress.calibration.amounts import calls_beside_batch, statistics_bytes, work_of_solves, worst_mixture
 from lightning_compress.calibration.batches import num_elements
 from lightning_compress.calibration.flow import Values, run_step
 from lightning_compress.calibration.loop import Calibration
@@ -59,8 +59,6 @@ from lightning_compress.memory.work import Work, WorkMeter, times
 
 PACKING = 16
 """Bytes per weight that compressed-tensors has alive while it packs one module, its result included (0.19 and 0.20)."""
-# as many operators' time is Python's for a call, a group beside its solve, a module's packing and record (an H100)
-_CALLS_PER_CALL, _CALLS_PER_GROUP, _CALLS_PER_MODULE = 14, 55, 190
 _CPU = torch.device("cpu")
 
 
@@ -211,7 +209,7 @@ class _Meter:
     def _work_of_all(self, step: Step) -> Work:
         """The work of all batches, that of the largest being known; the others' is in the ratio of their sizes."""
         ratio = sum(self._numbers) / max(num_elements(self._largest), 1)
-        calls = self._work.work["call"] + (0 if self._is_on_cpu else _CALLS_PER_CALL * calls_by_python(step))
+        calls = self._work.work["call"] + (0 if self._is_on_cpu else calls_beside_batch(step))
         return {**times(self._work.work, ratio), "call": calls * len(self._numbers)}
 
     @property
@@ -288,11 +286,8 @@ class _Meter:
         self._memory.stands_for([merged, stacked, *in_pieces(workspace, piece)])
         self._memory.stands_for([results + added, *in_pieces(packing, packing // PACKING * 4)])
         size = self._run.collective.size
-        serial, shared = (number * cost for cost in assignment.algorithm.costs(num_rows, num_channels))
-        mine, own_rows = -(-number // size), -(-num_rows * number // max(number, size))  # whole groups, or rows of one
-        calls = assignment.algorithm.calls(own_rows, num_channels, tiling, mine)
-        calls, cost = calls + number * (_CALLS_PER_GROUP + _CALLS_PER_MODULE * len(weights)), serial + shared / size
-        solving = {"solve": cost} if self._is_on_cpu else {"call": calls, "product float32": cost}
+        work = work_of_solves(assignment.algorithm, num_rows, num_channels, tiling, number, len(weights), size)
+        on_cpu = {"solve": work["product float32"], "packing": work["packing"]}
         moment = Moment(
             "solve",
             ", ".join(name for group in groups for name in group.members),
@@ -301,7 +296,7 @@ class _Meter:
             statistics=held.statistics,
             workspace=workspace_there,
             on_host=on_host,
-            work={**solving, "packing": number * num_rows * num_channels / size},
+            work=on_cpu if self._is_on_cpu else work,
         )
         return moment, added
 
