@@ -1,11 +1,14 @@
 """For all tests: one thread and a fixed seed, so that every number is the same wherever this runs."""
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 import transformers
+from matplotlib.figure import Figure
+
+from lightning_compress.report import figures, html
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -29,3 +32,16 @@ def reproducible() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def figures_drawn_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The figure of a report's page is drawn, but not laid out and printed as SVG, which takes longer than the run of
+    a tiny model (0.3 s, in hundreds of tests). Where it is looked at this is overridden: in `report/` and
+    `plugin/test_plan.py`."""
+
+    def drawn(errors: Sequence[tuple[str, float]]) -> str:
+        figures.error_figure.__wrapped__(Figure().add_subplot(), errors)  # type: ignore[attr-defined]
+        return ""
+
+    monkeypatch.setattr(html, "error_figure", drawn)

@@ -38,6 +38,11 @@ pytestmark = pytest.mark.usefixtures("rates")
 DATA = ("data.num_samples=6", "data.max_length=32")
 
 
+@pytest.fixture(autouse=True)
+def figures_drawn_only() -> None:
+    """Not here: a page holds all its figures."""
+
+
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
 def test_a_plan_is_made_kept_and_run(
     command: Command, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
