@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 from helpers import Harmful
+from processes import SERVER
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -77,7 +77,12 @@ def save(rank: int, folder: Path) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("sharded")
-    mp.spawn(save, (path,), nprocs=RANKS)  # type: ignore[no-untyped-call]
+    ranks = [SERVER.Process(target=save, args=(rank, path)) for rank in range(RANKS)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(100)
+    assert [rank.exitcode for rank in ranks] == [0] * RANKS
     shutil.rmtree(path / "made", ignore_errors=True)  # `dcp.save` reads the metadata of others
     return path
 
