@@ -1,7 +1,6 @@
 """Experts of a layer in parts: what that costs and saves, and who decides on how many."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -117,12 +116,21 @@ def test_numbers_that_make_no_sense() -> None:
     assert prepare(model_of(1), batches(1), HOW, expert_parts=100).expert_parts == 8
 
 
+@pytest.fixture(scope="module")
+def in_four_parts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """What a run that is told so writes."""
+    folder = tmp_path_factory.mktemp("parts") / "whole"
+    compress(model_of(num_experts=32), batches(), HOW, folder, expert_parts=4, verify=False)
+    return contents(folder)
+
+
 @pytest.mark.parametrize("keep", [False, True])
-def test_a_run_is_continued_in_the_parts_that_it_began_with(keep: bool, tmp_path: Path) -> None:
+def test_a_run_is_continued_in_the_parts_that_it_began_with(
+    keep: bool, in_four_parts: dict[str, bytes], tmp_path: Path
+) -> None:
     """Whatever the budget is then. Seen to fail: with as many as the new budget asks for, which is another run."""
     given: dict[str, Any] = {"verify": False, "keep_activations": keep}
     small = MemoryConfig(device_budget="20MiB")
-    compress(model_of(num_experts=32), batches(), HOW, tmp_path / "whole", memory=small, **given)
     begun = run_job(prepare(model_of(num_experts=32), batches(), HOW, tmp_path / "out", memory=small, **given))
     for _ in range(4):
         next(begun)
@@ -131,8 +139,7 @@ def test_a_run_is_continued_in_the_parts_that_it_began_with(keep: bool, tmp_path
     assert job.expert_parts == 4
     report = run(job)
     assert report.num_resumed == 4
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-    shutil.rmtree(tmp_path / "whole")
+    assert contents(tmp_path / "out") == in_four_parts
     again = prepare(model_of(num_experts=32), batches(), HOW, tmp_path / "out", **given)
     assert again.expert_parts == 1, "a finished run is replaced by one of its own"
 
