@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 from helpers import contents
-from plugin.conftest import Command, checkpoint, command, rates
+from plugin.conftest import Command, checkpoint, command, rates, texts
 from processes import Script
 
 from lightning_compress.calibration.resume import MANIFEST
 
-__all__ = ["checkpoint", "command", "rates"]  # fixtures
+__all__ = ["checkpoint", "command", "rates", "texts"]  # fixtures
 SCRIPT = str(Path(__file__).parents[1] / "plugin" / "trainer_of_ranks.py")
 COMMAND = str(Path(__file__).parents[1] / "plugin" / "command_of_ranks.py")
 TIMEOUT = 25
@@ -140,6 +140,7 @@ def test_a_plan_on_two_nodes(
     nodes: tuple[str, str],
     command: Command,
     checkpoint: Path,
+    texts: tuple[str, str],
     tmp_path: Path,
 ) -> None:
     """Each of one rank and with a disk of its own: one plans, both follow, and the files are those of one process that
@@ -147,7 +148,7 @@ def test_a_plan_on_two_nodes(
     disks, out = (tmp_path / "disk a", tmp_path / "disk b"), tmp_path / "out"
     for folder in (*disks, out):
         folder.mkdir()
-    given = ("compress", f"model.path={checkpoint}", "data.num_samples=6", "data.max_length=32", "trainer=cpu")
+    given = ("compress", f"model.path={checkpoint}", *texts, "data.num_samples=6", "data.max_length=32", "trainer=cpu")
     told = ("data.batch_size=2", "model.load=disk", "calibration.schedule=block")
     planned = (COMMAND, "64", *given, *told, "plan=auto", f"output_dir={out}")
     processes = start(nodes, out, disks, planned, ranks=1)

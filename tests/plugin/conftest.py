@@ -193,6 +193,14 @@ def _clean_state() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """A short file as the data of a command in a process of its own, which reads `data=docs` in 3 s."""
+    file = tmp_path_factory.mktemp("texts") / "topics.txt"
+    file.write_text("\n\n".join(load_documents(load_data_config({"source": "docs"}))[:40]), encoding="utf-8")
+    return "data=text", f"data.files=[{file}]"
+
+
+@pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama with a tokenizer, as save_pretrained leaves them."""
     folder = tmp_path_factory.mktemp("cli") / "tiny"

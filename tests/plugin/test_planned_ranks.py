@@ -17,7 +17,12 @@ from .conftest import Command, refused
 
 pytestmark = pytest.mark.usefixtures("rates")
 SCRIPT = Path(__file__).with_name("command_of_ranks.py")
-DATA = ("data.num_samples=6", "data.max_length=32")
+Data = tuple[str, ...]
+
+
+@pytest.fixture
+def data(texts: tuple[str, str]) -> Data:
+    return *texts, "data.num_samples=6", "data.max_length=32"
 
 
 def on_two_ranks(
@@ -44,10 +49,10 @@ def on_two_ranks(
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
-def test_one_rank_plans_for_all(command: Command, checkpoint: Path, tmp_path: Path) -> None:
+def test_one_rank_plans_for_all(command: Command, checkpoint: Path, data: Data, tmp_path: Path) -> None:
     """The files are those of one process that was told the same. Seen to fail: with the other rank planning, too, for
     which it measured the machine that it has no rates of."""
-    given = ("compress", f"model.path={checkpoint}", *DATA, "calibration.schedule=block")
+    given = ("compress", f"model.path={checkpoint}", *data, "calibration.schedule=block")
     ends = on_two_ranks(*given, "plan=auto", f"output_dir={tmp_path / 'two'}", cache_of_rank_1=tmp_path / "no rates")
     assert [end.returncode for end in ends] == [0, 0], "\n".join(end.stderr for end in ends)
     assert ends[0].stdout.count("plan: schedule block, ") == 1
@@ -62,11 +67,13 @@ def test_one_rank_plans_for_all(command: Command, checkpoint: Path, tmp_path: Pa
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
-def test_a_run_that_is_continued_follows_its_plan(command: Command, checkpoint: Path, tmp_path: Path) -> None:
+def test_a_run_that_is_continued_follows_its_plan(
+    command: Command, checkpoint: Path, data: Data, tmp_path: Path
+) -> None:
     """Though one made now would be another: of schedule staged, here. Seen to fail: without the plan that is kept, for
     which the run in the folder is another one."""
     out, told = tmp_path / "two", ("data.batch_size=2", "model.load=disk")
-    given = ("compress", f"model.path={checkpoint}", *DATA, "plan=auto", f"output_dir={out}")
+    given = ("compress", f"model.path={checkpoint}", *data, "plan=auto", f"output_dir={out}")
     assert all(end.returncode for end in on_two_ranks(*given, *told, "calibration.schedule=block", STOPS_AFTER="2"))
     assert json.loads((out / PLAN).read_text())["best"]["choice"]["schedule"] == "block"
     message = refused(command, *given, "trainer=cpu", "data.batch_size=3")
@@ -80,27 +87,28 @@ def test_a_run_that_is_continued_follows_its_plan(command: Command, checkpoint: 
     assert contents(out) == contents(tmp_path / "one"), "and the plan is gone"
 
 
-def test_the_least_that_any_rank_has(checkpoint: Path, tmp_path: Path) -> None:
+def test_the_least_that_any_rank_has(checkpoint: Path, data: Data, tmp_path: Path) -> None:
     """Is what there is; both end, and one says that nothing fits. Seen to fail: with what rank 0 has alone."""
-    given = ("compress", f"model.path={checkpoint}", *DATA, f"output_dir={tmp_path / 'out'}", "plan=auto")
+    given = ("compress", f"model.path={checkpoint}", *data, f"output_dir={tmp_path / 'out'}", "plan=auto")
     ends = on_two_ranks(*given, left_on_rank_1=0)
     assert all(end.returncode == 1 for end in ends)
     assert "".join(end.stderr for end in ends).count("lightning-compress: No plan fits host=") == 1
 
 
-def test_ranks_that_are_told_different_things(checkpoint: Path, tmp_path: Path) -> None:
+def test_ranks_that_are_told_different_things(checkpoint: Path, data: Data, tmp_path: Path) -> None:
     given = ("compress", f"model.path={checkpoint}", f"output_dir={tmp_path / 'out'}", "plan=auto")
-    ends = on_two_ranks(*given, *DATA, of_rank=((), ("data.batch_size=2",)))
+    *texts, few, length = data
+    ends = on_two_ranks(*given, *data, of_rank=((), ("data.batch_size=2",)))
     assert any("rank 1 runs on cpu and may choose from Choices(batch_size=(2,)" in end.stderr for end in ends)
-    ends = on_two_ranks(*given, *DATA[1:], of_rank=(DATA[:1], ("data.num_samples=8",)))
+    ends = on_two_ranks(*given, *texts, length, of_rank=((few,), ("data.num_samples=8",)))
     assert "plan=auto is for something else: data.num_samples 6 in the plan, 8 here. Give every" in ends[1].stderr
     assert "CompressionError: plan=auto is for something else" in ends[0].stderr, "and it does not begin"
     assert not (tmp_path / "out").exists()
 
 
-def test_a_plan_is_for_the_ranks_that_run_it(command: Command, checkpoint: Path, tmp_path: Path) -> None:
+def test_a_plan_is_for_the_ranks_that_run_it(command: Command, checkpoint: Path, data: Data, tmp_path: Path) -> None:
     """Lightning starts the other one here. Of one node's memory each of its ranks has its share."""
-    where, file = (f"model.path={checkpoint}", *DATA), tmp_path / "plan.json"
+    where, file = (f"model.path={checkpoint}", *data), tmp_path / "plan.json"
     plan = ("plan", *where, "choices.batch_size=[2]", "choices.load=[disk]", "host=100GiB", f"json={file}")
     here = ("compress", *where, f"output_dir={tmp_path / 'out'}", f"plan={file}")
     assert "of 100.00 GiB" in command(*plan, "ranks=4", "nodes=2")

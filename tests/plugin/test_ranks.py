@@ -176,11 +176,17 @@ def run_command(*of_ranks: list[str]) -> list[Ended]:
     return [rank.wait() for rank in ranks]
 
 
-def test_the_command_measures_on_all_of_them(checkpoint: Path, tmp_path: Path) -> None:
+def test_the_command_measures_on_all_of_them(checkpoint: Path, texts: tuple[str, str], tmp_path: Path) -> None:
     """Before and after a compression, and of its checkpoint; one rank says it, and draws bars. Seen to fail: with
     perplexities of rank 0 alone; without `bars_of_first`, of transformers."""
-    options = ["data.num_samples=4", "data.max_length=32", "data.batch_size=2", "recipe=w4a16_rtn"]
-    held_out = ["data@held_out=docs_test", "held_out.num_samples=11", "held_out.max_length=32", "held_out.batch_size=2"]
+    options = [*texts, "data.num_samples=4", "data.max_length=32", "data.batch_size=2", "recipe=w4a16_rtn"]
+    held_out = [
+        "data@held_out=text",
+        texts[1].replace("data.", "held_out."),
+        "held_out.num_samples=11",
+        "held_out.max_length=32",
+        "held_out.batch_size=2",
+    ]
     given = ["compress", f"model.path={checkpoint}", "trainer.accelerator=cpu", *options, *held_out]
     extra, said = [], []
     for size in (1, 2):
@@ -193,21 +199,28 @@ def test_the_command_measures_on_all_of_them(checkpoint: Path, tmp_path: Path) -
         extra.append(report["extra"])
         assert ["it/s" in end.stderr for end in ends] == [True, False][:size]
         assert "Loading weights: 100%" in ends[0].stderr
-        evaluate = ["evaluate", f"model.path={out}", "data.num_samples=11", "data.max_length=32", "data.batch_size=2"]
+        evaluate = [
+            "evaluate",
+            f"model.path={out}",
+            *texts,
+            "data.num_samples=11",
+            "data.max_length=32",
+            "data.batch_size=2",
+        ]
         said.append("".join(end.stdout for end in run_command(*[[*evaluate, "device=cpu"]] * size)))
     assert set(extra[0]) == {"perplexity_before", "perplexity_after"}
     assert extra[0] == extra[1]
     assert said[0] == said[1] == f"perplexity {extra[0]['perplexity_after']:.4f}\n"
 
 
-def test_an_error_is_said_once(checkpoint: Path) -> None:
+def test_an_error_is_said_once(checkpoint: Path, texts: tuple[str, str]) -> None:
     """That of all ranks by one of them, that of one by itself, and by the other why it ends."""
     both = run_command(*[["evaluate", "model.path=/nowhere", "device=cpu"]] * 2)
     assert [end.returncode for end in both] == [1, 1]
     message = "lightning-compress: model.path=/nowhere: there is no such folder."
     assert "".join(end.stderr for end in both).count(message) == 1
     paths = (checkpoint, "/nowhere")
-    here, there = run_command(*[["evaluate", f"model.path={path}", "device=cpu"] for path in paths])
+    here, there = run_command(*[["evaluate", f"model.path={path}", *texts, "device=cpu"] for path in paths])
     assert (here.returncode, there.returncode) == (1, 1)
     assert message in there.stderr
     assert "Rank 0 of 2 could not go on with comparing model and data to be evaluated" in here.stderr
