@@ -29,6 +29,7 @@ class Case:
     batch_size: int
     num_bits: int
     group_size: int  # 0: a scale for each output channel
+    preset: str | None  # of compressed-tensors, in place of what describes weights and inputs
     activation_bits: int | None  # of inputs, quantized dynamically for every token; None: left alone
     dampening: float
     scales: str  # of each group: from its range ("minmax"), searched ("mse"), weighted by input energy ("weighted")
@@ -74,6 +75,7 @@ def read_case() -> Case:
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--num-bits", type=int, default=4)
     parser.add_argument("--group-size", type=int, default=128)
+    parser.add_argument("--preset")
     parser.add_argument("--activation-bits", type=int)
     parser.add_argument("--dampening", type=float, default=0.01)
     parser.add_argument("--scales", choices=("minmax", "mse", "weighted"), default="minmax")

@@ -37,7 +37,7 @@ class Unpacked:
 
 
 def solve(model: PreTrainedModel, loader: DataLoader[Batch], case: Case) -> dict[str, object]:
-    scheme = {"weights": case.weights, "input_activations": case.input_activations}
+    scheme = case.preset or {"weights": case.weights, "input_activations": case.input_activations}
     modifier = {"algorithm": case.algorithm, "scheme": scheme, "ignore": ["lm_head"]}
     if case.algorithm == "gptq":
         modifier |= {

@@ -5,7 +5,7 @@ batches as ours.
 """
 
 from _gptq_case import Batch, Case, read_case, run
-from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, preset_name_to_scheme
 from llmcompressor import oneshot
 from llmcompressor.modifiers.gptq import GPTQModifier
 from loguru import logger
@@ -15,12 +15,19 @@ from transformers import AutoTokenizer, PreTrainedModel
 OBSERVERS = {"minmax": "memoryless_minmax", "mse": "memoryless_mse", "weighted": "imatrix_mse"}
 
 
+def scheme_of(case: Case) -> QuantizationScheme:
+    if case.preset is not None:
+        return preset_name_to_scheme(case.preset, ["Linear"])
+    inputs = None if case.input_activations is None else QuantizationArgs(**case.input_activations)
+    return QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**case.weights), input_activations=inputs)
+
+
 def solve(model: PreTrainedModel, loader: DataLoader[Batch], case: Case) -> dict[str, object]:
     """Quantize the model in memory."""
     tokenizer = AutoTokenizer.from_pretrained(case.model)
-    inputs = None if case.input_activations is None else QuantizationArgs(**case.input_activations)
-    weights = QuantizationArgs(**case.weights, observer=OBSERVERS[case.scales])
-    scheme = QuantizationScheme(targets=["Linear"], weights=weights, input_activations=inputs)
+    scheme = scheme_of(case)
+    assert scheme.weights is not None
+    scheme.weights.observer = OBSERVERS[case.scales]
     recipe = GPTQModifier(
         config_groups={"group_0": scheme},
         ignore=["lm_head", "re:.*gate$"],

@@ -57,15 +57,20 @@ MODIFIERS: dict[str, list[dict[str, Any]]] = {
     "w4_embedding8_packed": embedded({**W8, "format": "pack-quantized"}),
     "w8_channel": [modifier({"weights": {**CHANNEL, "group_size": -1}})],  # of 8-bit experts vLLM 0.24 takes no null
     "w8a8_static": [modifier({"weights": CHANNEL, "input_activations": STATIC})],
+    "fp8_static": [modifier("FP8")],
+    "fp8_block": [modifier("FP8_BLOCK")],
+    "mxfp4": [modifier("MXFP4")],
+    "mxfp8": [modifier("MXFP8")],
 }
 """Recipes that are not shipped, by name."""
-LLAMA = ["w4a16_gptq", "w3a16_gptq", "w2a16_best", "w8a16_rtn", "w4_mixed_w8", "w8a8_gptq", *MODIFIERS]
+INTEGERS = ["w4a16_gptq", "w3a16_gptq", "w2a16_best", "w8a16_rtn", "w4_mixed_w8", "w8a8_gptq"]
+FLOATS = ["fp8_dynamic_rtn", "mxfp4a16_gptq", "nvfp4a16_gptq", "nvfp4_gptq"]
 RECIPES: dict[str, list[str]] = {
-    "llama": LLAMA,
+    "llama": [*INTEGERS, *FLOATS, *MODIFIERS],
     "qwen3": ["w4a16_gptq", "w4_mixed_w8", "w8a8_gptq", "w4_asymmetric"],
     "gemma3_text": ["w4a16_gptq", "w8a8_gptq"],
     "gpt2": ["w4a16_gptq", "w4_mixed_w8"],
-    "qwen3_moe": ["w4a16_gptq", "w8a16_rtn", "w8_channel", "w8a8_gptq", "w4_asymmetric"],
+    "qwen3_moe": ["w4a16_gptq", "w8a16_rtn", "w8_channel", "w8a8_gptq", "w4_asymmetric", *FLOATS],
     "mixtral": ["w4a16_gptq", "w3a16_gptq", "w8a8_gptq"],
 }
 

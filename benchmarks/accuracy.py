@@ -7,7 +7,8 @@ models    llama (256 wide), neox (GPT-NeoX: attention and MLP in parallel) and g
           smollm (SmolLM2-135M-Instruct, 576 wide, 30 layers), pretrained on two trillion tokens, comes by pip.
 schemes   weights of 4, 3 and 2 bits in groups of 128, 128 and 64 (of smollm, whose width 128 does not divide, in groups
           of 64); 4 bits with a scale for each output channel; 4 bits in groups with inputs of 8 bits, quantized for
-          every token. Symmetric; the head is left out.
+          every token. Symmetric. Of llama and smollm also presets of floats: FP8_DYNAMIC, MXFP4A16, NVFP4A16 and NVFP4.
+          The head is left out.
 seeds     of the calibration sample, 128 windows of 128 tokens (smollm: 256); all tools read the same file of tokens.
 columns   rtn: rounding to nearest, scales from the range. plain: the algorithm gptq with its defaults. corrected: and
           `correct: residual`. refit: and `refit: null`, chosen, as in the recipe `w2a16_best`.
@@ -41,7 +42,8 @@ AUTOROUND = ("torch==2.13.0", "auto-round==0.15.1")
 TRAINED, PRETRAINED = ("llama", "neox", "gemma"), ("smollm",)
 MODELS = (*TRAINED, *PRETRAINED)
 GGUF = ("gguf==0.19.0",)
-SCHEMES: dict[str, dict[str, int]] = {
+PRESETS = ("FP8_DYNAMIC", "MXFP4A16", "NVFP4A16", "NVFP4")
+SCHEMES: dict[str, dict[str, object]] = {
     "W4g128": {"num_bits": 4, "group_size": 128},
     "W3g128": {"num_bits": 3, "group_size": 128},
     "W2g64": {"num_bits": 2, "group_size": 64},
@@ -50,11 +52,13 @@ SCHEMES: dict[str, dict[str, int]] = {
     "W4g64": {"num_bits": 4, "group_size": 64},
     "W3g64": {"num_bits": 3, "group_size": 64},
     "W4A8g64": {"num_bits": 4, "group_size": 64, "activation_bits": 8},
+    **{preset: {"preset": preset} for preset in PRESETS},
 }
 SCHEMES_OF = {
     **dict.fromkeys(TRAINED, ("W4g128", "W3g128", "W2g64", "W4channel", "W4A8g128")),
     **dict.fromkeys(PRETRAINED, ("W4g64", "W3g64", "W2g64", "W4channel", "W4A8g64")),
 }
+SCHEMES_OF |= {model: (*SCHEMES_OF[model], *PRESETS) for model in ("llama", "smollm")}
 SEEDS = (0, 1, 2)
 NUM_SAMPLES = 128
 REFERENCE = "corrected"
@@ -212,12 +216,12 @@ def print_tables(rows: Sequence[Row]) -> None:
         if not mine:
             continue
         print(f"\n{model}, perplexity {mine[0].original:.3f} before quantization")
-        print(f"scheme     column      perplexity   less {REFERENCE} (standard error)   seconds   seeds")
+        print(f"scheme      column      perplexity   less {REFERENCE} (standard error)   seconds   seeds")
         for row in mine:
             difference = "" if row.difference is None or row.column == REFERENCE else f"{row.difference:+.3f}"
             error = "" if not difference or row.standard_error is None else f"({row.standard_error:.3f})"
             print(
-                f"{row.scheme:10} {row.column:10} {row.perplexity:11.3f} {difference:>16} {error:>16}"
+                f"{row.scheme:11} {row.column:10} {row.perplexity:11.3f} {difference:>16} {error:>16}"
                 f" {row.solve_s:9.1f} {row.num_seeds:7}"
             )
 

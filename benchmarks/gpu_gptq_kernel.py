@@ -20,8 +20,9 @@ from compressed_tensors.quantization import QuantizationArgs
 from lightning_compress.algorithms import kernels
 from lightning_compress.algorithms.base import runs
 from lightning_compress.algorithms.factor import factorize
+from lightning_compress.algorithms.grids import make_grid
 from lightning_compress.algorithms.nearest_plane import nearest_plane, quantize_block
-from lightning_compress.algorithms.scales import make_grid, minmax_scales
+from lightning_compress.algorithms.scales import minmax_scales
 from lightning_compress.algorithms.tiling import ON_GPU
 
 LLAMA_3_8B = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
@@ -58,8 +59,7 @@ def block(num_channels: int, num_rows: int, repeats: int) -> None:
         quantize_block(target.copy_(weight), weight, lower[None], *of_block, [num_rows])
 
     def with_kernel() -> None:
-        stored = (scale, None, groups, grid.low, grid.high)
-        of_block = (pivots, added, *stored, codes, delta.zero_(), error)
+        of_block = (pivots, added, scale, None, groups, grid, codes, delta.zero_(), error)
         kernels.quantize_block(target.copy_(weight), weight, lower[None], *of_block)
 
     eager, fused = median_us(without_kernel, max(repeats // 5, 3)), median_us(with_kernel, repeats)
