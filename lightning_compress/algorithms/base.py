@@ -1,7 +1,7 @@
 """What every algorithm is: a frozen set of options with a pure function (weight, statistics, scheme) -> `Solved`.
 
-Method: solving has a serial part, done once for all output rows (`prepare`: factorize the Gram, choose per-tensor
-scales), and a part in which every output row is independent of the others (`solve_parts`). The unit of the second is a
+Method: solving has a serial part, done once for all output rows (`prepare`: factorize the Gram, choose scales that rows
+share), and a part in which every output row is independent of the others (`solve_parts`). The unit of the second is a
 row tile (see `tiling`); what is done element by element takes several together (`stacks`), also of several weights
 (experts), which saves the cost of calls.
 
@@ -18,8 +18,9 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
+from lightning_compress.algorithms.grids import Grid
 from lightning_compress.algorithms.rows import ByRows, here
-from lightning_compress.algorithms.scales import Grid, Scales, choose_scales, num_groups
+from lightning_compress.algorithms.scales import Scales, choose_scales, num_groups
 from lightning_compress.algorithms.target import Correction
 from lightning_compress.algorithms.tiling import Tiling, tiling_of
 from lightning_compress.errors import NonFiniteError, SolveError
@@ -36,16 +37,17 @@ class Solved:
     """A quantized weight: the value of a code is `(code - zero_point) * scale`.
 
     Attributes:
-        codes: int8 [O, I], in [-2^(b-1), 2^(b-1) - 1], as compressed-tensors stores them before packing.
-        scale: [O, G] in the storage dtype; [O, 1] per channel; per tensor [O, 1] (each row its module's scale) until
-            `split` reduces it to the [1] that is stored.
+        codes: [O, I]: int8, in [-2^(b-1), 2^(b-1) - 1], or float8_e4m3fn (see `Grid.code_dtype`).
+        scale: [O, G] in the storage dtype, or float32 where that has fewer bits; [O, 1] per channel and per tensor.
+            Rows that share scales have each a copy until `split` reduces these to what is stored: [1] per tensor.
         zero_point: int8, the shape of `scale`; None for symmetric schemes.
         row_error: float64 [O], the error of each output row, (w - q) C (w - q)ᵀ with the Gram C (identity without one);
             where a correction was made, the error against what the original model has there.
         row_energy: float64 [O], w C wᵀ, or the mean square of that.
         damping: what was added to the Gram's diagonal, as a fraction of its mean; 0 where nothing was.
         notes: what the user should know, as sentences.
-        per_tensor: the scheme has one scale per module.
+        rows_together: rows of a module that share scales; None: all.
+        global_scale: what scales are stored times, see `Grid`; all modules that are solved together have one.
         correction: what was chosen (see `Correction.record`) where a correction was made.
         row_rounds: int8 [O], how many rounds of refitting were chosen for each row; None: their number was given.
     """
@@ -57,7 +59,8 @@ class Solved:
     row_energy: Tensor
     damping: float = 0.0
     notes: tuple[str, ...] = ()
-    per_tensor: bool = False
+    rows_together: int | None = 1
+    global_scale: float | None = None
     correction: Mapping[str, float] = field(default_factory=dict)
     row_rounds: Tensor | None = None
 
@@ -114,11 +117,11 @@ class Prepared:
     """What all row tiles of a weight share.
 
     Attributes:
-        grid: the integer grid of the scheme.
+        grid: of the scheme.
         gram: C, float32 [I, I]; None where the algorithm had none.
         weighting: float32 [I], what an error in each input channel counts when scales are searched; None: all the same.
         scale_search: search scales, instead of covering the whole range.
-        tensor_scales: for per-tensor schemes, the scales of all rows, [O, 1].
+        known_scales: of all rows, [O, G], where rows share them.
         factor: for algorithms that propagate errors.
         correction: what is quantized in the weight's place; None: the weight.
         notes: see `Solved`.
@@ -128,15 +131,15 @@ class Prepared:
     gram: Tensor | None = None
     weighting: Tensor | None = None
     scale_search: bool = False
-    tensor_scales: Scales | None = None
+    known_scales: Scales | None = None
     factor: Factor | None = None
     correction: Correction | None = None
     notes: tuple[str, ...] = ()
 
     def scales_of(self, weight: Tensor, rows: slice) -> Scales:
         """The scales of the rows `rows` of the weight, which are `weight` [R, I]."""
-        if self.tensor_scales is not None:
-            return self.tensor_scales.rows(rows)
+        if self.known_scales is not None:
+            return self.known_scales.rows(rows)
         return choose_scales(weight, self.weighting, self.grid, self.scale_search)
 
 
@@ -263,7 +266,7 @@ class Algorithm(ABC):
         Args:
             weight: any float dtype; not modified.
             statistics: of the shared input, by class; at least those that `statistics` names.
-            args: the scheme of the weights: int, 2 to 8 bits, tensor, channel or group strategy.
+            args: the scheme of the weights: what `make_grid` takes.
             scale_dtype: the dtype in which scales are stored; they are rounded to it before solving.
             row_splits: the rows of each module, which sum to O; one module by default.
 
@@ -329,15 +332,15 @@ def join(parts: Sequence[Solved]) -> Solved:
 
 
 def split(solved: Solved, row_splits: Sequence[int]) -> list[Solved]:
-    """The `Solved` of every stacked module; `row_splits` are their rows. Per-tensor scales become [1]."""
+    """The `Solved` of every stacked module; `row_splits` are their rows. Of rows that share scales one copy is left."""
     assert sum(row_splits) == solved.codes.shape[0]
     members = []
     start = 0
     for num_rows in row_splits:
         rows = slice(start, start + num_rows)
-        stored = slice(start, start + 1) if solved.per_tensor else rows
+        stored = slice(start, start + num_rows, solved.rows_together or num_rows)
         scale, zero_point = solved.scale[stored], None if solved.zero_point is None else solved.zero_point[stored]
-        if solved.per_tensor:
+        if solved.rows_together is None:
             scale, zero_point = scale.reshape(1), None if zero_point is None else zero_point.reshape(1)
         members.append(
             replace(

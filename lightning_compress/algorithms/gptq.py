@@ -50,16 +50,16 @@ from lightning_compress.algorithms.correction import (
 )
 from lightning_compress.algorithms.factor import MAX_DAMPING, PANEL, factorize
 from lightning_compress.algorithms.gptaq import STRENGTH, pass_on, pass_on_bytes
+from lightning_compress.algorithms.grids import make_grid, shares_rows
 from lightning_compress.algorithms.nearest_plane import ALIGNMENT, nearest_plane
 from lightning_compress.algorithms.refit import ROUNDS, Candidate, best_rows, errors_held_out, refit_bytes, refitted
 from lightning_compress.algorithms.rows import ByRows
 from lightning_compress.algorithms.scales import (
     Scales,
     calls_of_search,
-    make_grid,
     num_groups,
     scales_bytes,
-    tensor_scales,
+    scales_of_rows_together,
     values_of,
 )
 from lightning_compress.algorithms.target import row_errors
@@ -189,7 +189,7 @@ class Gptq(Algorithm):
         gram, vectors = 4 * num_channels**2, 40 * num_channels
         panels = 3 * 4 * PANEL * num_channels  # of the reordered Gram, and of the factor that takes its place
         scales = 0
-        if args.strategy == "tensor":
+        if shares_rows(args):
             scales = scales_bytes(num_rows, num_channels, args, self.scale_search, tiling)
         held = 2 * gram + vectors
         if self._corrects(kinds):
@@ -198,7 +198,7 @@ class Gptq(Algorithm):
                 if self.correct == "gptaq"
                 else correction_bytes(num_rows, num_channels, InputDrift in kinds, self.refit is None)
             )
-            whole = 8 * num_rows * num_channels if args.strategy == "tensor" else 0  # what is quantized, of all rows
+            whole = 8 * num_rows * num_channels if shares_rows(args) else 0  # what is quantized, of all rows
             correcting += gram if tiling.copies_factor else 0
             scales, held = max(scales + corrected + whole, correcting), held + corrected
         beside = gram if tiling.copies_factor else panels
@@ -242,7 +242,7 @@ class Gptq(Algorithm):
         by_rows: ByRows,
     ) -> Prepared:
         check_weight(weight, args)
-        grid = make_grid(args, weight.shape, scale_dtype, self.signed_scales)
+        grid = make_grid(args, weight.shape, scale_dtype, self.signed_scales).over(weight)
         statistic = input_gram(statistics)
         if statistic is None or not statistic.num_tokens + (statistic.num_lent or 0):
             raise SolveError(
@@ -265,7 +265,7 @@ class Gptq(Algorithm):
                 correction = correct(weight, gram, drift, *given, self.refit is None)
                 if not drift.inputs.num_held_out and None in (*given, self.refit):
                     notes.append(_NOT_CHOSEN)
-            if grid.per_tensor:
+            if grid.rows_together != 1:
                 tiles = [(weight[rows], rows) for rows in tiling_of(weight.device).row_tiles(len(weight))]
                 weight = torch.cat([correction.target(w, correction.lack.missing(w, rows)) for w, rows in tiles])
         elif self.correct != "none":
@@ -282,7 +282,7 @@ class Gptq(Algorithm):
             gram=gram,
             weighting=weighting,
             scale_search=self.scale_search,
-            tensor_scales=tensor_scales(weight, weighting, grid, self.scale_search, row_splits),
+            known_scales=scales_of_rows_together(weight, weighting, grid, self.scale_search, row_splits),
             factor=factor,
             correction=correction,
             notes=tuple(notes),
@@ -336,7 +336,7 @@ class Gptq(Algorithm):
             for place, (target, part) in enumerate(zip(targets, stack, strict=True)):
                 codes, gram = found[place][0], part.prepared.gram
                 assert gram is not None
-                scales[place] = refitted(target, gram, codes, scales[place], grid)
+                scales[place] = refitted(target, gram, codes, scales[place], part.prepared.grid)
                 error = row_products(target.float() - values_of(codes, scales[place], grid), gram)
                 tried[place].append((codes, scales[place], error))
         return [each[: 1 + most] for each, most in zip(tried, rounds, strict=True)]
@@ -345,7 +345,7 @@ class Gptq(Algorithm):
         return self.correct != "none" and any(issubclass(kind, Drift) for kind in kinds)
 
     def _rounds(self, prepared: Prepared) -> int:
-        if prepared.grid.per_tensor:
+        if prepared.grid.rows_together != 1:
             return 0
         if self.refit is not None:
             return self.refit
@@ -373,6 +373,7 @@ def _solved(codes: Tensor, scales: Scales, row_error: Tensor, row_energy: Tensor
         row_energy=row_energy,
         damping=prepared.factor.damping,
         notes=prepared.notes,
-        per_tensor=prepared.grid.per_tensor,
+        rows_together=prepared.grid.rows_together,
+        global_scale=prepared.grid.global_scale,
         correction={} if prepared.correction is None else prepared.correction.record,
     )

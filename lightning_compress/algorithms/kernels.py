@@ -19,6 +19,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from lightning_compress.algorithms.grids import Grid
+
 AVAILABLE = importlib.util.find_spec("triton") is not None
 
 _ROWS_PER_PROGRAM = 16
@@ -28,6 +30,16 @@ _NUM_WARPS = 4
 if AVAILABLE:
     import triton
     import triton.language as tl
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _rounded(q, low, high, shift, least, FLOATS: tl.constexpr):  # type: ignore[no-untyped-def]
+        """`Grid.round_`; beside `shift` float32 has no bits left that codes have not: those of floats, times a power of
+        two."""
+        q = tl.minimum(tl.maximum(q, low), high)
+        if FLOATS:
+            power = (q.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+            shift = tl.maximum(power, least) * shift
+        return (q + shift) - shift
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _block_kernel(  # type: ignore[no-untyped-def]
@@ -50,14 +62,16 @@ if AVAILABLE:
         pivot_stride,
         low,
         high,
+        shift,
+        least,
+        FLOATS: tl.constexpr,
         ASYMMETRIC: tl.constexpr,
         NUM_CHANNELS: tl.constexpr,
         CHANNELS: tl.constexpr,
         ROWS: tl.constexpr,
     ):
-        first = tl.program_id(0) * ROWS
-        factor = first // rows_of_factor
-        rows = first + tl.arange(0, ROWS)
+        factor = tl.program_id(0) * ROWS // rows_of_factor
+        rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         valid = rows < num_rows
         channels = tl.arange(0, CHANNELS)
         delta = tl.zeros((CHANNELS, ROWS), dtype=tl.float32)
@@ -67,8 +81,7 @@ if AVAILABLE:
             k = NUM_CHANNELS - 1 - step
             place = k * num_rows + rows
             group = tl.load(groups_ptr + k) * num_rows + rows
-            # Column k of the factor below its diagonal: the channels that are already quantized.
-            coefficients = tl.load(
+            coefficients = tl.load(  # column k of the factor below its diagonal: channels that are already quantized
                 lower_ptr + factor * lower_stride + channels * lower_row_stride + k * lower_column_stride,
                 mask=(channels > k) & (channels < NUM_CHANNELS),
                 other=0.0,
@@ -81,13 +94,12 @@ if AVAILABLE:
             if ASYMMETRIC:
                 z = tl.load(zero_point_ptr + group, mask=valid, other=0.0)
                 q += z
-            q = tl.minimum(tl.maximum(q, low), high)
-            q = (q + 12582912.0) - 12582912.0  # 1.5 * 2^23: rounds to nearest, ties to even
+            q = _rounded(q, low, high, shift, least, FLOATS)
             d = w - (q - z) * s
             delta = tl.where(channels[:, None] == k, d[None, :], delta)
             pivot, left = tl.load(pivot_ptr + factor * pivot_stride + k).to(tl.float64), (t - w + d).to(tl.float64)
             error += pivot * left * left - added * d.to(tl.float64) * d.to(tl.float64)
-            tl.store(codes_ptr + place, q.to(tl.int8), mask=valid)
+            tl.store(codes_ptr + place, q.to(codes_ptr.dtype.element_ty), mask=valid)
             tl.store(delta_ptr + place, d, mask=valid)
         tl.store(error_ptr + rows, error, mask=valid)
 
@@ -104,6 +116,9 @@ if AVAILABLE:
         group_size,
         low,
         high,
+        shift,
+        least,
+        FLOATS: tl.constexpr,
         ASYMMETRIC: tl.constexpr,
         NUM_SCALES: tl.constexpr,
         NUM_PARTS: tl.constexpr,
@@ -132,8 +147,7 @@ if AVAILABLE:
                     other=0.0,
                 ).to(tl.float32)
                 q = tl.div_rn(w, tl.broadcast_to(s[:, None], (ROWS, CHANNELS))) + z[:, None]
-                q = tl.minimum(tl.maximum(q, low), high)
-                q = (q + 12582912.0) - 12582912.0 - z[:, None]
+                q = _rounded(q, low, high, shift, least, FLOATS) - z[:, None]
                 cross += tl.sum(q * (w * d[None, :]), axis=1)
                 square += tl.sum(q * q * d[None, :], axis=1)
             tl.store(cross_ptr + place, cross, mask=valid)
@@ -150,7 +164,7 @@ def usable(tensor: Tensor) -> bool:
 def _launches(device: torch.device) -> bool:
     one = torch.ones(1, 1, 1, device=device)
     try:
-        moments(one[0], one[0, 0], one, None, 1, -8, 7)
+        moments(one[0], one[0, 0], one, None, Grid(-8, 7, True, 1, 1, torch.float32))
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
@@ -163,6 +177,12 @@ def _launches(device: torch.device) -> bool:
     return True
 
 
+def _rounding(grid: Grid) -> tuple[float, float, float, float]:
+    """The arguments of `_rounded`."""
+    floats = grid.floats
+    return grid.low, grid.high, grid.shift, 0.0 if floats is None else floats.least
+
+
 def quantize_block(
     target: Tensor,
     weight: Tensor,
@@ -172,8 +192,7 @@ def quantize_block(
     scale: Tensor,
     zero_point: Tensor | None,
     groups: Tensor,
-    low: int,
-    high: int,
+    grid: Grid,
     codes: Tensor,
     delta: Tensor,
     row_error: Tensor,
@@ -190,8 +209,8 @@ def quantize_block(
         pivots: [F, n], of the channels of the block.
         added: float64 [F], to the diagonal.
         scale, zero_point, groups: see `nearest_plane.quantize_block`.
-        low, high: the smallest and the largest code.
-        codes: written, int8 [n, T, H].
+        grid: of the codes.
+        codes: written, int8 [n, T, H]; float16 of grids of floats (Triton has FP8 on some GPUs only).
         delta: written, w - q.
         row_error: float64 [T, H], sum over k of pivot_k (t_k - q_k)^2 - added (w_k - q_k)^2 is added.
     """
@@ -214,8 +233,8 @@ def quantize_block(
             num_rows // len(lowers),
             *lowers.stride(),  # cuSOLVER's factors are stored by columns
             pivots.stride(0),
-            float(low),
-            float(high),
+            *_rounding(grid),
+            FLOATS=grid.floats is not None,
             ASYMMETRIC=zero_point is not None,
             NUM_CHANNELS=num_channels,
             CHANNELS=triton.next_power_of_2(num_channels),
@@ -230,11 +249,10 @@ def moments(
     weighting: Tensor,
     candidates: Tensor,
     zero_point: Tensor | None,
-    group_size: int,
-    low: int,
-    high: int,
+    grid: Grid,
 ) -> tuple[Tensor, Tensor]:
     """The contract of `scales.moments`."""
+    group_size = grid.group_size
     num_scales, num_rows, num_groups = candidates.shape
     cross, square = candidates.new_empty(2, *candidates.shape)
     channels = min(triton.next_power_of_2(group_size), _CHANNELS_AT_ONCE)
@@ -249,8 +267,8 @@ def moments(
             num_rows,
             num_groups,
             group_size,
-            float(low),
-            float(high),
+            *_rounding(grid),
+            FLOATS=grid.floats is not None,
             ASYMMETRIC=zero_point is not None,
             NUM_SCALES=num_scales,
             NUM_PARTS=triton.cdiv(group_size, channels),

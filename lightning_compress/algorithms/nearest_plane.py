@@ -16,7 +16,8 @@ from torch import Tensor
 
 from lightning_compress.algorithms import kernels
 from lightning_compress.algorithms.base import Factor
-from lightning_compress.algorithms.scales import Grid, Scales
+from lightning_compress.algorithms.grids import Grid
+from lightning_compress.algorithms.scales import Scales
 from lightning_compress.algorithms.threads import one_thread
 
 ALIGNMENT = 32
@@ -27,7 +28,7 @@ _SUB_BLOCK = 16
 def nearest_plane(
     tiles: Sequence[Tensor], factors: Sequence[Factor], scales: Sequence[Scales], grid: Grid, block_size: int = 128
 ) -> list[tuple[Tensor, Tensor]]:
-    """Codes int8 [R, I] of each row tile [R, I], and the output error of its rows without damping, float64 [R].
+    """Codes [R, I] of each row tile [R, I], and the output error of its rows without damping, float64 [R].
 
     The tiles, each with the factor of its Gram, go through the channels together, which saves calls; all products are
     made tile by tile, because the last bits of a product depend on its shape and on how its rows are aligned. So a
@@ -51,12 +52,12 @@ def _walk(
     grid: Grid,
     block_size: int,
 ) -> tuple[Tensor, Tensor]:
-    """Codes int8 [I, T, H], channels in each factor's order, and errors float64 [T, H]."""
+    """Codes [I, T, H], channels in each factor's order, and errors float64 [T, H]."""
     places = _side_by_side([tile.float().t() for tile in tiles], [factor.order for factor in factors], 0.0)
     groups, scale, zero_point = _by_place(factors, scales, grid)
     num_channels, _, num_rows = places.shape
     delta = torch.zeros_like(places)  # w - q
-    codes = torch.empty(places.shape, dtype=torch.int8, device=places.device)
+    codes = torch.empty(places.shape, dtype=grid.code_dtype, device=places.device)
     row_error = torch.zeros(len(tiles), num_rows, dtype=torch.float64, device=places.device)
     of_tiles = factors[:1] if all(factor is factors[0] for factor in factors) else factors
     pivots = torch.stack([factor.pivots for factor in of_tiles])
@@ -72,8 +73,10 @@ def _walk(
         within = torch.stack(corners) if len(corners) > 1 else corners[0][None]
         stored = (scale, zero_point, groups[start:end])
         if kernels.usable(places):
-            found = (codes[start:end], d, row_error)
-            kernels.quantize_block(t, w, within, pivots[:, start:end], added, *stored, grid.low, grid.high, *found)
+            of_block = codes[start:end] if grid.floats is None else torch.empty_like(t, dtype=torch.float16)
+            kernels.quantize_block(t, w, within, pivots[:, start:end], added, *stored, grid, of_block, d, row_error)
+            if of_block.dtype != codes.dtype:
+                codes[start:end].copy_(of_block)
             continue
         with one_thread():  # sharing out a channel's rows gains nothing, and loses beside other work
             quantize_block(t, w, within, *stored, grid, q, d, heights)
@@ -152,10 +155,10 @@ def quantize_block(
         for number, (t, q, d, w, of_left, group) in reversed(list(numbered)):
             s = scales[group]
             if zero_point is None:
-                torch.div(t, s, out=q).round_().clamp_(grid.low, grid.high)
+                grid.round_(torch.div(t, s, out=q))
                 torch.addcmul(w, q, s, value=-1, out=d)
             else:
-                torch.addcdiv(shifts[group], t, s, out=q).round_().clamp_(grid.low, grid.high)
+                grid.round_(torch.addcdiv(shifts[group], t, s, out=q))
                 torch.addcmul(w, q - shifts[group], s, value=-1, out=d)
             if number:
                 left[:number].addcmul_(of_left[:number], d)

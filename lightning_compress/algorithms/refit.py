@@ -16,13 +16,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_compress.algorithms.scales import Grid, Scales, stored, values_of
+from lightning_compress.algorithms.grids import Grid
+from lightning_compress.algorithms.scales import Scales, values_of
 from lightning_compress.algorithms.target import Judge, row_errors
 
 ROUNDS = 2
 """At most so many are tried where their number is chosen."""
 Candidate = tuple[Tensor, Scales, Tensor]
-"""Codes int8 [R, I], scales and an error of every row, float64 [R]."""
+"""Codes [R, I], scales and an error of every row, float64 [R]."""
 _TOWARDS_OLD = 1e-3  # how much refitted scales are drawn to those before, as a fraction of the mean diagonal
 
 
@@ -37,7 +38,7 @@ def refitted(target: Tensor, gram: Tensor, codes: Tensor, scales: Scales, grid: 
     Args:
         target: [R, I].
         gram: C, float32 [I, I].
-        codes: int8 [R, I].
+        codes: [R, I].
         scales: that the codes were found with; the result is drawn to them a little.
         grid: the scheme; not per tensor.
     """
@@ -60,7 +61,7 @@ def refitted(target: Tensor, gram: Tensor, codes: Tensor, scales: Scales, grid: 
     is_good = found.isfinite() & (found != 0)
     if not grid.signed_scales:
         is_good &= found > 0
-    return Scales(stored(torch.where(is_good, found, before), grid), scales.zero_point)
+    return Scales(grid.stored(torch.where(is_good, found, before)), scales.zero_point)
 
 
 def best_rows(candidates: Sequence[Candidate], held_out: Tensor | None = None) -> tuple[Tensor, Scales, Tensor, int]:

@@ -26,14 +26,14 @@ from lightning_compress.algorithms.base import (
     input_gram,
     result_bytes,
 )
+from lightning_compress.algorithms.grids import make_grid, shares_rows
 from lightning_compress.algorithms.rows import ByRows
 from lightning_compress.algorithms.scales import (
     calls_of_search,
-    make_grid,
     num_groups,
     round_to_grid,
     scales_bytes,
-    tensor_scales,
+    scales_of_rows_together,
     values_of,
 )
 from lightning_compress.algorithms.tiling import Tiling
@@ -66,9 +66,7 @@ class Rtn(Algorithm):
     ) -> tuple[int, int]:
         has_gram = InputGram in kinds
         gram = 4 * num_channels**2 if has_gram else 0
-        scales = (
-            scales_bytes(num_rows, num_channels, args, self.scale_search, tiling) if args.strategy == "tensor" else 0
-        )
+        scales = scales_bytes(num_rows, num_channels, args, self.scale_search, tiling) if shares_rows(args) else 0
         return max(matrix_bytes(num_channels) if has_gram else 0, gram + scales), gram
 
     def tiles_bytes(
@@ -98,7 +96,7 @@ class Rtn(Algorithm):
         by_rows: ByRows,
     ) -> Prepared:
         check_weight(weight, args)
-        grid = make_grid(args, weight.shape, scale_dtype, self.signed_scales)
+        grid = make_grid(args, weight.shape, scale_dtype, self.signed_scales).over(weight)
         gram = input_gram(statistics)
         weighting = gram.diagonal() if gram is not None and self.scale_search else None
         return Prepared(
@@ -106,7 +104,7 @@ class Rtn(Algorithm):
             gram=None if gram is None else gram.matrix(),
             weighting=weighting,
             scale_search=self.scale_search,
-            tensor_scales=tensor_scales(weight, weighting, grid, self.scale_search, row_splits),
+            known_scales=scales_of_rows_together(weight, weighting, grid, self.scale_search, row_splits),
         )
 
     @torch.no_grad()
@@ -126,5 +124,6 @@ def _solve_rows(weight: Tensor, rows: slice, prepared: Prepared) -> Solved:
         row_error=row_products(weight.float() - values_of(codes, scales, grid), prepared.gram),
         row_energy=row_products(weight, prepared.gram),
         notes=prepared.notes,
-        per_tensor=grid.per_tensor,
+        rows_together=grid.rows_together,
+        global_scale=grid.global_scale,
     )

@@ -1,61 +1,36 @@
-"""Integer grids, and the scale and zero-point of every group of weights.
+"""The scale and zero-point of every group of weights.
 
-Method: the starting point is the min-max rule of compressed-tensors (`calculate_qparams`): a symmetric scale is
-amax / ((2^b - 1) / 2), an asymmetric range is widened to hold 0. The search then shrinks the range, because a finer
-grid for the many is often worth clipping the few: it minimizes sum_j C_jj (w_j - q_j)^2 per group, C_jj being the mean
-square of input channel j (the diagonal of GPTQ's Hessian; the weighting of llama.cpp's importance matrix and of
-AutoRound's opt-RTN). For every shrink factor the best scale *for those codes* is known in closed form,
-s = sum(d w q) / sum(d q^2), and competes too, so that few and coarse factors do.
+Method: the starting point is the min-max rule of compressed-tensors (`calculate_qparams`): a symmetric scale is amax
+over half the grid's range, (2^b - 1) / 2 for integers; an asymmetric range is widened to hold 0. The search then
+shrinks the range, because a finer grid for the many is often worth clipping the few: it minimizes
+sum_j C_jj (w_j - q_j)^2 per group, C_jj being the mean square of input channel j (the diagonal of GPTQ's Hessian; the
+weighting of llama.cpp's importance matrix and of AutoRound's opt-RTN). For every shrink factor the best scale *for
+those codes* is known in closed form, s = sum(d w q) / sum(d q^2), and competes too, so that few and coarse factors do.
 
-A symmetric grid reaches one step further down than up (-8 to 7), so where a group's largest weight is positive its
-searched scale is negative: the largest weight gets the extra code. At 2 bits (-2 to 1) that is most of what the search
-gains. (llama.cpp's and AutoRound's symmetric formats do the same.)
+A symmetric grid of integers reaches one step further down than up (-8 to 7), so where a group's largest weight is
+positive its searched scale is negative: the largest weight gets the extra code. At 2 bits (-2 to 1) that is most of
+what the search gains. (llama.cpp's and AutoRound's symmetric formats do the same.)
 
-Every scale is rounded to its storage dtype before it is judged, and solving uses the rounded one: what is solved is
+Every scale is rounded to what is stored before it is judged, and solving uses the rounded one: what is solved is
 what is stored. Rows are processed in tiles that stay in the cache.
 
 Alternative not taken: 20 to 100 uniform shrink factors without the closed form (the `mse` observers of llmcompressor
 and AutoGPTQ): no lower an error at several times the cost.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import final
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy, QuantizationType
-from compressed_tensors.quantization.utils import calculate_range
+from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
 from lightning_compress.algorithms import kernels
+from lightning_compress.algorithms.grids import Grid, width_of_groups
 from lightning_compress.algorithms.tiling import Tiling, tiling_of
-from lightning_compress.errors import SolveError
 
-_STRATEGIES = (QuantizationStrategy.TENSOR, QuantizationStrategy.CHANNEL, QuantizationStrategy.GROUP)
 SHRINKS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)  # the small ones for groups with an outlier
-
-
-@final
-@dataclass(frozen=True)
-class Grid:
-    """The integer grid of a scheme on weights with a given number of input channels.
-
-    Attributes:
-        low, high: the smallest and the largest code.
-        symmetric: no zero-point.
-        group_size: consecutive input channels that share a scale; all of them for channel and tensor strategies.
-        per_tensor: all rows of a module share one scale.
-        scale_dtype: the dtype scales are stored in.
-        signed_scales: a searched scale may be negative (symmetric grids).
-    """
-
-    low: int
-    high: int
-    symmetric: bool
-    group_size: int
-    per_tensor: bool
-    scale_dtype: torch.dtype
-    signed_scales: bool = True
 
 
 @final
@@ -70,57 +45,30 @@ class Scales:
         return Scales(self.scale[rows], None if self.zero_point is None else self.zero_point[rows])
 
 
-def make_grid(
-    args: QuantizationArgs, shape: Sequence[int], scale_dtype: torch.dtype, signed_scales: bool = True
-) -> Grid:
-    """The grid of scheme `args` on a weight of `shape` [O, I].
-
-    Raises:
-        SolveError: not a 2 to 8 bit integer scheme, an unsupported strategy, or a group size that does not divide I.
-    """
-    if args.type != QuantizationType.INT or not 2 <= args.num_bits <= 8:
-        raise SolveError(
-            f"The weight {tuple(shape)} cannot be quantized to {args.num_bits}-bit {args.type}: choose an integer "
-            "scheme of 2 to 8 bits, such as W4A16 or W8A8."
-        )
-    if args.strategy not in _STRATEGIES:
-        raise SolveError(
-            f"The weight {tuple(shape)} cannot be quantized with strategy {args.strategy!r}: choose tensor, channel or "
-            "group."
-        )
-    group_size = shape[1]
-    if args.strategy == QuantizationStrategy.GROUP:
-        assert args.group_size is not None
-        group_size = args.group_size
-        if shape[1] % group_size:
-            divisors = [str(size) for size in (256, 128, 64, 32, 16, 8) if shape[1] % size == 0]
-            raise SolveError(
-                f"Group size {group_size} does not divide the {shape[1]} input channels of the weight {tuple(shape)}: "
-                f"choose {' or '.join(divisors[:3]) or 'the channel strategy'}, or exclude the module with `ignore`."
-            )
-    low, high = (int(limit) for limit in calculate_range(args, "cpu"))
-    per_tensor = args.strategy == QuantizationStrategy.TENSOR
-    return Grid(low, high, args.symmetric, group_size, per_tensor, scale_dtype, signed_scales and args.symmetric)
-
-
 def minmax_scales(weight: Tensor, grid: Grid) -> Scales:
-    """Scales that just cover every group of `weight` [R, I]; if the grid is per tensor, all rows are one group."""
+    """Scales that just cover every group of `weight` [R, I], the rows of one module if they share scales."""
     low, high = _ranges(weight, grid)
     if grid.symmetric:
-        return Scales(stored(torch.maximum(-low, high) / ((grid.high - grid.low) / 2), grid), None)
-    scale = stored((high - low) / (grid.high - grid.low), grid)
+        return Scales(grid.covering(torch.maximum(-low, high)), None)
+    scale = grid.stored((high - low) / (grid.high - grid.low))
     zero_point = (grid.low - low / scale.float()).round_().clamp_(grid.low, grid.high)
     return Scales(scale, zero_point.to(torch.int8))
 
 
 def _ranges(weight: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     """The lowest and highest weight of every group, or 0 if that is beyond it, float32 [R, G]."""
-    groups = weight.reshape(1, -1) if grid.per_tensor else weight.reshape(weight.shape[0], -1, grid.group_size)
+    groups = weight.reshape(weight.shape[0], -1, grid.group_size)
     low = groups.amin(-1).float().clamp_(max=0)  # `aminmax` along a dimension takes six times as long as both
     high = groups.amax(-1).float().clamp_(min=0)
-    if grid.per_tensor:
-        low, high = low.expand(weight.shape[0])[:, None], high.expand(weight.shape[0])[:, None]
-    return low, high
+    return _of_rows_together(low, grid, torch.amin), _of_rows_together(high, grid, torch.amax)
+
+
+def _of_rows_together(values: Tensor, grid: Grid, reduced: Callable[..., Tensor]) -> Tensor:
+    """Values of all rows, [..., R, G], reduced over those that share scales, for each of them."""
+    if grid.rows_together == 1:
+        return values
+    parts = values.split(grid.rows_together or values.shape[-2], -2)
+    return torch.cat([reduced(part, -2, keepdim=True).expand_as(part) for part in parts], -2)
 
 
 def search_scales(weight: Tensor, weighting: Tensor | None, grid: Grid, shrinks: Sequence[float] = SHRINKS) -> Scales:
@@ -129,7 +77,7 @@ def search_scales(weight: Tensor, weighting: Tensor | None, grid: Grid, shrinks:
     Args:
         weight: [R, I], any float dtype.
         weighting: [I], not negative; None weighs all input channels equally.
-        grid: the scheme. If it is per tensor, `weight` is one module and all its rows share the result.
+        grid: the scheme. If rows share scales, `weight` is one module.
         shrinks: the factors of the min-max scale to start from.
     """
     start = minmax_scales(weight, grid)
@@ -139,11 +87,10 @@ def search_scales(weight: Tensor, weighting: Tensor | None, grid: Grid, shrinks:
     if grid.signed_scales:
         low, high = _ranges(weight, grid)
         first = torch.where(high > -low, -first, first)
-    candidates = stored(first * torch.tensor(shrinks, device=weight.device)[:, None, None], grid).float()
+    candidates = grid.stored(first * torch.tensor(shrinks, device=weight.device)[:, None, None]).float()
     cross, square = moments(weight, weighting, candidates, start.zero_point, grid)
-    if grid.per_tensor:
-        cross, square = (total.sum(1, keepdim=True).expand_as(total) for total in (cross, square))
-    refitted = stored(cross / square.clamp_min(torch.finfo(torch.float32).tiny), grid).float()
+    cross, square = (_of_rows_together(total, grid, torch.sum) for total in (cross, square))
+    refitted = grid.stored(cross / square.clamp_min(torch.finfo(torch.float32).tiny)).float()
     candidates, cross, square = torch.cat([candidates, refitted]), cross.repeat(2, 1, 1), square.repeat(2, 1, 1)
     error = candidates * (candidates * square - 2 * cross)  # less sum(d w^2), which all candidates share
     best = candidates.gather(0, error.argmin(0, keepdim=True))[0]
@@ -157,7 +104,7 @@ def choose_scales(weight: Tensor, weighting: Tensor | None, grid: Grid, search: 
 
 def num_groups(num_channels: int, args: QuantizationArgs) -> int:
     """Groups G of a row of I channels under a scheme."""
-    return num_channels // args.group_size if args.group_size and args.group_size > 0 else 1
+    return num_channels // (width_of_groups(args) or num_channels)
 
 
 def calls_of_search(num_rows: int, tiling: Tiling) -> int:
@@ -178,11 +125,11 @@ def scales_bytes(num_rows: int, num_channels: int, args: QuantizationArgs, searc
     return num_rows * num_groups(num_channels, args) * per_group + tiles
 
 
-def tensor_scales(
+def scales_of_rows_together(
     weight: Tensor, weighting: Tensor | None, grid: Grid, search: bool, row_splits: Sequence[int]
 ) -> Scales | None:
-    """For per-tensor grids, the scales of all rows [O, 1], one value per stacked module; None for the others."""
-    if not grid.per_tensor:
+    """For grids whose rows share scales, those of all rows [O, G], found in each stacked module; None for others."""
+    if grid.rows_together == 1:
         return None
     parts = [choose_scales(module, weighting, grid, search) for module in torch.split(weight, list(row_splits))]
     zero_points = [part.zero_point for part in parts if part.zero_point is not None]
@@ -202,7 +149,7 @@ def moments(
         grid: the codes' limits.
     """
     if kernels.usable(weight):
-        return kernels.moments(weight, weighting, candidates, zero_point, grid.group_size, grid.low, grid.high)
+        return kernels.moments(weight, weighting, candidates, zero_point, grid)
     cross, square = torch.empty_like(candidates), torch.empty_like(candidates)
     groups = weight.reshape(weight.shape[0], -1, grid.group_size)
     root = weighting.sqrt().view(groups.shape[1:])
@@ -215,26 +162,20 @@ def moments(
         codes, scratch = torch.empty_like(values), torch.empty_like(values)
         for index, scale in enumerate(candidates[:, rows, :, None].unbind(0)):
             if shift is None:
-                torch.div(values, scale, out=codes).round_().clamp_(grid.low, grid.high)
+                grid.round_(torch.div(values, scale, out=codes))
             else:
-                torch.addcdiv(shift, values, scale, out=codes).round_().clamp_(grid.low, grid.high).sub_(shift)
+                grid.round_(torch.addcdiv(shift, values, scale, out=codes)).sub_(shift)
             torch.sum(torch.mul(codes, weighted, out=scratch), -1, out=cross[index, rows])
             torch.linalg.vector_norm(torch.mul(codes, root, out=scratch), dim=-1, out=square[index, rows])
     return cross, square.square_()
 
 
-def stored(scale: Tensor, grid: Grid) -> Tensor:
-    """`scale` rounded to the storage dtype; 0 (an all-zero group) becomes its eps, as in compressed-tensors."""
-    rounded = scale.to(grid.scale_dtype)
-    return rounded.masked_fill_(rounded == 0, torch.finfo(grid.scale_dtype).eps)
-
-
 def round_to_grid(weight: Tensor, scales: Scales, grid: Grid) -> Tensor:
-    """Codes of the nearest grid points, int8 [R, I]: clamp(round(w / s + z)), as compressed-tensors' `quantize`."""
+    """Codes of the nearest grid points, [R, I]: clamp(round(w / s + z)), as compressed-tensors' `quantize`."""
     groups = weight.float().reshape(weight.shape[0], -1, grid.group_size) / scales.scale.float()[..., None]
     if scales.zero_point is not None:
         groups += scales.zero_point[..., None].float()
-    return groups.round_().clamp_(grid.low, grid.high).to(torch.int8).reshape(weight.shape)
+    return grid.round_(groups).to(grid.code_dtype).reshape(weight.shape)
 
 
 def values_of(codes: Tensor, scales: Scales, grid: Grid) -> Tensor:

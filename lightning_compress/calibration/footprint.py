@@ -391,5 +391,5 @@ class _Meter:
     def _quantize_inputs(self, step: Step) -> None:
         """What is solved computes with quantized inputs from then on."""
         for name in (name for group in step.solve for name in group.members):
-            if self._run.resolved.assignments[name].scheme.input_activations is not None:
-                self._root.get_submodule(name).register_forward_pre_hook(LikeQuantizing(torch.ones(2)))
+            if (inputs := self._run.resolved.assignments[name].scheme.input_activations) is not None:
+                self._root.get_submodule(name).register_forward_pre_hook(LikeQuantizing(torch.ones(2), inputs))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from lightning_compress.algorithms.grids import has_global_scale
 from lightning_compress.calibration.batches import CalibrationSet, num_elements
 from lightning_compress.calibration.flow import Flow, last_uses
 from lightning_compress.calibration.loop import Calibration
@@ -49,13 +50,18 @@ from lightning_compress.statistics import Drift, Statistic
 
 
 def needs_data(resolved: ResolvedRecipe) -> bool:
-    """Whether any module's algorithm or scheme asks for statistics."""
-    return any(needed_statistics(assignment) for assignment in resolved.assignments.values())
+    """Whether any module's algorithm or scheme asks for statistics, or for what else reads its input: modules that do
+    have one global scale, as readers that fuse them want it."""
+    return any(map(_needs_data, resolved.assignments.values()))
 
 
 def may_need_data(recipe: Recipe) -> bool:
     """The same of a recipe, before it is known which modules it is for."""
-    return any(needed_statistics(Assignment("", each.algorithm, each.scheme)) for each in recipe.modifiers)
+    return any(_needs_data(Assignment("", each.algorithm, each.scheme)) for each in recipe.modifiers)
+
+
+def _needs_data(assignment: Assignment) -> bool:
+    return bool(needed_statistics(assignment)) or has_global_scale(assignment.weights)
 
 
 def check_layout(
@@ -69,7 +75,8 @@ def check_layout(
     if schedule is Schedule.DATAFREE and needs_data(resolved):
         raise UnsupportedModelError(
             "Schedule 'datafree' runs nothing, but the recipe has algorithms or static activation scales that need "
-            "statistics. Use schedule 'staged', or algorithm rtn with weight-only or dynamic schemes."
+            "statistics, or weights under a global scale, which is that of all modules with the same input (NVFP4). "
+            "Use schedule 'staged', or algorithm rtn with weight-only or dynamic schemes."
         )
     return sequential_modules(target.root, sequential_targets, tuple(resolved.assignments))
 
@@ -152,7 +159,8 @@ def multiplied(resolved: ResolvedRecipe, root: nn.Module) -> frozenset[str]:
 def _given(data: CalibrationSet | None) -> CalibrationSet:
     if data is None:
         raise CalibrationDataError(
-            "This recipe needs calibration data: give `dataloaders`, a datamodule, or `calibration`."
+            "This recipe needs calibration data (of NVFP4 weights rounded to nearest one batch, to see what reads the "
+            "same input): give `dataloaders`, a datamodule, or `calibration`."
         )
     return data
 

@@ -15,15 +15,21 @@ from math import prod
 from typing import Any, final
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, QuantizationStrategy
+from compressed_tensors.quantization import (
+    QuantizationArgs,
+    QuantizationScheme,
+    QuantizationStrategy,
+    QuantizationType,
+)
 from compressed_tensors.quantization.lifecycle.forward import dequantize, fake_quantize
 from compressed_tensors.quantization.utils import calculate_range, compute_dynamic_scales_and_zp
 from torch import Tensor, nn
 
 from lightning_compress.algorithms.base import Part, Solved, join, runs, split
+from lightning_compress.algorithms.grids import read_dtype
 from lightning_compress.algorithms.rows import ByRows, here
 from lightning_compress.algorithms.tiling import Tiling, tiling_of
-from lightning_compress.calibration.static_inputs import static_input
+from lightning_compress.calibration.static_inputs import NOT_STATIC, StaticInput, has_static_input, static_input
 from lightning_compress.distributed.collective import Collective
 from lightning_compress.distributed.share import fill, keeps_whole, shared, shares_factor
 from lightning_compress.errors import NonFiniteError, SolveError
@@ -43,13 +49,12 @@ _TOGETHER = 1 << 28
 
 @dataclass(frozen=True)
 class QuantizedModule:
-    """The result for one module: codes and scales of its weight, and the static scale of its input, if any."""
+    """The result for one module: codes and scales of its weight, and what is known of its inputs."""
 
     module: str
     scheme: QuantizationScheme
     solved: Solved
-    input_scale: Tensor | None
-    input_zero_point: Tensor | None
+    inputs: StaticInput = NOT_STATIC
 
     @property
     def weights(self) -> QuantizationArgs:
@@ -58,23 +63,26 @@ class QuantizedModule:
         return self.scheme.weights
 
     def dequantized(self) -> Tensor:
-        """The weight [O, I] that the codes and scales stand for, in the scale's dtype."""
-        return dequantize_weight(self.solved.codes, self.solved.scale, self.solved.zero_point, self.weights)
+        """The weight [O, I] that the codes and scales stand for, as it is read from the checkpoint."""
+        solved = self.solved
+        dtype = read_dtype(self.weights, solved.scale.dtype)
+        return dequantize_weight(solved.codes, solved.scale, solved.zero_point, self.weights, dtype)
 
 
 @dataclass(frozen=True)
 class Restored:
-    """What a quantized module computes with: its dequantized weight [O, I], and its input's static scale, if any."""
+    """What a quantized module computes with: its dequantized weight [O, I], and what is known of its inputs."""
 
     weight: Tensor
-    input_scale: Tensor | None
-    input_zero_point: Tensor | None
+    inputs: StaticInput
 
 
-def dequantize_weight(codes: Tensor, scale: Tensor, zero_point: Tensor | None, args: QuantizationArgs) -> Tensor:
-    """compressed-tensors' value of integer codes [O, I] under scales, in the scale's dtype."""
+def dequantize_weight(
+    codes: Tensor, scale: Tensor, zero_point: Tensor | None, args: QuantizationArgs, dtype: torch.dtype
+) -> Tensor:
+    """compressed-tensors' value of codes [O, I] under scales, computed in the scale's dtype."""
     weight: Tensor = dequantize(x_q=codes, scale=scale, zero_point=zero_point, args=args)
-    return weight
+    return weight.to(dtype)
 
 
 class InputHook(ABC):  # noqa: B024 (what it does is up to those who register it)
@@ -87,8 +95,7 @@ class InputQuantizer(InputHook):
     """A forward pre-hook that quantizes and dequantizes a linear's input, as the checkpoint's runtime will."""
 
     args: QuantizationArgs
-    scale: Tensor | None
-    zero_point: Tensor | None
+    static: StaticInput = NOT_STATIC
 
     def __call__(
         self, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]
@@ -106,12 +113,13 @@ class InputQuantizer(InputHook):
                 calculate_range(self.args, x.device)
         if x.numel() == 0:
             return x
-        rows = x.reshape(1, -1, x.shape[-1]) if self.scale is None and isinstance(module, nn.Linear) else x
-        if self.scale is None:  # compressed-tensors takes the first two dimensions for those of tokens
-            scale, zero_point = compute_dynamic_scales_and_zp(value=rows, args=self.args, module=module)
-        else:
-            scale, zero_point = (each if each is None else each.to(x.device) for each in (self.scale, self.zero_point))
-        quantized: Tensor = fake_quantize(x=rows, scale=scale, zero_point=zero_point, args=self.args).reshape(x.shape)
+        static = self.static.to(x.device)
+        is_dynamic = static.scale is None
+        rows = x.reshape(1, -1, x.shape[-1]) if is_dynamic and isinstance(module, nn.Linear) else x
+        scale, zero_point, global_scale = static.scale, static.zero_point, static.global_scale
+        if is_dynamic:  # compressed-tensors takes the first two dimensions for those of tokens
+            scale, zero_point = compute_dynamic_scales_and_zp(rows, self.args, module, global_scale)
+        quantized: Tensor = fake_quantize(rows, scale, zero_point, self.args, global_scale).reshape(x.shape)
         if not torch.is_grad_enabled():
             return quantized
         rounded: Tensor = _StraightThrough.apply(x, quantized)  # type: ignore[no-untyped-call]
@@ -172,21 +180,22 @@ def describe_scheme(scheme: QuantizationScheme) -> str:
     """A scheme in a word, e.g. `W4A16 int group 128`."""
     weights, inputs = scheme.weights, scheme.input_activations
     assert weights is not None
-    kind = f"{_name(weights)}{'' if weights.group_size in (None, -1) else f' {weights.group_size}'}"
     activations = "" if inputs is None else f", {'dynamic' if inputs.dynamic else 'static'} {_name(inputs)}"
     bits = f"W{weights.num_bits}A{inputs.num_bits if inputs else 16}"
-    return f"{bits} {kind}{'' if weights.symmetric else ' asymmetric'}{activations}"
+    return f"{bits} {_name(weights)}{'' if weights.symmetric else ' asymmetric'}{activations}"
 
 
 def _name(arguments: QuantizationArgs) -> str:
-    """Of the strategy, which is an enum where it was not given but follows from the group size."""
-    return str(QuantizationStrategy(arguments.strategy).value)
+    """Of type and strategy, which is an enum where it was not given but follows from the group size."""
+    kind = "float " if arguments.type == QuantizationType.FLOAT else ""
+    sizes = arguments.block_structure or ([] if arguments.group_size in (None, -1) else [arguments.group_size])
+    size = f" {'x'.join(map(str, sizes))}" if sizes else ""
+    return f"{kind}{QuantizationStrategy(arguments.strategy).value}{size}"
 
 
 def needed_statistics(assignment: Assignment) -> tuple[type[Statistic], ...]:
     """What has to be gathered about a module's input before it can be solved."""
-    inputs = assignment.scheme.input_activations
-    static = (MinMax,) if inputs is not None and not inputs.dynamic else ()
+    static = (MinMax,) if has_static_input(assignment.scheme) else ()
     return tuple(dict.fromkeys((*assignment.algorithm.statistics(assignment.weights), *static)))
 
 
@@ -310,9 +319,9 @@ def _stacked(group: Group, root: nn.Module, resolved: ResolvedRecipe, statistics
 
 
 def _modules(stacked: _Stacked, solved: Solved, resolved: ResolvedRecipe) -> list[QuantizedModule]:
-    scale, zero_point = static_input(stacked.assignment.scheme, stacked.statistics, stacked.dtype)
+    inputs = static_input(stacked.assignment.scheme, stacked.statistics, stacked.dtype)
     return [
-        QuantizedModule(name, resolved.assignments[name].scheme, part, scale, zero_point)
+        QuantizedModule(name, resolved.assignments[name].scheme, part, inputs)
         for name, part in zip(stacked.group.members, split(solved, stacked.rows), strict=True)
     ]
 
@@ -358,7 +367,7 @@ def _by_rows(stacked: _Stacked, sharing: Collective | None) -> ByRows:
 
 def apply(quantized: QuantizedModule, root: nn.Module, store: WeightStore) -> None:
     """Let the model compute with the quantized weight and, where the scheme says so, with quantized inputs."""
-    found = Restored(quantized.dequantized(), quantized.input_scale, quantized.input_zero_point)
+    found = Restored(quantized.dequantized(), quantized.inputs)
     put(found, quantized.module, quantized.scheme, root, store)
 
 
@@ -368,8 +377,7 @@ def put(restored: Restored, name: str, scheme: QuantizationScheme, root: nn.Modu
     store.write(module.get_parameter("weight"), restored.weight)
     _mark(module.get_parameter("weight"))
     if scheme.input_activations is not None:
-        quantizer = InputQuantizer(scheme.input_activations, restored.input_scale, restored.input_zero_point)
-        quantize_inputs(module, quantizer)
+        quantize_inputs(module, InputQuantizer(scheme.input_activations, restored.inputs))
 
 
 def _check_finite(group: Group, statistics: GroupStatistics) -> None:

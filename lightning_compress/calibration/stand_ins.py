@@ -7,6 +7,7 @@ from typing import Any, final
 
 import sympy
 import torch
+from compressed_tensors.quantization import DynamicType, QuantizationArgs, QuantizationType
 from torch import Tensor, fx, nn
 
 from lightning_compress.calibration.solve import InputHook
@@ -16,9 +17,6 @@ from lightning_compress.graph.methods import Method, methods_replaced, original
 from lightning_compress.graph.sizes import nodes_by_values, traced_output
 from lightning_compress.graph.trees import tensors_in
 
-QUANTIZING = 4
-"""Copies of a module's input that exist while it is quantized and dequantized, the result included."""
-
 
 @final
 @dataclass(frozen=True)
@@ -26,12 +24,23 @@ class LikeQuantizing(InputHook):
     """Takes what `InputQuantizer` does (which must not run on fake tensors: compressed-tensors caches some of them)."""
 
     scale: Tensor
+    inputs: QuantizationArgs
 
     def __call__(self, _: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if not args:
             return args
-        torch.empty((QUANTIZING - 1) * args[0].nbytes, dtype=torch.uint8)
+        torch.empty(quantizing_bytes(self.inputs, args[0]) - args[0].nbytes, dtype=torch.uint8)
         return (args[0].clone(), *args[1:])
+
+
+def quantizing_bytes(inputs: QuantizationArgs, x: Tensor) -> int:
+    """At most the bytes that exist while an input is quantized and dequantized, the result included.
+
+    Beside a global scale, which is float32, that is done in float32; FP4 takes two copies more, with the values'
+    signs."""
+    copies = 6 if inputs.type == QuantizationType.FLOAT and inputs.num_bits == 4 else 4
+    itemsize = 4 if inputs.dynamic == DynamicType.LOCAL else x.itemsize
+    return copies * x.numel() * max(itemsize, x.itemsize)
 
 
 @contextmanager

@@ -28,7 +28,8 @@ def packed_bytes(key: str, tensor: Tensor, resolved: ResolvedRecipe) -> int:
     if not _is_quantized(key, resolved):
         return tensor.nbytes
     args = resolved.assignments[key.rpartition(".")[0]].weights
-    scales = tensor.nbytes // args.group_size if args.group_size and args.group_size > 0 else 0
+    width = args.group_size if args.group_size and args.group_size > 0 else None
+    scales = 0 if width is None else tensor.numel() // width * (tensor.itemsize if args.scale_dtype is None else 1)
     return int(-(-tensor.numel() * args.num_bits // 8) + scales)  # at least one
 
 

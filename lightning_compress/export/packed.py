@@ -15,7 +15,9 @@ from compressed_tensors.quantization import QuantizationConfig, QuantizationSche
 from compressed_tensors.utils.match import match_targets
 from torch import Tensor, nn
 
+from lightning_compress.algorithms.grids import read_dtype
 from lightning_compress.calibration.solve import InputQuantizer, quantize_inputs, read_whole
+from lightning_compress.calibration.static_inputs import StaticInput
 from lightning_compress.calibration.target import owner
 from lightning_compress.errors import CompressionError
 from lightning_compress.export.checkpoint import check_finished
@@ -42,12 +44,16 @@ class PackedWeight:
         """Of the weight."""
         if "weight_shape" in self.parts:
             return tuple(self.parts["weight_shape"].read().tolist())
-        return self.parts["weight"].shape
+        if "weight" in self.parts:
+            return self.parts["weight"].shape
+        num_rows, num_bytes = self.parts["weight_packed"].shape
+        return num_rows, 2 * num_bytes
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the scales."""
-        return self.parts["weight_scale"].dtype
+        """That it is read in."""
+        assert self.scheme.weights is not None
+        return read_dtype(self.scheme.weights, self.parts["weight_scale"].dtype)
 
     def read(self) -> Tensor:
         """The dequantized weight."""
@@ -215,10 +221,10 @@ def _quantize_inputs(
     in_memory = {stored_name: name for name, stored_name in checkpoint_names(root).items()}
     for module, scheme in schemes.items():
         if scheme.input_activations is not None:
-            ranges = (stored.get(f"{module}.{name}") for name in ("input_scale", "input_zero_point"))
-            scale, zero_point = (None if part is None else part.read() for part in ranges)
+            parts = ((name, stored.get(f"{module}.{name}")) for name in PACKED_NAMES)
+            static = StaticInput.of({name: part.read() for name, part in parts if part is not None and "input" in name})
             target = root.get_submodule(in_memory.get(module, module))
-            quantize_inputs(target, InputQuantizer(scheme.input_activations, scale, zero_point))
+            quantize_inputs(target, InputQuantizer(scheme.input_activations, static))
 
 
 def _decoded(stored: Mapping[str, StoredTensor], schemes: Mapping[str, QuantizationScheme]) -> dict[str, Readable]:

@@ -1,4 +1,4 @@
-"""Pack integer codes into the tensors of a checkpoint, with compressed-tensors' own compressors.
+"""Pack codes into the tensors of a checkpoint, with compressed-tensors' own compressors.
 
 The compressors take a weight and quantize it themselves, so they are given codes x scale in float32, from which they
 recover exactly the codes that were solved. A weight in bfloat16 would not do: its rounding moves some codes.
@@ -23,7 +23,9 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange
 
+from lightning_compress.algorithms.grids import read_dtype
 from lightning_compress.calibration.solve import QuantizedModule, dequantize_weight
+from lightning_compress.graph.names import weight_of
 from lightning_compress.recipe.defaults import output_embeddings
 from lightning_compress.recipe.forms import OtherForm, Quantizable, Storable, class_name
 from lightning_compress.recipe.parts import transformers_models
@@ -36,8 +38,10 @@ PACKED_NAMES = (
     "weight_shape",
     "weight_scale",
     "weight_zero_point",
+    "weight_global_scale",
     "input_scale",
     "input_zero_point",
+    "input_global_scale",
 )
 """What a packed module may consist of."""
 
@@ -53,24 +57,23 @@ def scheme_format(scheme: QuantizationScheme) -> str:
 def pack(quantized: QuantizedModule) -> PackedModule:
     """The checkpoint tensors of one module under their local names (`weight_packed`, `weight_scale`, ...), in host
     memory; of a GPU's, when its stream has been waited for: packing the next module does not wait."""
-    solved = quantized.solved
-    state: PackedModule = {
-        "weight": dequantize_weight(solved.codes, solved.scale.float(), solved.zero_point, quantized.weights),
-        "weight_scale": solved.scale,
-    }
+    solved, scale = quantized.solved, quantized.solved.scale.float()
+    weight = dequantize_weight(solved.codes, scale, solved.zero_point, quantized.weights, torch.float32)
+    state: PackedModule = {"weight": weight, "weight_scale": solved.scale}
     if solved.zero_point is not None:
         state["weight_zero_point"] = solved.zero_point
-    if quantized.input_scale is not None:  # members of a group share it, but safetensors stores no tensor twice
-        state["input_scale"] = quantized.input_scale.clone()
-    if quantized.input_zero_point is not None:
-        state["input_zero_point"] = quantized.input_zero_point.clone()
+    if solved.global_scale is not None:  # in FP8, of which torch computes nothing, scales are a little later
+        state["weight_scale"] = (scale * solved.global_scale).to(torch.float8_e4m3fn).float()
+        state["weight_global_scale"] = torch.tensor([solved.global_scale], device=weight.device)
+    # members of a group share what is known of their inputs, but safetensors stores no tensor twice
+    state |= {name: tensor.clone() for name, tensor in quantized.inputs.tensors.items()}
     compressor = BaseCompressor.get_value_from_registry(scheme_format(quantized.scheme))
     packed: Mapping[str, Tensor] = compressor.compress(state, quantized.scheme)
     return {key: tensor.contiguous().to("cpu", non_blocking=True) for key, tensor in packed.items()}
 
 
 def unpack(state: PackedModule, scheme: QuantizationScheme) -> Tensor:
-    """The weight [O, I] that a module's packed tensors stand for, in the scale's dtype."""
+    """The weight [O, I] that a module's packed tensors stand for (see `read_dtype`)."""
     compressor = BaseCompressor.get_value_from_registry(scheme_format(scheme))
     weight: Tensor = compressor.decompress(dict(state), scheme)["weight"]
     return weight
@@ -151,6 +154,17 @@ def quantization_config(resolved: ResolvedRecipe, root: nn.Module, rename: Mappi
     return dumped
 
 
+def becomes_bfloat16(root: nn.Module, resolved: ResolvedRecipe) -> bool:
+    """Whether transformers would compute with weights in bfloat16 in a model that is in another dtype, and fail."""
+    return _is_read_in_bfloat16(root, resolved) and not _is_read_dequantized(root, resolved)
+
+
+def _is_read_in_bfloat16(root: nn.Module, resolved: ResolvedRecipe) -> bool:
+    """Whether weights are of another dtype in the model than they are decompressed in (see `read_dtype`)."""
+    chosen = ((weight_of(root, name).dtype, each.weights) for name, each in resolved.assignments.items())
+    return any(dtype != read_dtype(weights, dtype) for dtype, weights in chosen)
+
+
 def forgets_zero_points(root: nn.Module, resolved: ResolvedRecipe) -> bool:
     """Whether transformers cannot read this checkpoint because of its packed zero points (see `packs_zero_points`)."""
     packed = any(packs_zero_points(scheme) for scheme, _ in _by_scheme(resolved))
@@ -175,7 +189,13 @@ def _is_read_dequantized(root: nn.Module, resolved: ResolvedRecipe) -> bool:
     schemes = [scheme for scheme, _ in _by_scheme(resolved)]
     is_alone = len(schemes) == 1 and schemes[0].input_activations is None
     return _has_other_forms(root, resolved) or (
-        is_alone and (packs_zero_points(schemes[0]) or _is_tied(root, resolved) or _initializes_packed(root, resolved))
+        is_alone
+        and (
+            packs_zero_points(schemes[0])
+            or _is_read_in_bfloat16(root, resolved)
+            or _is_tied(root, resolved)
+            or _initializes_packed(root, resolved)
+        )
     )
 
 

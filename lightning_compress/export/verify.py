@@ -30,12 +30,13 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 
+from lightning_compress.algorithms.grids import has_global_scale
 from lightning_compress.calibration.resume import file_digest, sync, written_shards
 from lightning_compress.calibration.target import Target
 from lightning_compress.errors import CompressionError, OutputDirectoryError
 from lightning_compress.export.outputs import output_difference
 from lightning_compress.export.packed import load_compressed
-from lightning_compress.export.packing import forgets_zero_points
+from lightning_compress.export.packing import becomes_bfloat16, forgets_zero_points
 from lightning_compress.graph.compat import pytree
 from lightning_compress.graph.experts import Experts
 from lightning_compress.graph.restore import attributes_restored, contents_restored
@@ -294,10 +295,14 @@ def why_unreadable(root: nn.Module, resolved: ResolvedRecipe) -> str | None:
             return f"the experts of {name} have quantized inputs"
         if not all(assignment.weights.symmetric for assignment in chosen):
             return f"the experts of {name} have zero points"
+        if any(has_global_scale(assignment.weights) for assignment in chosen):
+            return f"the experts of {name} have a global scale, which it forgets"
         for path, assignment in zip(inside, chosen, strict=True):
             schemes.setdefault(str(assignment.scheme.weights), path)
         if len(schemes) > 1:
             return f"it reads all experts by one scheme, and {' and '.join(list(schemes.values())[:2])} have two"
+    if isinstance(root, PreTrainedModel) and becomes_bfloat16(root, resolved):
+        return f"it reads FP4 and MX weights as bfloat16, and the model is in {root.dtype}: compress it in bfloat16"
     if isinstance(root, PreTrainedModel) and forgets_zero_points(root, resolved):
         return "beside other schemes or quantized inputs it forgets (from 5.23) that zero points are packed"
     return None

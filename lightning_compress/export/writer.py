@@ -44,6 +44,7 @@ from lightning_compress.calibration.resume import (
     sync,
 )
 from lightning_compress.calibration.solve import QuantizedModule, Restored
+from lightning_compress.calibration.static_inputs import StaticInput
 from lightning_compress.distributed.collective import Collective, SingleProcess
 from lightning_compress.distributed.folder import shared_folder
 from lightning_compress.errors import CompressionError, OutputDirectoryError
@@ -219,7 +220,7 @@ class CheckpointWriter:
             stored = set(file.keys())
             packed = {local: file.get_tensor(key) for local, key in named.items() if key in stored}
         weight = unpack(packed, self._resolved.assignments[module].scheme)
-        return Restored(weight, packed.get("input_scale"), packed.get("input_zero_point"))
+        return Restored(weight, StaticInput.of(packed))
 
     def commit(self, subgraph: Subgraph, record: SubgraphRecord) -> SubgraphRecord:
         """Write the subgraph's shards, while its weights are at hand, and add it to the manifest.

@@ -113,7 +113,7 @@ def _of_solving(device: torch.device, rate: Measure) -> dict[str, Rate]:
         return algorithm.solve(weight, {InputGram: gram}, args, torch.bfloat16, [size])
 
     solved = algorithm.solve(weight, {InputGram: gram}, args, torch.bfloat16, [size])
-    module = QuantizedModule("probe", QuantizationScheme(targets=["Linear"], weights=args), solved, None, None)
+    module = QuantizedModule("probe", QuantizationScheme(targets=["Linear"], weights=args), solved)
     packing = {"packing": rate(weight.numel(), lambda: pack(module))}
     if device.type == "cuda":
         return packing  # a solve is calls and products there

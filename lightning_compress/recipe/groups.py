@@ -6,6 +6,7 @@ from math import gcd
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
 from torch import nn
 
+from lightning_compress.algorithms.grids import width_of_groups
 from lightning_compress.errors import UnsupportedModelError
 
 _OF_KERNELS = (32, 64, 128)
@@ -29,8 +30,8 @@ def check_groups(weights: Mapping[str, QuantizationArgs], root: nn.Module) -> No
         raise UnsupportedModelError(f"{empty[0]} has a weight of shape {shape}, without numbers: add it to `ignore`.")
     grouped: dict[int, dict[str, QuantizationArgs]] = {}
     for name, each in weights.items():
-        if each.strategy == QuantizationStrategy.GROUP and each.group_size is not None:
-            grouped.setdefault(each.group_size, {})[name] = each
+        if size := width_of_groups(each):
+            grouped.setdefault(size, {})[name] = each
     for group, chosen in grouped.items():
         shapes = {name: list(root.get_submodule(name).get_parameter("weight").shape) for name in chosen}
         if failing := [name for name, shape in shapes.items() if shape[1] % group]:
@@ -69,6 +70,12 @@ def _not_divided(
         if others
         else ""
     )
+    start = f"{name} has a weight of shape {list(shapes[name])}, and group_size {group} does not divide its "
+    if weights.scale_dtype is not None or weights.strategy == QuantizationStrategy.BLOCK:
+        return (
+            f"{start}{shapes[name][1]} input channels.{more} This format has no other size: add {name!r} to `ignore`, "
+            "or take a scheme such as FP8_DYNAMIC or W4A16."
+        )
     bits = f"num_bits: {weights.num_bits}, symmetric: {str(weights.symmetric).lower()}"
     if served is None and below < _SMALL:
         change = f"Take one scale for each row (`scheme: {{weights: {{{bits}, strategy: channel}}}}`)"
@@ -78,7 +85,6 @@ def _not_divided(
             f"Give the modifier `group_size: {size}` (of the first in a command: recipe.modifiers.0.group_size={size})"
         )
     return (
-        f"{name} has a weight of shape {list(shapes[name])}, and group_size {group} does not divide its "
-        f"{shapes[name][1]} input channels.{more} {nearest}, for all {len(shapes)} modules with that group_size. "
-        f"{change}, or add {name!r} to `ignore`."
+        f"{start}{shapes[name][1]} input channels.{more} {nearest}, for all {len(shapes)} modules with that "
+        f"group_size. {change}, or add {name!r} to `ignore`."
     )

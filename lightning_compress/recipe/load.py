@@ -125,7 +125,8 @@ def _scheme(scheme: object, where: str) -> QuantizationScheme:
             raise RecipeError(
                 f"{where} has the unknown preset scheme {scheme!r}{nearest(scheme.upper(), PRESET_SCHEMES)}"
             )
-        return preset_name_to_scheme(scheme, targets=[])
+        preset = preset_name_to_scheme(scheme, targets=[])  # read as if typed: some name dtypes of no zero points
+        return QuantizationScheme.model_validate(preset.model_dump(mode="json", exclude_none=True))
     if not isinstance(scheme, Mapping):
         raise RecipeError(
             f"{where} needs a `scheme`: a preset such as W4A16, or fields such as "

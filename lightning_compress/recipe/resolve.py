@@ -13,7 +13,7 @@ from typing import cast
 
 import torch
 from compressed_tensors.config import CompressionFormat
-from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, QuantizationType
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -188,7 +188,8 @@ def _scheme(modifier: Modifier, module: Quantizable) -> QuantizationScheme:
     initialized new values, and look for its `weight`, which int8 codes may be."""
     weights = modifier.scheme.weights
     assert weights is not None
-    if isinstance(module, nn.Embedding) and weights.num_bits == 8 and modifier.scheme.format is None:
+    is_int8 = weights.num_bits == 8 and weights.type == QuantizationType.INT
+    if isinstance(module, nn.Embedding) and is_int8 and modifier.scheme.format is None:
         return modifier.scheme.model_copy(update={"format": CompressionFormat.int_quantized.value})
     return modifier.scheme
 

@@ -1,5 +1,7 @@
 """Straightforward float64 counterparts of what `lightning_compress.algorithms` computes, written from the papers."""
 
+from collections.abc import Callable
+
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
@@ -46,7 +48,25 @@ def expand(per_group: Tensor | None, num_rows: int, num_channels: int) -> Tensor
 def gptq(
     weight: Tensor, gram: Tensor, scale: Tensor, zero_point: Tensor | None, num_bits: int, damping: float, order: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Codes [O, I], and how far each was from a rounding border, by GPTQ as in arXiv 2210.17323, algorithm 1.
+    """Codes [O, I] of integers, and how far each was from a rounding border; see `rounded_gptq`."""
+
+    def to_grid(exact: Tensor) -> Tensor:
+        return exact.round().clamp(-(2 ** (num_bits - 1)), 2 ** (num_bits - 1) - 1)
+
+    codes, exact = rounded_gptq(weight, gram, scale, zero_point, damping, order, to_grid)
+    return codes, (exact - exact.floor() - 0.5).abs()
+
+
+def rounded_gptq(
+    weight: Tensor,
+    gram: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    damping: float,
+    order: Tensor,
+    to_grid: Callable[[Tensor], Tensor],
+) -> tuple[Tensor, Tensor]:
+    """Codes [O, I], and what each was before it was rounded, by GPTQ as in arXiv 2210.17323, algorithm 1.
 
     Column by column on the Cholesky factor of the *inverse* of the damped Gram, in float64, in the given `order`.
     """
@@ -54,15 +74,14 @@ def gptq(
     left = weight.double()[:, order]
     hessian = gram.double() + damping * gram.double().diagonal().mean() * torch.eye(len(gram), dtype=torch.float64)
     upper = torch.linalg.cholesky(torch.linalg.inv(hessian[order][:, order]), upper=True)
-    codes, margin = torch.empty_like(left), torch.empty_like(left)
+    codes, exact = torch.empty_like(left), torch.empty_like(left)
     for k in range(left.shape[1]):
-        exact = left[:, k] / scales[:, k] + shifts[:, k]
-        codes[:, k] = exact.round().clamp(-(2 ** (num_bits - 1)), 2 ** (num_bits - 1) - 1)
-        margin[:, k] = (exact - exact.floor() - 0.5).abs()
+        exact[:, k] = left[:, k] / scales[:, k] + shifts[:, k]
+        codes[:, k] = to_grid(exact[:, k])
         error = (left[:, k] - (codes[:, k] - shifts[:, k]) * scales[:, k]) / upper[k, k]
         left[:, k:] -= error[:, None] * upper[k, k:]
     inverse = order.argsort()
-    return codes[:, inverse], margin[:, inverse]
+    return codes[:, inverse], exact[:, inverse]
 
 
 def values(codes: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:

@@ -12,9 +12,10 @@ from torch import Tensor
 from lightning_compress.algorithms.base import Part, join
 from lightning_compress.algorithms.correction import correct
 from lightning_compress.algorithms.gptq import Gptq
+from lightning_compress.algorithms.grids import make_grid
 from lightning_compress.algorithms.refit import refitted
 from lightning_compress.algorithms.rows import here
-from lightning_compress.algorithms.scales import Scales, make_grid, round_to_grid, search_scales, values_of
+from lightning_compress.algorithms.scales import Scales, round_to_grid, search_scales, values_of
 from lightning_compress.algorithms.tiling import ON_CPU
 from lightning_compress.statistics import Beside, Drift, InputDrift, InputGram, OutputDrift, Statistic
 

@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from compressed_tensors.quantization import QuantizationArgs, preset_name_to_scheme
 from reference import scheme, weight_and_gram
 from torch import Tensor
 
@@ -19,24 +20,26 @@ from lightning_compress.algorithms import kernels
 from lightning_compress.algorithms.base import Factor
 from lightning_compress.algorithms.factor import factorize
 from lightning_compress.algorithms.gptq import Gptq
+from lightning_compress.algorithms.grids import Grid, make_grid
 from lightning_compress.algorithms.nearest_plane import nearest_plane, quantize_block
-from lightning_compress.algorithms.scales import Grid, Scales, choose_scales, make_grid, minmax_scales, moments
+from lightning_compress.algorithms.scales import Scales, choose_scales, minmax_scales, moments
 from lightning_compress.statistics import InputGram
 
 
 def block_case(
-    symmetric: bool, seed: int, num_channels: int = 72, num_rows: int = 64
+    args: QuantizationArgs, seed: int, num_channels: int = 72, num_rows: int = 64
 ) -> tuple[Tensor, Factor, Scales, Grid]:
     weight, gram = weight_and_gram(num_rows, 96, seed=seed)
-    grid = make_grid(scheme(4, symmetric), weight.shape, torch.bfloat16)
+    grid = make_grid(args, weight.shape, torch.bfloat16).over(weight)
     factor = factorize(gram.matrix(), 0.01)
     return weight.t()[factor.order][-num_channels:].contiguous(), factor, minmax_scales(weight, grid), grid
 
 
-def compare_blocks(symmetric: bool, device: str, by_columns: bool = False, num_factors: int = 1) -> None:
+def compare_blocks(of: bool | str, device: str, by_columns: bool = False, num_factors: int = 1) -> None:
     """Both versions on one block of two tiles that has corrections from elsewhere, channels that no power of two
-    divides; of one factor or of two, stored by rows, or, as cuSOLVER's are, by columns."""
-    cases = [block_case(symmetric, seed) for seed in (0, 1)]
+    divides; of one factor or of two, stored by rows, or, as cuSOLVER's are, by columns. `of`: a preset, or whether
+    integers are symmetric."""
+    cases = [block_case(arguments(of), seed) for seed in (0, 1)]
     grid, num_channels = cases[0][-1], len(cases[0][0])
     factors = [case[1] for case in cases][:num_factors]
     weight = torch.stack([case[0] for case in cases], 1).to(device)  # [n, 2, 64]
@@ -57,9 +60,10 @@ def compare_blocks(symmetric: bool, device: str, by_columns: bool = False, num_f
     quantize_block(t, weight, lowers, scale, zero_point, groups, grid, rounded, delta, [64, 64])
     each = t - weight + delta
     error = (pivots.t()[..., None] * each.square()).double().sum(0) - added[:, None] * delta.double().square().sum(0)
-    codes, fused_delta = torch.empty_like(weight, dtype=torch.int8), torch.zeros_like(weight)
+    kept = torch.int8 if grid.floats is None else torch.float16
+    codes, fused_delta = torch.empty_like(weight, dtype=kept), torch.zeros_like(weight)
     fused_error = torch.ones(2, 64, dtype=torch.float64, device=device)
-    stored = (scale, zero_point, groups, grid.low, grid.high)
+    stored = (scale, zero_point, groups, grid)
     kernels.quantize_block(target, weight, lowers, pivots, added, *stored, codes, fused_delta, fused_error)
     same = (codes == rounded).all(0)
     assert same.sum() >= same.numel() - 1  # a row may part ways at a tie
@@ -68,16 +72,25 @@ def compare_blocks(symmetric: bool, device: str, by_columns: bool = False, num_f
     assert delta.any()
 
 
-def compare_moments(device: str, symmetric: bool, group_size: int, dtype: torch.dtype = torch.float32) -> None:
+def arguments(of: bool | str, group_size: int = 32) -> QuantizationArgs:
+    """The weights' arguments of a preset, or of integers that are symmetric or not."""
+    if isinstance(of, bool):
+        return scheme(4, of, group_size=group_size)
+    found = preset_name_to_scheme(of, []).weights
+    assert found is not None
+    return found
+
+
+def compare_moments(device: str, of: bool | str, group_size: int, dtype: torch.dtype = torch.float32) -> None:
     """Both versions on rows that no program's number divides."""
     weight = weight_and_gram(37, 6 * group_size)[0].to(device, dtype)
-    grid = make_grid(scheme(4, symmetric, group_size=group_size), weight.shape, torch.bfloat16)
+    grid = make_grid(arguments(of, group_size), weight.shape, torch.bfloat16).over(weight)
     start = minmax_scales(weight, grid)
     weighting = torch.rand(weight.shape[1], generator=torch.Generator().manual_seed(1)).to(device)
     candidates = start.scale.float() * torch.tensor([1.0, -0.8, 0.5], device=device)[:, None, None]
     with mock.patch.object(kernels, "usable", return_value=False):
         expected = moments(weight, weighting, candidates, start.zero_point, grid)
-    found = kernels.moments(weight, weighting, candidates, start.zero_point, group_size, grid.low, grid.high)
+    found = kernels.moments(weight, weighting, candidates, start.zero_point, grid)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5 * float(other.abs().max()))
 
@@ -94,41 +107,53 @@ needs_gpu = pytest.mark.skipif(
     not (kernels.AVAILABLE and torch.cuda.is_available()), reason="needs a CUDA device and Triton"
 )
 of_blocks = pytest.mark.parametrize(
-    ("symmetric", "by_columns", "num_factors"), [(True, False, 1), (True, True, 1), (False, True, 2), (True, False, 2)]
+    ("of", "by_columns", "num_factors"),
+    [
+        (True, False, 1),
+        (True, True, 1),
+        (False, True, 2),
+        (True, False, 2),
+        ("FP8_DYNAMIC", True, 2),
+        ("MXFP4A16", False, 1),
+        ("NVFP4A16", False, 1),
+    ],
 )
-of_moments = pytest.mark.parametrize(("symmetric", "group_size"), [(True, 32), (False, 32), (True, 200), (False, 24)])
+of_moments = pytest.mark.parametrize(
+    ("of", "group_size"),
+    [(True, 32), (False, 32), (True, 200), (False, 24), ("FP8_DYNAMIC", 24), ("MXFP4A16", 32), ("NVFP4A16", 16)],
+)
 
 
 @needs_triton
 @of_blocks
-def test_interpreted_block_equals_the_eager_one(symmetric: bool, by_columns: bool, num_factors: int) -> None:
+def test_interpreted_block_equals_the_eager_one(of: bool | str, by_columns: bool, num_factors: int) -> None:
     """Seen to fail: with a factor that is stored by columns read as if by rows; with the first tile's factor, pivots or
     dampings for all; with a number of channels that is no constant, which NumPy from 2.4 on does not let Triton 3.6
     count to."""
-    interpreted(f"compare_blocks({symmetric}, 'cpu', {by_columns}, {num_factors})")
+    interpreted(f"compare_blocks({of!r}, 'cpu', {by_columns}, {num_factors})")
 
 
 @needs_triton
 @of_moments
-def test_interpreted_moments_equal_the_eager_ones(symmetric: bool, group_size: int) -> None:
+def test_interpreted_moments_equal_the_eager_ones(of: bool | str, group_size: int) -> None:
     """Seen to fail: without the part of a group beyond 128 channels; with channels of the next group; with the zero
     point of the first row."""
-    interpreted(f"compare_moments('cpu', {symmetric}, {group_size})")
+    interpreted(f"compare_moments('cpu', {of!r}, {group_size})")
 
 
 @pytest.mark.gpu
 @needs_gpu
 @of_blocks
-def test_block_equals_the_eager_one(symmetric: bool, by_columns: bool, num_factors: int) -> None:
-    compare_blocks(symmetric, "cuda", by_columns, num_factors)
+def test_block_equals_the_eager_one(of: bool | str, by_columns: bool, num_factors: int) -> None:
+    compare_blocks(of, "cuda", by_columns, num_factors)
 
 
 @pytest.mark.gpu
 @needs_gpu
 @of_moments
-def test_moments_equal_the_eager_ones(symmetric: bool, group_size: int) -> None:
-    compare_moments("cuda", symmetric, group_size)
-    compare_moments("cuda", symmetric, group_size, torch.bfloat16)
+def test_moments_equal_the_eager_ones(of: bool | str, group_size: int) -> None:
+    compare_moments("cuda", of, group_size)
+    compare_moments("cuda", of, group_size, torch.bfloat16)
 
 
 @pytest.mark.gpu
@@ -148,8 +173,8 @@ def test_rows_do_not_depend_on_what_they_are_solved_with() -> None:
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("symmetric", [True, False])
-def test_a_whole_weight_on_the_device(symmetric: bool) -> None:
+@pytest.mark.parametrize("of", [True, False, "FP8_DYNAMIC", "FP8_BLOCK", "MXFP4A16", "NVFP4A16"])
+def test_a_whole_weight_on_the_device(of: bool | str) -> None:
     """Gram, factor, scales and codes, with the kernel and without, and against the CPU."""
     weight, x = weight_and_gram(96, 256)[0], torch.randn(2048, 256) @ torch.randn(256, 256)
     results = []
@@ -157,11 +182,10 @@ def test_a_whole_weight_on_the_device(symmetric: bool) -> None:
         gram = InputGram(256, device)
         gram.update(x.to(device))
         with mock.patch.object(kernels, "usable", return_value=is_fused):
-            args = scheme(4, symmetric)
-            results.append(Gptq().solve(weight.to(device), {InputGram: gram}, args, torch.bfloat16))
-    fused, eager, cpu = results
-    assert (fused.codes == eager.codes).float().mean() > 0.99
-    assert (fused.codes.cpu() == cpu.codes).float().mean() > 0.99
+            results.append(Gptq().solve(weight.to(device), {InputGram: gram}, arguments(of), torch.bfloat16))
+    fused, eager, cpu = (result.codes.float().cpu() for result in results)
+    assert (fused == eager).float().mean() > 0.99
+    assert (fused == cpu).float().mean() > 0.99
 
 
 def test_a_tensor_on_the_cpu_takes_the_eager_path() -> None:

@@ -8,7 +8,8 @@ from compressed_tensors.quantization.utils import calculate_qparams
 from reference import scheme, values, weight_and_gram
 from torch import Tensor
 
-from lightning_compress.algorithms.scales import make_grid, minmax_scales, round_to_grid, search_scales, values_of
+from lightning_compress.algorithms.grids import make_grid
+from lightning_compress.algorithms.scales import minmax_scales, round_to_grid, search_scales, values_of
 from lightning_compress.errors import SolveError
 
 STRATEGIES = ("tensor", "channel", "group")
@@ -138,7 +139,7 @@ def test_what_does_not_fit_is_an_error_with_a_remedy() -> None:
         make_grid(scheme(group_size=128), (8, 96), torch.float32)
     with pytest.raises(SolveError, match=r"the channel strategy"):
         make_grid(scheme(group_size=2), (8, 7), torch.float32)
-    with pytest.raises(SolveError, match=r"8-bit float"):
-        make_grid(QuantizationArgs(num_bits=8, type="float"), (8, 96), torch.float32)
-    with pytest.raises(SolveError, match=r"block"):
-        make_grid(QuantizationArgs(strategy="block", block_structure=[4, 4]), (8, 96), torch.float32)
+    with pytest.raises(SolveError, match=r"6-bit float.*FP8_DYNAMIC"):
+        make_grid(QuantizationArgs(num_bits=6, type="float"), (8, 96), torch.float32)
+    with pytest.raises(SolveError, match=r"token"):
+        make_grid(QuantizationArgs(strategy="token", dynamic=True), (8, 96), torch.float32)

@@ -95,6 +95,7 @@ HOW = {
     "gptaq": recipe(4, group_size=64, correct="gptaq"),
     "refitted": recipe(2, group_size=64, correct="inputs", refit=None),
 }
+FLOATS = {"float blocks": recipe(scheme="FP8_BLOCK"), "float groups": recipe(scheme="NVFP4A16")}
 SCHEDULES = ("staged", "recompute", "block", "basic")
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -105,13 +106,14 @@ DTYPES = (torch.float32, torch.bfloat16)
         pytest.param(how, schedule, DTYPES[(row + column) % 2], id=f"{how}-{schedule}")  # each dtype with all of both
         for row, how in enumerate(HOW)
         for column, schedule in enumerate(SCHEDULES)
-    ],
+    ]
+    + [("float blocks", "block", torch.bfloat16), ("float groups", "staged", torch.bfloat16)],
 )
 def test_never_less_than_the_run_takes_and_not_much_more(how: str, schedule: str, dtype: torch.dtype) -> None:
     """Seen to fail: without statistics, without the stacked rows, and with the factor left out of
     `Gptq.prepare_bytes`."""
     model = tiny_llama(2, dtype=dtype, **WIDE)
-    job = prepare(model, token_batches(4, rows=4, length=64), HOW[how], schedule=schedule)
+    job = prepare(model, token_batches(4, rows=4, length=64), {**HOW, **FLOATS}[how], schedule=schedule)
     table = table_of(job)
     ours, theirs = foreseen(table, 0, [0] * len(table)), taken(job)
     assert all(one >= other for one, other in zip(ours, theirs, strict=True)), (ours, theirs)

@@ -54,6 +54,7 @@ CASES: dict[str, Any] = {
     "ragged": lambda: (tiny_llama(2), ragged_batches(), recipe(3), {"schedule": Schedule.RECOMPUTE}),
     "corrected": lambda: (tiny_llama(2), padded(token_batches(9)), recipe(3, correct="residual", refit=None), {}),
     "static": lambda: (tiny_llama(2), token_batches(5), recipe(algorithm="gptq", scheme=STATIC), {}),
+    "floats": lambda: (tiny_llama(2, dtype=torch.bfloat16), token_batches(5), recipe(scheme="NVFP4"), {}),
     "experts": lambda: (tiny_mixtral(2, 8), token_batches(5, rows=1, length=2), recipe(4), {"verify": False}),
     "parts": lambda: (tiny_mixtral(2, 8), token_batches(5, rows=1, length=2), recipe(4), {"expert_parts": 3}),
     "listed experts": lambda: (_shunning(), _vectors(7), recipe(4, strategy="channel"), {}),

@@ -26,6 +26,7 @@ SAME = {
     "padded": (2, 3),
     "ragged": (2, 4),
     "static": (2, 3),
+    "floats": (2, 4),
     "experts": (2, 4),
     "parts": (2, 3),
     "listed experts": (2, 4),

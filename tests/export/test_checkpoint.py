@@ -195,7 +195,7 @@ def test_a_weight_of_less_than_a_byte(tmp_path: Path) -> None:
 def test_exports_of_modules_that_quantize_their_inputs() -> None:
     """`torch.export`, in a process that has quantized nothing before. Seen to fail: exported without it; with the range
     of the integers taken for fake from then on."""
-    quantizer = InputQuantizer(QuantizationArgs(**W8A8_DYNAMIC["input_activations"] | {"num_bits": 5}), None, None)
+    quantizer = InputQuantizer(QuantizationArgs(**W8A8_DYNAMIC["input_activations"] | {"num_bits": 5}))
     layer, x = nn.Linear(16, 8), torch.randn(6, 16)
     quantize_inputs(layer, quantizer)
     exported = torch.export.export(layer, (x,), strict=False).module()
@@ -206,7 +206,7 @@ def test_exports_of_modules_that_quantize_their_inputs() -> None:
 def test_tokens_have_scales_of_their_own(tmp_path: Path) -> None:
     """Also where rows have no dimension for samples, as a model of OPT's kind and experts have them. Seen to fail: one
     scale for all of them, so that one large token rounded the others to nothing."""
-    quantizer = InputQuantizer(QuantizationArgs(**W8A8_DYNAMIC["input_activations"]), None, None)
+    quantizer = InputQuantizer(QuantizationArgs(**W8A8_DYNAMIC["input_activations"]))
     layer, x = nn.Linear(16, 8), torch.randn(6, 16)
     x[0] *= 300
     ((rows,), _), ((batch,), _), ((more,), _) = (

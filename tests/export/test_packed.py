@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 from compressed_tensors.quantization.utils import helpers as ranges
 from helpers import CPU, compress, recipe, tiny_llama, tiny_mixtral, token_batches
 from torch import nn
@@ -31,9 +32,11 @@ def like(model: nn.Module) -> nn.Module:
         ({"num_bits": 3, "strategy": "channel", "symmetric": False}, None),
         ({"num_bits": 8, "strategy": "channel"}, INT8),
         ({"num_bits": 8, "strategy": "channel"}, PER_TOKEN),
+        (PRESET_SCHEMES["NVFP4"]["weights"].model_dump(), PRESET_SCHEMES["NVFP4"]["input_activations"].model_dump()),
     ],
-    ids=["w4", "w3 asymmetric", "w8a8 static", "w8a8 dynamic"],
+    ids=["w4", "w3 asymmetric", "w8a8 static", "w8a8 dynamic", "nvfp4"],
 )
+@pytest.mark.filterwarnings("ignore:.*reads FP4 and MX weights as bfloat16")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_perplexity_is_that_of_the_quantized_model(
     weights: dict[str, Any], inputs: dict[str, Any] | None, dtype: torch.dtype, tmp_path: Path

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, preset_name_to_scheme
 from helpers import modifier, recipe, tiny_llama, tiny_mixtral, weights
 from transformers import FalconConfig, FalconForCausalLM, T5Config, T5ForConditionalGeneration
 
+from lightning_compress.algorithms.base import split
 from lightning_compress.algorithms.rtn import Rtn
 from lightning_compress.calibration.solve import QuantizedModule
 from lightning_compress.calibration.static_inputs import static_input
@@ -23,17 +24,11 @@ from lightning_compress.recipe.resolve import resolve
 from lightning_compress.statistics import MinMax
 
 
-def quantized(num_bits: int, symmetric: bool, strategy: str, dtype: torch.dtype) -> QuantizedModule:
-    scheme = QuantizationScheme.model_validate(
-        {"targets": [], "weights": weights(num_bits, symmetric=symmetric, strategy=strategy)}
-    )
-    weight = (torch.randn(64, 96) + 0.2).to(dtype)
+def quantized(scheme: QuantizationScheme, dtype: torch.dtype, num_channels: int = 96) -> QuantizedModule:
+    weight = (torch.randn(64, num_channels) + 0.2).to(dtype)
     assert scheme.weights is not None
-    solved = Rtn().solve(weight, {}, scheme.weights, dtype)
-    if strategy == "tensor":
-        zero_point = None if solved.zero_point is None else solved.zero_point[:1].reshape(1)
-        solved = type(solved)(**{**vars(solved), "scale": solved.scale[:1].reshape(1), "zero_point": zero_point})
-    return QuantizedModule("linear", scheme, solved, None, None)
+    (solved,) = split(Rtn().solve(weight, {}, scheme.weights, dtype), [64])
+    return QuantizedModule("linear", scheme, solved)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -44,7 +39,8 @@ def test_unpacking_gives_the_dequantized_weight(
     num_bits: int, symmetric: bool, strategy: str, dtype: torch.dtype
 ) -> None:
     """Broken once by packing the dequantized weight in its own dtype (bf16 at 8 bits fails)."""
-    module = quantized(num_bits, symmetric, strategy, dtype)
+    of_weights = weights(num_bits, symmetric=symmetric, strategy=strategy)
+    module = quantized(QuantizationScheme.model_validate({"targets": [], "weights": of_weights}), dtype)
     packed = pack(module)
     assert torch.equal(unpack(packed, module.scheme), module.dequantized())
     assert packed["weight_packed"].nbytes == 64 * 96 * num_bits // 8
@@ -54,6 +50,43 @@ def test_unpacking_gives_the_dequantized_weight(
     assert all(tensor.is_contiguous() for tensor in packed.values())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("preset", "format", "num_bytes"),
+    [
+        ("FP8", "float-quantized", 64 * 128),
+        ("FP8_DYNAMIC", "float-quantized", 64 * 128),
+        ("FP8_BLOCK", "float-quantized", 64 * 128),
+        ("MXFP8A16", "mxfp8-quantized", 64 * 128),
+        ("MXFP4A16", "mxfp4-pack-quantized", 64 * 128 // 2),
+        ("NVFP4A16", "nvfp4-pack-quantized", 64 * 128 // 2),
+    ],
+)
+def test_floats_in_each_of_their_formats(preset: str, format: str, num_bytes: int, dtype: torch.dtype) -> None:
+    """Seen to fail: with scales of NVFP4 packed as they multiply; with weights of FP4 read as float32."""
+    module = quantized(preset_name_to_scheme(preset, []), dtype, 128)
+    packed = pack(module)
+    assert scheme_format(module.scheme) == format
+    weight, stored = unpack(packed, module.scheme), module.dequantized()
+    assert (weight.dtype, stored.dtype) == 2 * (torch.bfloat16 if "FP8" not in preset or "MX" in preset else dtype,)
+    assert torch.equal(weight, stored)
+    assert packed["weight_packed" if "4" in preset else "weight"].nbytes == num_bytes
+    few_bits = {"MXFP8A16": torch.uint8, "MXFP4A16": torch.uint8, "NVFP4A16": torch.float8_e4m3fn}
+    assert packed["weight_scale"].dtype == few_bits.get(preset, dtype)
+
+
+def test_static_inputs_in_floats() -> None:
+    """Of FP8 the scale of the largest value; of NVFP4 what makes the largest scale of a group that of FP8."""
+    seen = MinMax(1, "cpu")
+    seen.update(torch.tensor([[-3.0], [7.0]]))
+    found = static_input(preset_name_to_scheme("FP8", []), {MinMax: seen}, torch.float32)
+    assert found.tensors == {"input_scale": torch.tensor([7 / 448])}
+    found = static_input(preset_name_to_scheme("NVFP4", []), {MinMax: seen}, torch.float32)
+    assert found.tensors["input_global_scale"].tolist() == pytest.approx([448 * 6 / 7])
+    assert found.tensors.keys() == {"input_global_scale"}
+    assert static_input(preset_name_to_scheme("FP8_DYNAMIC", []), {}, torch.float32).tensors == {}
+
+
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_static_inputs_of_a_range_beyond_float16(symmetric: bool) -> None:
     """Seen to fail: the range of asymmetric ones was an infinity of the weights' dtype, and so was their scale."""
@@ -61,7 +94,7 @@ def test_static_inputs_of_a_range_beyond_float16(symmetric: bool) -> None:
     scheme = {"targets": [], "weights": weights(8, strategy="channel"), "input_activations": inputs}
     seen = MinMax(1, "cpu")
     seen.update(torch.tensor([[-40000.0], [40000.0]]))
-    scale, _ = static_input(QuantizationScheme.model_validate(scheme), {MinMax: seen}, torch.float16)
+    scale = static_input(QuantizationScheme.model_validate(scheme), {MinMax: seen}, torch.float16).scale
     assert scale is not None
     assert scale.dtype == torch.float16
     assert scale.item() == pytest.approx(80000 / 255, rel=1e-3)
@@ -76,13 +109,14 @@ def test_static_inputs_as_they_are_stored() -> None:
     for low, high in (torch.rand(200, 2) * torch.tensor([-8.0, 2.0])).tolist():
         seen = MinMax(1, "cpu")
         seen.update(torch.tensor([[low], [high]]))
-        scale, zero_point = static_input(scheme, {MinMax: seen}, torch.bfloat16)
+        found = static_input(scheme, {MinMax: seen}, torch.bfloat16)
+        scale, zero_point = found.scale, found.zero_point
         assert scale is not None
         assert zero_point is not None
         assert zero_point.item() == min(round(-128 - low / scale.item()), 127)
     seen = MinMax(1, "cpu")
     seen.update(torch.tensor([[-1e-6], [1e-6]]))
-    scale, _ = static_input(scheme, {MinMax: seen}, torch.float16)
+    scale = static_input(scheme, {MinMax: seen}, torch.float16).scale
     assert scale is not None
     assert scale.item() > 0
 

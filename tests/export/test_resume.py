@@ -85,6 +85,12 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Any]], dict[st
         {"scheme": {"weights": {"num_bits": 8, "strategy": "channel"}, "input_activations": STATIC}},
         "staged",
     ),
+    "floats under a global scale": (
+        lambda: tiny_llama(3, dtype=torch.bfloat16),
+        token_batches,
+        {"scheme": "NVFP4"},
+        "staged",
+    ),
     "corrected": (lambda: tiny_llama(3), lambda: padded(token_batches()), {"correct": "residual"}, "staged"),
     "corrected block": (lambda: tiny_llama(3), token_batches, {"correct": "residual", "refit": 1}, "block"),
     "gptaq": (lambda: tiny_llama(3), token_batches, {"correct": "gptaq"}, "staged"),

@@ -96,7 +96,7 @@ def test_a_checkpoint_of_the_training_is_tested_as_it_is_and_that_is_said(make_t
 def test_gradients_of_rounded_inputs_are_those_of_whole_ones() -> None:
     """Of a linear layer: what arrives from behind, times the weight. Values are the rounded ones, to the bit."""
     layer = nn.Linear(4, 3, bias=False)
-    quantize_inputs(layer, InputQuantizer(QuantizationArgs(**TOKEN), None, None))
+    quantize_inputs(layer, InputQuantizer(QuantizationArgs(**TOKEN)))
     x = torch.randn(5, 4, requires_grad=True)
     behind = torch.randn(5, 3)
     out = layer(x)

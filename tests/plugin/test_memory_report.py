@@ -193,7 +193,7 @@ def test_inputs_that_are_quantized() -> None:
     args = QuantizationArgs(num_bits=8, strategy="token", dynamic=True)
     for each in module.layers.modules():
         if isinstance(each, nn.Linear):
-            quantize_inputs(each, InputQuantizer(args, None, None))
+            quantize_inputs(each, InputQuantizer(args))
     assert [row.error for row in report(module).rows] == pytest.approx([0.0] * 3, abs=1e-3)
 
 

@@ -43,6 +43,10 @@ def test_shipped_recipes() -> None:
         ("w2a16_best", Gptq, 2, None),
         ("w8a16_rtn", Rtn, 8, None),
         ("w8a8_gptq", Gptq, 8, 8),
+        ("fp8_dynamic_rtn", Rtn, 8, 8),
+        ("mxfp4a16_gptq", Gptq, 4, None),
+        ("nvfp4a16_gptq", Gptq, 4, None),
+        ("nvfp4_gptq", Gptq, 4, 4),
     ],
 )
 def test_shipped_recipes_are_what_their_names_say(

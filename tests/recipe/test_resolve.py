@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from compressed_tensors.quantization import FP8_E4M3_DATA
+from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 from helpers import VOCAB, linears, modifier, recipe, tiny_llama, tiny_mixtral, weights
 from omegaconf import OmegaConf
 from torch import nn
@@ -444,20 +444,35 @@ def test_quantized_model() -> None:
     ("scheme", "message"),
     [
         ({"input_activations": INT8_TOKEN}, "no `weights`"),
-        ({"weights": weights(1)}, "with 1 bits are not supported; use int with 2 to 8 bits"),
-        ({"weights": {**weights(8, strategy="channel"), "type": "float"}}, "Weights of type float .*not supported"),
+        ({"weights": weights(1)}, "with 1 bits are not supported; use int with 2 to 8 bits, or float with 8 or 4"),
+        ({"weights": {**weights(6), "type": "float"}}, "Weights of type float with 6 bits .*FP8_DYNAMIC, MXFP4A16"),
         (
             {"weights": {"num_bits": 8, "type": "int", "strategy": "block", "block_structure": [16, 16]}},
-            "strategy .*block.* not supported; use static tensor, channel or group",
+            "strategy .*block.* not supported; use static tensor, channel or group, or block for floats of 8 bits",
+        ),
+        ({"weights": {**weights(4), "type": "float"}}, "strategy 'group' .*; use the preset NVFP4A16 or MXFP4A16"),
+        ({"weights": {**weights(4, strategy="tensor"), "type": "float"}}, "the preset NVFP4A16 or MXFP4A16"),
+        (
+            {"weights": {**weights(4, group_size=32), "type": "float"}},
+            "Floats of 4 bits in groups of 32 .*give `weights` the field scale_dtype: torch.uint8",
+        ),
+        ({"weights": {**weights(8, symmetric=False), "type": "float"}}, "set `symmetric: true` in `weights`"),
+        (
+            {"weights": {**weights(4, group_size=32), "type": "float", "scale_dtype": "torch.float16"}},
+            "scale_dtype=torch.float16 of `weights`",
+        ),
+        (
+            {"weights": {**weights(8, strategy="channel"), "type": "float"}, "format": "pack-quantized"},
+            "The format 'pack-quantized' is none of float weights: .*give float-quantized or naive-quantized",
         ),
         ({"weights": weights(8), "output_activations": INT8_TENSOR}, "leave out `output_activations`"),
         (
             {"weights": weights(8), "input_activations": {**INT8_TENSOR, "num_bits": 4}},
-            "use int8, either static per tensor or dynamic per token",
+            "use int8 or float8, either static per tensor or dynamic per token",
         ),
         (
             {"weights": weights(8), "input_activations": {**INT8_TENSOR, "dynamic": True}},
-            "use int8, either static per tensor or dynamic per token",
+            "use int8 or float8, either static per tensor or dynamic per token",
         ),
         ({"weights": {**weights(4), "observer": "minmax"}}, "observer='minmax' of `weights`.*`scale_search`"),
         ({"weights": {**weights(4), "observer_kwargs": {"a": 1}}}, "observer_kwargs=.*leave it out"),
@@ -508,10 +523,29 @@ def test_torchscript_is_refused() -> None:
         resolved(recipe(4), model)
 
 
-def test_preset_that_is_not_supported() -> None:
-    assert FP8_E4M3_DATA.bits == 8
-    with pytest.raises(UnsupportedModelError, match="Weights of type float with 8 bits are not supported"):
-        resolved(recipe(scheme="FP8"), tiny_llama(1))
+@pytest.mark.parametrize("preset", sorted(PRESET_SCHEMES))
+def test_every_preset_is_taken_or_refused_with_what_to_take(preset: str) -> None:
+    given, model = recipe(scheme=preset), tiny_llama(1, hidden_size=128, intermediate_size=128)
+    if preset == "UNQUANTIZED":
+        refusal = "would change nothing"
+    elif preset.startswith("MXFP6"):
+        refusal = "float with 6 bits are not supported; use int with 2 to 8 bits, or float with 8 or 4"
+    elif preset.endswith("A4") and preset.startswith("W"):
+        refusal = "Input activations of type int, 4 bits.*use int8 or float8"
+    else:
+        assert len(resolved(given, model).assignments) == 7
+        return
+    with pytest.raises(UnsupportedModelError, match=refusal):
+        resolved(given, model)
+
+
+def test_groups_of_a_format_that_has_no_other() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"group_size 128 does not divide its 32 .*has no other size: add"):
+        resolved(recipe(scheme="FP8_BLOCK"), tiny_llama(1))
+    with pytest.raises(
+        UnsupportedModelError, match=r"group_size 32 does not divide its 48 .*'mlp.down_proj' to `ignore`"
+    ):
+        resolved(recipe(scheme="MXFP4A16"), tiny_llama(1, intermediate_size=48).model.layers[0])
 
 
 def test_the_default_ignore_means_the_output_embedding_of_a_nested_model_too() -> None:
