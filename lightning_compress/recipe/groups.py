@@ -19,7 +19,7 @@ def check_groups(weights: Mapping[str, QuantizationArgs], root: nn.Module) -> No
     """Of all modules at once: a size that one of them takes may be none for the next.
 
     Args:
-        weights: how those of each module [O, I] are quantized.
+        weights: how those of each module [O, I] are quantized; or what it reads [..., I].
         root: the model.
 
     Raises:
@@ -71,7 +71,7 @@ def _not_divided(
         else ""
     )
     start = f"{name} has a weight of shape {list(shapes[name])}, and group_size {group} does not divide its "
-    if weights.scale_dtype is not None or weights.strategy == QuantizationStrategy.BLOCK:
+    if weights.scale_dtype is not None or weights.strategy == QuantizationStrategy.BLOCK or weights.dynamic:
         return (
             f"{start}{shapes[name][1]} input channels.{more} This format has no other size: add {name!r} to `ignore`, "
             "or take a scheme such as FP8_DYNAMIC or W4A16."

@@ -125,6 +125,8 @@ def resolve(recipe: Recipe, root: nn.Module) -> ResolvedRecipe:
     _check_matched(recipe, matched, assignments, root)
     _warn_of_unmatched(recipe, places)
     check_groups({name: each.weights for name, each in assignments.items()}, root)
+    inputs = {name: each.scheme.input_activations for name, each in assignments.items()}
+    check_groups({name: each for name, each in inputs.items() if each is not None}, root)
     _check_ties(assignments, root)
     _check_finite(assignments, root)
     return ResolvedRecipe(recipe, assignments, tuple(excluded + _bare_matrices(root)))

@@ -1,9 +1,10 @@
 """Which of compressed-tensors' schemes are implemented."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
+from compressed_tensors.compressors.format import infer_module_format
 from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import (
     ActivationOrdering,
@@ -13,6 +14,7 @@ from compressed_tensors.quantization import (
     QuantizationStrategy,
     QuantizationType,
 )
+from torch import nn
 
 from lightning_compress.algorithms.base import Algorithm
 from lightning_compress.errors import UnsupportedModelError
@@ -115,12 +117,14 @@ def check_scheme(scheme: QuantizationScheme, algorithm: Algorithm) -> None:
 
 def _check_format(scheme: QuantizationScheme) -> None:
     assert scheme.weights is not None
-    has_format = scheme.weights.scale_dtype is not None
-    formats = () if has_format else [each.value for each in _FORMATS[QuantizationType(scheme.weights.type)]]
-    if scheme.format not in (None, *formats):
-        choice = f", or give {' or '.join(formats)}" if formats else ", as its scales have one of their own"
+    formats: Sequence[CompressionFormat] = _FORMATS[QuantizationType(scheme.weights.type)]
+    if scheme.weights.scale_dtype is not None:
+        formats = [infer_module_format(nn.Linear, scheme)]
+    names = [CompressionFormat(each).value for each in formats]
+    if scheme.format not in (None, *names):
         raise UnsupportedModelError(
-            f"The format {scheme.format!r} is none of {scheme.weights.type} weights: leave it out{choice}."
+            f"The format {scheme.format!r} is none of these {scheme.weights.type} weights: leave it out, or give "
+            f"{' or '.join(names)}."
         )
 
 

@@ -462,8 +462,12 @@ def test_quantized_model() -> None:
             "scale_dtype=torch.float16 of `weights`",
         ),
         (
+            {**PRESET_SCHEMES["NVFP4A16"], "format": "pack-quantized"},
+            "The format 'pack-quantized' is none of these float weights: leave it out, or give nvfp4-pack-quantized",
+        ),
+        (
             {"weights": {**weights(8, strategy="channel"), "type": "float"}, "format": "pack-quantized"},
-            "The format 'pack-quantized' is none of float weights: .*give float-quantized or naive-quantized",
+            "The format 'pack-quantized' is none of these float weights: .*give float-quantized or naive-quantized",
         ),
         ({"weights": weights(8), "output_activations": INT8_TENSOR}, "leave out `output_activations`"),
         (
@@ -481,7 +485,10 @@ def test_quantized_model() -> None:
             {"weights": weights(8), "input_activations": {**INT8_TENSOR, "observer": "mse"}},
             "observer='mse' of `input_activations`",
         ),
-        ({"weights": weights(4), "format": "marlin-24"}, "The format 'marlin-24' is none of int weights: leave it out"),
+        (
+            {"weights": weights(4), "format": "marlin-24"},
+            "The format 'marlin-24' is none of these int weights: leave it out",
+        ),
         ({"weights": weights(4), "format": "dense"}, "or give pack-quantized or int-quantized or naive-quantized"),
     ],
 )
@@ -546,6 +553,8 @@ def test_groups_of_a_format_that_has_no_other() -> None:
         UnsupportedModelError, match=r"group_size 32 does not divide its 48 .*'mlp.down_proj' to `ignore`"
     ):
         resolved(recipe(scheme="MXFP4A16"), tiny_llama(1, intermediate_size=48).model.layers[0])
+    with pytest.raises(UnsupportedModelError, match=r"group_size 128 does not divide its 32 .*has no other size: add"):
+        resolved(recipe(scheme="MXFP4xFP8"), tiny_llama(1))  # of what is read
 
 
 def test_the_default_ignore_means_the_output_embedding_of_a_nested_model_too() -> None:
