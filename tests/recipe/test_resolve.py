@@ -553,8 +553,9 @@ def test_groups_of_a_format_that_has_no_other() -> None:
         UnsupportedModelError, match=r"group_size 32 does not divide its 48 .*'mlp.down_proj' to `ignore`"
     ):
         resolved(recipe(scheme="MXFP4A16"), tiny_llama(1, intermediate_size=48).model.layers[0])
+    of_inputs = PRESET_SCHEMES["FP8_BLOCK"]["input_activations"]
     with pytest.raises(UnsupportedModelError, match=r"group_size 128 does not divide its 32 .*has no other size: add"):
-        resolved(recipe(scheme="MXFP4xFP8"), tiny_llama(1))  # of what is read
+        resolved(recipe(scheme={**PRESET_SCHEMES["MXFP4A16"], "input_activations": of_inputs}), tiny_llama(1))
 
 
 def test_the_default_ignore_means_the_output_embedding_of_a_nested_model_too() -> None:
