@@ -65,14 +65,20 @@ MODIFIERS: dict[str, list[dict[str, Any]]] = {
 """Recipes that are not shipped, by name."""
 INTEGERS = ["w4a16_gptq", "w3a16_gptq", "w2a16_best", "w8a16_rtn", "w4_mixed_w8", "w8a8_gptq"]
 FLOATS = ["fp8_dynamic_rtn", "mxfp4a16_gptq", "nvfp4a16_gptq", "nvfp4_gptq"]
+OF_FLOATS = ["fp8_static", "fp8_block", "mxfp4", "mxfp8"]
 RECIPES: dict[str, list[str]] = {
-    "llama": [*INTEGERS, *FLOATS, *MODIFIERS],
+    "llama": [*INTEGERS, *(name for name in MODIFIERS if name not in OF_FLOATS)],
+    "llama_floats": [*FLOATS, *OF_FLOATS],
     "qwen3": ["w4a16_gptq", "w4_mixed_w8", "w8a8_gptq", "w4_asymmetric"],
     "gemma3_text": ["w4a16_gptq", "w8a8_gptq"],
     "gpt2": ["w4a16_gptq", "w4_mixed_w8"],
-    "qwen3_moe": ["w4a16_gptq", "w8a16_rtn", "w8_channel", "w8a8_gptq", "w4_asymmetric", *FLOATS],
+    "qwen3_moe": ["w4a16_gptq", "w8a16_rtn", "w8_channel", "w8a8_gptq", "w4_asymmetric"],
+    "qwen3_moe_floats": [*FLOATS, "fp8_static", "fp8_block"],
     "mixtral": ["w4a16_gptq", "w3a16_gptq", "w8a8_gptq"],
 }
+
+IN_BFLOAT16 = ("gemma3_text", "llama_floats", "qwen3_moe_floats")
+"""Served in the dtype that they are stored in: Gemma has values too large for float16, scales of FP4 ask for it."""
 
 
 def configs(tokenizer: PreTrainedTokenizerFast) -> dict[str, PretrainedConfig]:
@@ -82,14 +88,18 @@ def configs(tokenizer: PreTrainedTokenizerFast) -> dict[str, PretrainedConfig]:
     common = {**special, **heads, **sizes, "max_position_embeddings": 256, "tie_word_embeddings": False}
     experts = {"num_experts_per_tok": 2, "output_router_logits": False}
     gpt2 = {"n_embd": WIDTH, "n_layer": 2, "n_head": 4, "n_positions": 256, "vocab_size": len(tokenizer), **special}
+    llama = LlamaConfig(**common, intermediate_size=512)
+    qwen3_moe = Qwen3MoeConfig(
+        **common, **experts, intermediate_size=512, moe_intermediate_size=256, num_experts=4, norm_topk_prob=True
+    )
     return {
-        "llama": LlamaConfig(**common, intermediate_size=512),
+        "llama": llama,
+        "llama_floats": llama,
         "qwen3": Qwen3Config(**common, intermediate_size=512),
         "gemma3_text": Gemma3TextConfig(**common, intermediate_size=512, query_pre_attn_scalar=64),
         "gpt2": GPT2Config(**gpt2),
-        "qwen3_moe": Qwen3MoeConfig(
-            **common, **experts, intermediate_size=512, moe_intermediate_size=256, num_experts=4, norm_topk_prob=True
-        ),
+        "qwen3_moe": qwen3_moe,
+        "qwen3_moe_floats": qwen3_moe,
         "mixtral": MixtralConfig(**common, **experts, intermediate_size=256, num_local_experts=4),
     }
 
@@ -136,7 +146,7 @@ def main() -> None:
                 write_compressed(folder / recipe, recipe, tokenizer)
     held_out = DocsConfig(split="test", num_samples=NUM_PROMPTS, max_length=PROMPT_LENGTH, batch_size=NUM_PROMPTS)
     prompts = next(iter(evaluation_dataloader(held_out, tokenizer)))["input_ids"].tolist()
-    dtypes = {name: "bfloat16" if name.startswith("gemma") else "float16" for name in RECIPES}
+    dtypes = {name: "bfloat16" if name in IN_BFLOAT16 else "float16" for name in RECIPES}
     (arguments.folder / "cases.json").write_text(json.dumps({"prompts": prompts, "dtypes": dtypes}))
 
 

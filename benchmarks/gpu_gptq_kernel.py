@@ -1,10 +1,10 @@
 """Time of one GPTQ block on a GPU: the fused Triton kernel against the eager operations.
 
-    python benchmarks/gpu_gptq_kernel.py [--channels 128] [--repeats 50]
+    python benchmarks/gpu_gptq_kernel.py [--channels 128] [--repeats 50] [--preset PRESET]
 
-Prints, for several heights of row tiles, the median time in microseconds of each and their ratio; then the same for
-whole weights of Llama-3-8B (`nearest_plane`: this kernel plus the products between blocks). Needs a CUDA device and
-Triton.
+PRESET names the scheme of the weights, integers or floats. Prints, for several heights of row tiles, the median time in
+microseconds of each and their ratio; then the same for whole weights of Llama-3-8B (`nearest_plane`: this kernel plus
+the products between blocks). Needs a CUDA device and Triton.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from unittest import mock
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization import QuantizationArgs, preset_name_to_scheme
 
 from lightning_compress.algorithms import kernels
 from lightning_compress.algorithms.base import runs
@@ -26,7 +26,6 @@ from lightning_compress.algorithms.scales import minmax_scales
 from lightning_compress.algorithms.tiling import ON_GPU
 
 LLAMA_3_8B = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
-ARGS = QuantizationArgs(num_bits=4, symmetric=True, strategy="group", group_size=128)
 
 
 def median_us(function: Callable[[], object], repeats: int) -> float:
@@ -41,16 +40,18 @@ def median_us(function: Callable[[], object], repeats: int) -> float:
     return statistics.median(times[3:])
 
 
-def block(num_channels: int, num_rows: int, repeats: int) -> None:
+def block(args: QuantizationArgs, num_channels: int, num_rows: int, repeats: int) -> None:
     """One block of `num_channels` channels by `num_rows` rows."""
     weight = 0.02 * torch.randn(num_channels, 1, num_rows, device="cuda")
     lower = torch.randn(num_channels, num_channels, device="cuda").mul_(0.05).tril_(-1)
     lower.diagonal().fill_(1)
-    grid = make_grid(ARGS, (num_rows, 128), torch.bfloat16)
-    scale = torch.full((1, 1, num_rows), 0.008, device="cuda")
-    groups = torch.zeros(num_channels, dtype=torch.int64, device="cuda")
+    by_rows = weight[:, 0].t()
+    grid = make_grid(args, by_rows.shape, torch.bfloat16).over(by_rows)
+    scale = minmax_scales(by_rows, grid).scale.float().t()[:, None].contiguous()
+    groups = torch.arange(num_channels, device="cuda") // grid.group_size
     target, rounded, delta = weight.clone(), torch.empty_like(weight), torch.zeros_like(weight)
-    codes = torch.empty(weight.shape, dtype=torch.int8, device="cuda")
+    kept = torch.int8 if grid.floats is None else torch.float16
+    codes = torch.empty(weight.shape, dtype=kept, device="cuda")
     pivots, added = torch.ones(1, num_channels, device="cuda"), torch.zeros(1, dtype=torch.float64, device="cuda")
     error = torch.zeros(1, num_rows, dtype=torch.float64, device="cuda")
 
@@ -67,12 +68,12 @@ def block(num_channels: int, num_rows: int, repeats: int) -> None:
     print(f"{num_channels:>8} {num_rows:>8} {eager:>12.0f} {fused:>12.0f} {eager / fused:>8.1f}x {different:>10.1e}")
 
 
-def whole(name: str, num_rows: int, num_channels: int) -> None:
+def whole(args: QuantizationArgs, name: str, num_rows: int, num_channels: int) -> None:
     """All row tiles of one weight, factor and scales given."""
     weight = 0.02 * torch.randn(num_rows, num_channels, device="cuda")
     x = torch.randn(2 * num_channels, num_channels, device="cuda")
     factor = factorize(x.t() @ x / len(x), 0.01)
-    grid = make_grid(ARGS, weight.shape, torch.bfloat16)
+    grid = make_grid(args, weight.shape, torch.bfloat16).over(weight)
     scales = minmax_scales(weight, grid)
 
     def run() -> list[torch.Tensor]:
@@ -86,7 +87,7 @@ def whole(name: str, num_rows: int, num_channels: int) -> None:
     fused, ours = median_us(run, 5), torch.cat(run())
     with mock.patch.object(kernels, "usable", return_value=False):
         eager, theirs = median_us(run, 3), torch.cat(run())
-    different = float((ours != theirs).float().mean())
+    different = float((ours.float() != theirs.float()).float().mean())
     ratio = eager / fused
     print(f"{name:>8} {num_rows:>8} {eager / 1e3:>10.1f}ms {fused / 1e3:>10.1f}ms {ratio:>8.1f}x {different:>9.2%}")
 
@@ -95,16 +96,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--channels", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=50)
+    parser.add_argument("--preset", default="W4A16", help="of compressed-tensors")
     options = parser.parse_args()
     if not (torch.cuda.is_available() and kernels.AVAILABLE):
         sys.exit("This benchmark needs a CUDA device and Triton.")
+    args = preset_name_to_scheme(options.preset, []).weights
+    assert args is not None
     torch.manual_seed(0)
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, 4 bits, groups of 128, medians")
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {options.preset}, medians")
     print(f"{'channels':>8} {'rows':>8} {'eager us':>12} {'fused us':>12} {'ratio':>9} {'different':>10}")
     for num_rows in (512, 1024, 2048):
-        block(options.channels, num_rows, options.repeats)
+        block(args, options.channels, num_rows, options.repeats)
     for name, (num_rows, num_channels) in LLAMA_3_8B.items():
-        whole(name, num_rows, num_channels)
+        whole(args, name, num_rows, num_channels)
 
 
 if __name__ == "__main__":

@@ -116,7 +116,9 @@ class Grid:
             rounded, least = scale.to(self.scale_dtype), torch.finfo(self.scale_dtype).eps
             return rounded.masked_fill_(rounded == 0, least)
         rounded = (scale * self.global_scale).clamp_(-_LARGEST_SCALE, _LARGEST_SCALE).to(_FLOAT8).float()
-        return rounded.masked_fill_(rounded == 0, _LEAST_SCALE) / self.global_scale
+        # By a tensor, as readers do: CUDA multiplies by the reciprocal of a number, which ends in other last bits.
+        divisor = torch.full((), self.global_scale, device=rounded.device)
+        return rounded.masked_fill_(rounded == 0, _LEAST_SCALE) / divisor
 
     def over(self, weight: Tensor) -> "Grid":
         """The same, with the global scale of a weight, if scales have one: its largest scale is the largest of FP8."""
