@@ -128,10 +128,17 @@ def scales_bytes(num_rows: int, num_channels: int, args: QuantizationArgs, searc
 def scales_of_rows_together(
     weight: Tensor, weighting: Tensor | None, grid: Grid, search: bool, row_splits: Sequence[int]
 ) -> Scales | None:
-    """For grids whose rows share scales, those of all rows [O, G], found in each stacked module; None for others."""
+    """For grids whose rows share scales, those of all rows [O, G]; None for others.
+
+    They are found in each stacked module, but for one scale of floats, which all stacked modules share: servers compute
+    what they fuse with one, and round the codes of smaller ones anew (vLLM's `requantize_with_max_scale`). To floats
+    that is nearly the same; integers would lose bits, and their scales servers expand to one for each row.
+    """
     if grid.rows_together == 1:
         return None
-    parts = [choose_scales(module, weighting, grid, search) for module in torch.split(weight, list(row_splits))]
+    is_one = grid.rows_together is None and grid.floats is not None
+    modules = [weight] if is_one else torch.split(weight, list(row_splits))
+    parts = [choose_scales(module, weighting, grid, search) for module in modules]
     zero_points = [part.zero_point for part in parts if part.zero_point is not None]
     return Scales(torch.cat([part.scale for part in parts]), torch.cat(zero_points) if zero_points else None)
 

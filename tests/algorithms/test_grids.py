@@ -166,11 +166,16 @@ def test_weights_that_are_solved_together_keep_their_global_scales() -> None:
 
 
 def test_modules_that_are_solved_together_have_one_global_scale() -> None:
-    """And blocks of their own, though the first ends within one."""
+    """Or one scale, where that is all they have; and blocks of their own, though the first ends within one."""
     weight, gram = weight_and_gram(160, 256)
     weight[:96] *= 30
     together = split(Rtn().solve(weight, {InputGram: gram}, arguments("NVFP4A16"), torch.bfloat16, [96, 64]), [96, 64])
     assert together[0].global_scale == together[1].global_scale == 448 * 6 / weight.abs().max()
+    both = split(Rtn().solve(weight, {}, arguments("FP8"), torch.bfloat16, [96, 64]), [96, 64])
+    assert torch.equal(both[0].scale, both[1].scale)
+    (alone,) = split(Rtn().solve(weight[:96], {}, arguments("FP8"), torch.bfloat16), [96])
+    assert torch.equal(both[0].scale, alone.scale)  # the largest, by which nothing needs to be rounded anew
+    assert torch.equal(both[0].codes.float(), alone.codes.float())
     blocks = split(Rtn().solve(weight, {}, arguments("FP8_BLOCK"), torch.bfloat16, [96, 64]), [96, 64])
     assert [tuple(each.scale.shape) for each in blocks] == [(1, 2), (1, 2)]
     assert blocks[1].scale.max() < blocks[0].scale.min() / 10
