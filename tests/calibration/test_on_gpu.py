@@ -36,7 +36,7 @@ def model() -> Any:
 
 def job(folder: Path, where: torch.device = GPU, of: Any = None, how: Any = HOW, **settings: Any) -> Job:
     data = collect(token_batches(4, rows=4, length=48))
-    given = Settings(load_recipe(how), folder, verify=False, **settings)
+    given = Settings(load_recipe(how), folder, **{"verify": False, **settings})
     return prepare_job(model() if of is None else of, data, given, where)
 
 
@@ -79,6 +79,15 @@ def test_errors_are_those_of_a_cpu(schedule: Schedule, bits: int, tmp_path: Path
     )
     ours, theirs = (sum(each.error for each in found) for found in (on_gpu, on_cpu))
     assert ours == pytest.approx(theirs, rel=0.02)
+
+
+@pytest.mark.parametrize("preset", ["FP8", "FP8_BLOCK", "MXFP4A16", "MXFP8", "NVFP4A16", "NVFP4"])
+def test_floats_are_read_back_as_they_are_in_memory(preset: str, tmp_path: Path) -> None:
+    """By transformers, on the CPU."""
+    verification = run(job(tmp_path / "out", how=recipe(scheme=preset), verify=True)).verification
+    assert verification is not None
+    assert verification.passed
+    assert verification.different_modules == ()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
