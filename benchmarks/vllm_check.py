@@ -6,15 +6,15 @@ Small models of six families are trained for --train-steps on Python's documenta
 recipes (`_vllm_inputs.py`). vLLM serves every checkpoint in its own environment (`_vllm_served.py`), and transformers,
 or `load_compressed` where it refuses, reads it here (`_vllm_reference.py`). Of four held-out prompts of 64 tokens the
 log probabilities of each token are compared, and 16 tokens chosen greedily after each. Both compute in float16, for
-Gemma in bfloat16. Two rows tell what a difference means: the model that is not quantized (`original`) has that of the
+Gemma and formats of floats in bfloat16. Two rows tell what a difference means: the model that is not quantized (`original`) has that of the
 two implementations alone; and `of quantization` is how far the checkpoint is from that model.
 
 vLLM has kernels for a processor for few schemes. What it has none for is computed by stand-ins (marked), which
 dequantize what vLLM has loaded; --no-stand-ins shows what it says itself.
 
 vLLM gets an environment of its own under --work-dir, for the CPU, unless --vllm-venv names one. Is that one's vLLM for
-CUDA, the checkpoints are served on the GPU: give --no-stand-ins, and with --jobs each takes a part of the memory:
---engine '{"gpu_memory_utilization": 0.05}'.
+CUDA, the checkpoints are served on the GPU: give --no-stand-ins, and with --jobs a part of the memory, unmeasured since
+others come and go: --engine '{"gpu_memory_utilization": 0.02, "kv_cache_memory_bytes": 268435456}'.
 """
 
 import argparse
