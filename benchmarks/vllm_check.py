@@ -6,8 +6,9 @@ Small models of six families are trained for --train-steps on Python's documenta
 recipes (`_vllm_inputs.py`). vLLM serves every checkpoint in its own environment (`_vllm_served.py`), and transformers,
 or `load_compressed` where it refuses, reads it here (`_vllm_reference.py`). Of four held-out prompts of 64 tokens the
 log probabilities of each token are compared, and 16 tokens chosen greedily after each. Both compute in float16, for
-Gemma and formats of floats in bfloat16. Two rows tell what a difference means: the model that is not quantized (`original`) has that of the
-two implementations alone; and `of quantization` is how far the checkpoint is from that model.
+Gemma and formats of floats in bfloat16. Two rows tell what a difference means: the model that is not quantized
+(`original`) has that of the two implementations alone; and `of quantization` is how far the checkpoint is from that
+model.
 
 vLLM has kernels for a processor for few schemes. What it has none for is computed by stand-ins (marked), which
 dequantize what vLLM has loaded; --no-stand-ins shows what it says itself.
