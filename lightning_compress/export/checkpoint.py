@@ -57,16 +57,11 @@ def check_output_dir(output_dir: Path) -> None:
             f"Give another folder{advice}."
         )
     existing = nearest_existing(output_dir)
-    if not _is_writable(existing):
-        reason = f"no permission for {existing}" if existing.is_dir() else f"{existing} is a file"
-        raise OutputDirectoryError(f"output_dir {output_dir} cannot be written to: {reason}.")
-
-
-def _is_writable(path: Path) -> bool:
-    probe = path / f".{uuid4().hex}.partial"  # several ranks try at once, and look what is there
+    probe = existing / f".{uuid4().hex}.partial"  # several ranks try at once, and look what is there
     try:
         probe.touch()
         probe.unlink(missing_ok=True)
-    except OSError:
-        return False
-    return True
+    except OSError as error:
+        raise OutputDirectoryError(
+            f"output_dir {output_dir} cannot be written to: {existing}: {error.strerror}. Give another folder."
+        ) from error

@@ -1,6 +1,7 @@
 """The folder: whole or not at all, ours or not touched; and reading it into modules that are not transformers'."""
 
 import copy
+import errno
 import json
 import os
 import tempfile
@@ -295,6 +296,23 @@ def test_folder_of_somebody_else(tmp_path: Path) -> None:
     file.touch()
     with pytest.raises(OutputDirectoryError, match="is a file; give a folder"):
         check_output_dir(file)
+    with pytest.raises(
+        OutputDirectoryError, match=r"below cannot be written to: .*file: Not a directory\."
+    ):
+        check_output_dir(file / "below")
+
+
+def test_a_folder_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the words of the system. Seen to fail: as a lack of permission, whatever it was."""
+
+    def refuse(path: Path) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(Path, "touch", refuse)
+    with pytest.raises(
+        OutputDirectoryError, match=r"out cannot be written to: .*: Read-only file system\."
+    ):
+        check_output_dir(tmp_path / "out")
 
 
 def test_folders_that_are_fine(tmp_path: Path) -> None:
