@@ -296,9 +296,7 @@ def test_folder_of_somebody_else(tmp_path: Path) -> None:
     file.touch()
     with pytest.raises(OutputDirectoryError, match="is a file; give a folder"):
         check_output_dir(file)
-    with pytest.raises(
-        OutputDirectoryError, match=r"below cannot be written to: .*file: Not a directory\."
-    ):
+    with pytest.raises(OutputDirectoryError, match=r"below cannot be written to: .*file: Not a directory\."):
         check_output_dir(file / "below")
 
 
@@ -309,9 +307,7 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
 
     monkeypatch.setattr(Path, "touch", refuse)
-    with pytest.raises(
-        OutputDirectoryError, match=r"out cannot be written to: .*: Read-only file system\."
-    ):
+    with pytest.raises(OutputDirectoryError, match=r"out cannot be written to: .*: Read-only file system\."):
         check_output_dir(tmp_path / "out")
 
 
