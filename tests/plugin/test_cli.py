@@ -133,7 +133,7 @@ def test_what_would_be_refused_is_so_before_texts_are_evaluated(
 @pytest.mark.filterwarnings("ignore::lightning_compress.report.experts.ExpertCoverageWarning")
 @pytest.mark.filterwarnings("ignore::lightning_compress.export.verify.ReadBackWarning")
 def test_experts_that_transformers_would_draw_at_random(checkpoint: Path, tmp_path: Path) -> None:
-    """It has no name for a gpt-oss's single experts: from memory that is refused, from disk they are read."""
+    """It has no name for a gpt-oss's single experts: in memory that is refused, by default they are read from disk."""
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 16, "vocab_size": 200}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
     torch.manual_seed(0)
@@ -147,10 +147,10 @@ def test_experts_that_transformers_would_draw_at_random(checkpoint: Path, tmp_pa
         report = run_compress(compose("compress", overrides=[*given, scheme]), tmp_path / "out")
         of_data = ["data.num_samples=4", "data.max_length=32", "device=cpu"]
         again = compose("evaluate", overrides=[f"model.path={tmp_path / 'out'}", *of_data])
-    with pytest.raises(CompressionError, match=r"GptOssForCausalLM .*draw them at random.* model.load=disk reads"):
-        run_evaluate(again)
-    again.model.load = "disk"
     assert run_evaluate(again) == pytest.approx(report.extra["perplexity_after"], rel=1e-6)
+    again.model.load = "memory"
+    with pytest.raises(CompressionError, match=r"not what transformers would read into memory: .*stacks of single exp"):
+        run_evaluate(again)
     assert report.extra["perplexity_before"] != pytest.approx(report.extra["perplexity_after"], rel=1e-4)
 
 
