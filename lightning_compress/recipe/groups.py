@@ -76,7 +76,7 @@ def _not_divided(
             f"{start}{shapes[name][1]} input channels.{more} This format has no other size: add {name!r} to `ignore`, "
             "or take a scheme such as FP8_DYNAMIC or W4A16."
         )
-    bits = f"num_bits: {weights.num_bits}, symmetric: {str(weights.symmetric).lower()}"
+    bits = f"num_bits: {weights.num_bits}, type: {weights.type}, symmetric: {str(weights.symmetric).lower()}"
     if served is None and below < _SMALL:
         change = f"Take one scale for each row (`scheme: {{weights: {{{bits}, strategy: channel}}}}`)"
     else:

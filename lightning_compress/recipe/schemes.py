@@ -89,11 +89,12 @@ def check_scheme(scheme: QuantizationScheme, algorithm: Algorithm) -> None:
         )
     if not any(kind.fits(weights) for kind in _WEIGHTS):
         choice = (
-            "the preset NVFP4A16 or MXFP4A16"
+            "the preset NVFP4A16 or MXFP4A16, whose groups are of 16 and 32, without a `group_size`"
             if weights.type == _FLOAT and weights.num_bits == 4
             else "static tensor, channel or group, or block for floats of 8 bits"
         )
-        raise UnsupportedModelError(f"The weights' strategy {weights.strategy!r} is not supported; use {choice}.")
+        of = "" if weights.group_size in (None, -1) else f" with group_size {weights.group_size}"
+        raise UnsupportedModelError(f"The weights' strategy {weights.strategy!r}{of} is not supported; use {choice}.")
     if scheme.output_activations is not None:
         raise UnsupportedModelError("Quantized output activations are not supported; leave out `output_activations`.")
     is_searched = getattr(algorithm, "scale_search", False)
