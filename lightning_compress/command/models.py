@@ -215,7 +215,7 @@ def _in_memory(auto_class: Any, path: str, **options: Any) -> PreTrainedModel:
         model, found = auto_class.from_pretrained(path, output_loading_info=True, **options)
     except (RuntimeError, AttributeError, KeyError, TypeError) as error:  # shapes that do not fit, weights it packs
         raise CompressionError(
-            f"model.path={path}: transformers cannot load it ({type(error).__name__}): {error}. What "
+            f"model.path={path}: transformers cannot load it ({type(error).__name__}: {error}). What "
             "lightning-compress has written, it reads with model.load=disk."
         ) from error
     if missing := sorted(found["missing_keys"]):

@@ -335,7 +335,7 @@ def test_an_unfinished_compression_is_not_read(command: Command, checkpoint: Pat
             ["model.path={folder}/gguf"],
             " has no config.json, so it is no model's folder: it has GGUF files, which are not",
         ),
-        (["output_dir={folder}/empty.txt/out"], "/empty.txt is a file."),
+        (["output_dir={folder}/empty.txt/out"], "/empty.txt: Not a directory. Give another folder."),
         (["model.path={folder}"], " has no config.json, so it is no model's folder."),
         (["data=text"], "data.files=... has to be given."),
         (["data=text", "data.files=a.txt"], "; give a list, as data.files=[a.txt]"),
