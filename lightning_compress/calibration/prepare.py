@@ -159,8 +159,8 @@ def multiplied(resolved: ResolvedRecipe, root: nn.Module) -> frozenset[str]:
 def _given(data: CalibrationSet | None) -> CalibrationSet:
     if data is None:
         raise CalibrationDataError(
-            "This recipe needs calibration data (of NVFP4 weights rounded to nearest one batch, to see what reads the "
-            "same input): give `dataloaders`, a datamodule, or `calibration`."
+            "This recipe needs calibration data (with weights rounded to nearest for static scales of inputs; of NVFP4 "
+            "one batch, to see what reads the same input): give `dataloaders`, a datamodule, or `calibration`."
         )
     return data
 
