@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from math import gcd
 
-from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
+from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy, QuantizationType
 from torch import nn
 
 from lightning_compress.algorithms.grids import width_of_groups
@@ -76,7 +76,8 @@ def _not_divided(
             f"{start}{shapes[name][1]} input channels.{more} This format has no other size: add {name!r} to `ignore`, "
             "or take a scheme such as FP8_DYNAMIC or W4A16."
         )
-    bits = f"num_bits: {weights.num_bits}, type: {weights.type}, symmetric: {str(weights.symmetric).lower()}"
+    kind = QuantizationType(weights.type).value
+    bits = f"num_bits: {weights.num_bits}, type: {kind}, symmetric: {str(weights.symmetric).lower()}"
     if served is None and below < _SMALL:
         change = f"Take one scale for each row (`scheme: {{weights: {{{bits}, strategy: channel}}}}`)"
     else:

@@ -546,7 +546,21 @@ def test_every_preset_is_taken_or_refused_with_what_to_take(preset: str) -> None
         resolved(given, model)
 
 
+@pytest.mark.parametrize("kind", ["int", "float"])
+def test_a_remedy_keeps_the_type(kind: str) -> None:
+    """Of a width that only small groups divide. Seen to fail: with `QuantizationType.INT`, and int for floats."""
+    of_groups = {"num_bits": 8, "symmetric": True, "strategy": "group", "group_size": 16}
+    scheme = {"weights": of_groups if kind == "int" else {**of_groups, "type": kind}}
+    with pytest.raises(UnsupportedModelError, match=f"weights: {{num_bits: 8, type: {kind}, symmetric: true, strat"):
+        resolved(recipe(scheme=scheme), nn.Sequential(nn.Linear(6, 8)))
+
+
+FP4 = {"type": "float", "num_bits": 4, "strategy": "group", "symmetric": True, "scale_dtype": "torch.uint8"}
+
+
 def test_groups_of_a_format_that_has_no_other() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"strategy 'group' with group_size 64 .*, without a `group_size`"):
+        resolved(recipe(scheme={"weights": {**FP4, "group_size": 64}}), tiny_llama(1))
     with pytest.raises(UnsupportedModelError, match=r"group_size 128 does not divide its 32 .*has no other size: add"):
         resolved(recipe(scheme="FP8_BLOCK"), tiny_llama(1))
     with pytest.raises(
