@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from lightning_compress.calibration.batches import collect
 from lightning_compress.calibration.loop import calibrate
 from lightning_compress.calibration.prepare import calibrating
+from lightning_compress.calibration.quantized import QuantizedModule, Restored
 from lightning_compress.calibration.records import SubgraphRecord
-from lightning_compress.calibration.solve import QuantizedModule, Restored
 from lightning_compress.graph.stages import Schedule, Subgraph
 from lightning_compress.memory.placement import MemoryConfig
 from lightning_compress.plugin.job import prepare_job

@@ -30,7 +30,8 @@ from lightning_compress.calibration.batches import collect
 from lightning_compress.distributed.collective import Collective, ProcessGroup, SingleProcess
 from lightning_compress.distributed.share import fill, shares_factor
 from lightning_compress.export.writer import CheckpointWriter
-from lightning_compress.plugin.job import prepare_job, run_job
+from lightning_compress.plugin.job import prepare_job
+from lightning_compress.plugin.run import run_job
 from lightning_compress.plugin.settings import Settings
 from lightning_compress.recipe.load import load_recipe
 from lightning_compress.report.report import Report

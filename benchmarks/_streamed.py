@@ -19,7 +19,8 @@ from lightning_compress.graph.stages import Schedule
 from lightning_compress.memory.placement import MemoryConfig
 from lightning_compress.memory.source import parameters_on_meta
 from lightning_compress.memory.tracker import peak_bytes
-from lightning_compress.plugin.job import prepare_job, run_job
+from lightning_compress.plugin.job import prepare_job
+from lightning_compress.plugin.run import run_job
 from lightning_compress.plugin.settings import Settings
 from lightning_compress.recipe.load import load_recipe
 

@@ -40,7 +40,8 @@ from lightning_compress.memory.needs import Waiting
 from lightning_compress.memory.source import parameters_on_meta
 from lightning_compress.memory.tracker import LiveMemory
 from lightning_compress.memory.workspaces import cublas_workspace_bytes
-from lightning_compress.plugin.job import prepare_job, run_job
+from lightning_compress.plugin.job import prepare_job
+from lightning_compress.plugin.run import run_job
 from lightning_compress.plugin.settings import Settings
 from lightning_compress.recipe.load import load_recipe
 from lightning_compress.recipe.resolve import named_by, resolve

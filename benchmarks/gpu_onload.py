@@ -23,7 +23,8 @@ from lightning_compress import load_recipe, parameters_on_meta
 from lightning_compress.calibration.batches import collect
 from lightning_compress.calibration.prepare import calibrating
 from lightning_compress.memory.placement import MemoryConfig
-from lightning_compress.plugin.job import prepare_job, run_job
+from lightning_compress.plugin.job import prepare_job
+from lightning_compress.plugin.run import run_job
 from lightning_compress.plugin.settings import Settings
 
 

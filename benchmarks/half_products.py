@@ -20,7 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_compress.calibration.batches import collect
 from lightning_compress.graph import products
-from lightning_compress.plugin.job import prepare_job, run_job
+from lightning_compress.plugin.job import prepare_job
+from lightning_compress.plugin.run import run_job
 from lightning_compress.plugin.settings import Settings
 from lightning_compress.recipe.load import load_recipe
 

@@ -27,9 +27,11 @@ from transformers import (
 from lightning_compress.calibration import solve as solving
 from lightning_compress.calibration.batches import collect
 from lightning_compress.calibration.resume import MANIFEST
-from lightning_compress.graph.stages import Group, Schedule
+from lightning_compress.graph.shared_inputs import Group
+from lightning_compress.graph.stages import Schedule
 from lightning_compress.memory.source import is_on_meta, parameters_on_meta
-from lightning_compress.plugin.job import Job, prepare_job, run_job
+from lightning_compress.plugin.job import Job, prepare_job
+from lightning_compress.plugin.run import run_job
 from lightning_compress.plugin.settings import Settings
 from lightning_compress.recipe.load import RecipeLike, load_recipe
 from lightning_compress.report.report import Report
@@ -370,7 +372,7 @@ def recipe(*args: Any, **kwargs: Any) -> dict[str, Any]:
 def prepare(
     model: nn.Module, batches: Iterable[Any] | None, recipe: RecipeLike, output_dir: Path | None = None, **settings: Any
 ) -> Job:
-    """A job on the CPU; `settings` are those of `plugin.job.Settings`."""
+    """A job on the CPU; `settings` are those of `plugin.settings.Settings`."""
     if "schedule" in settings:
         settings["schedule"] = Schedule(settings["schedule"])
     data = None if batches is None else collect(batches)

@@ -21,7 +21,8 @@ from lightning_compress.graph.names import module_named
 from lightning_compress.graph.products import in_float32
 from lightning_compress.graph.restore import attributes_of
 from lightning_compress.graph.shadow import Key, node_of, with_shadows
-from lightning_compress.graph.stages import Source, Step, Subgraph, last_steps
+from lightning_compress.graph.shared_inputs import Source
+from lightning_compress.graph.stages import Step, Subgraph, last_steps
 from lightning_compress.graph.trace import Traced
 from lightning_compress.graph.trees import versions
 from lightning_compress.memory.activations import ActivationCache

@@ -49,8 +49,9 @@ from lightning_compress.graph.leaf import leaf_input
 from lightning_compress.graph.names import weight_of
 from lightning_compress.graph.restore import attributes_restored
 from lightning_compress.graph.shadow import Key, Shadow, node_of, with_shadows
+from lightning_compress.graph.shared_inputs import Group, Source
 from lightning_compress.graph.sizes import binding, traced_bytes
-from lightning_compress.graph.stages import Group, Source, Step, Subgraph
+from lightning_compress.graph.stages import Step, Subgraph
 from lightning_compress.memory.activations import LEAST_SPILLED, ActivationCache
 from lightning_compress.memory.heap import LARGEST_IN_HEAP
 from lightning_compress.memory.needs import Held, Moment, Needs, Requests, as_one

@@ -34,14 +34,16 @@ from lightning_compress.calibration.observe import (
     reduce_statistics,
     settle_statistics,
 )
+from lightning_compress.calibration.quantized import QuantizedModule, Restored, apply, describe_scheme, put
 from lightning_compress.calibration.records import UNREACHED, ModuleRecord, SubgraphRecord
 from lightning_compress.calibration.reference import differences
-from lightning_compress.calibration.solve import QuantizedModule, Restored, apply, describe_scheme, put, solve_groups
+from lightning_compress.calibration.solve import solve_groups
 from lightning_compress.distributed.collective import Collective
 from lightning_compress.distributed.folder import SharedFolder
 from lightning_compress.graph.leaf import Leaf
 from lightning_compress.graph.names import weight_of
-from lightning_compress.graph.stages import Group, Source, Step, Subgraph
+from lightning_compress.graph.shared_inputs import Group, Source
+from lightning_compress.graph.stages import Step, Subgraph
 from lightning_compress.memory.garbage import no_full_collections
 from lightning_compress.memory.heap import heap_kept
 from lightning_compress.memory.tracker import peak_bytes, reset_peak

@@ -16,7 +16,8 @@ from lightning_compress.graph.masks import TokenMask
 from lightning_compress.graph.names import Names
 from lightning_compress.graph.reads import like
 from lightning_compress.graph.shadow import Key
-from lightning_compress.graph.stages import Source, Step, quantizable_calls
+from lightning_compress.graph.shared_inputs import Source, quantizable_calls
+from lightning_compress.graph.stages import Step
 from lightning_compress.recipe.forms import reader
 from lightning_compress.statistics import Beside, Reduction, Statistic
 

@@ -34,7 +34,8 @@ from lightning_compress.graph.masks import TokenMask, masks_of_sounds, row_mask_
 from lightning_compress.graph.names import Names, module_named, weight_of
 from lightning_compress.graph.products import slow_dtypes
 from lightning_compress.graph.shadow import Key, Shadow
-from lightning_compress.graph.stages import Schedule, Source, Subgraph, datafree_subgraphs, quantizable_calls, subgraphs
+from lightning_compress.graph.shared_inputs import Source, quantizable_calls
+from lightning_compress.graph.stages import Schedule, Subgraph, datafree_subgraphs, subgraphs
 from lightning_compress.graph.synthesize import flatten_batch
 from lightning_compress.graph.targets import sequential_modules
 from lightning_compress.graph.trace import Traced

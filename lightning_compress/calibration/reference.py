@@ -13,13 +13,14 @@ from typing import Any, final
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_compress.calibration.solve import InputHook
+from lightning_compress.calibration.quantized import InputHook
 from lightning_compress.graph.execute import execute
 from lightning_compress.graph.leaf import Leaf
 from lightning_compress.graph.names import Names, is_in, weight_of
 from lightning_compress.graph.residual import Residual, residuals
 from lightning_compress.graph.shadow import Key, SecondRun, diverging_nodes
-from lightning_compress.graph.stages import Group, Source, Subgraph, quantizable_calls
+from lightning_compress.graph.shared_inputs import Group, Source, quantizable_calls
+from lightning_compress.graph.stages import Subgraph
 from lightning_compress.graph.trace import Traced
 from lightning_compress.statistics import Drift, InputDrift, InputGram, Statistic, drift_form
 from lightning_compress.statistics.sums import full_float32

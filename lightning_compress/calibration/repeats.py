@@ -22,7 +22,8 @@ from lightning_compress.graph.experts import sizes_of
 from lightning_compress.graph.leaf import Leaf
 from lightning_compress.graph.names import module_named
 from lightning_compress.graph.shadow import Key, Shadow
-from lightning_compress.graph.stages import Group, Rows, Source, Step, Subgraph
+from lightning_compress.graph.shared_inputs import Group, Rows, Source
+from lightning_compress.graph.stages import Step, Subgraph
 from lightning_compress.graph.values import expression
 from lightning_compress.memory.needs import Needs
 

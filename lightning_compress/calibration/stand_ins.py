@@ -10,7 +10,7 @@ import torch
 from compressed_tensors.quantization import DynamicType, QuantizationArgs, QuantizationType
 from torch import Tensor, fx, nn
 
-from lightning_compress.calibration.solve import InputHook
+from lightning_compress.calibration.quantized import InputHook
 from lightning_compress.graph.compat import calls_replaced
 from lightning_compress.graph.leaf import Leaf, place_of
 from lightning_compress.graph.methods import Method, methods_replaced, original

@@ -19,8 +19,9 @@ from lightning_compress.data.multimodal import blank_images, takes_images
 from lightning_compress.errors import CompressionError, UntraceableModelError
 from lightning_compress.foresight.inputs import inputs_of
 from lightning_compress.graph.leaf import Leaf
+from lightning_compress.graph.shared_inputs import Group
 from lightning_compress.graph.sizes import binding, traced_bytes
-from lightning_compress.graph.stages import Group, Schedule, Subgraph, subgraphs
+from lightning_compress.graph.stages import Schedule, Subgraph, subgraphs
 from lightning_compress.graph.synthesize import flatten_batch
 from lightning_compress.graph.targets import as_patterns
 from lightning_compress.graph.trace import Traced

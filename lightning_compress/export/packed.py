@@ -16,7 +16,7 @@ from compressed_tensors.utils.match import match_targets
 from torch import Tensor, nn
 
 from lightning_compress.algorithms.grids import read_dtype
-from lightning_compress.calibration.solve import InputQuantizer, quantize_inputs, read_whole
+from lightning_compress.calibration.quantized import InputQuantizer, quantize_inputs, read_whole
 from lightning_compress.calibration.static_inputs import StaticInput
 from lightning_compress.calibration.target import owner
 from lightning_compress.errors import CompressionError

@@ -24,7 +24,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange
 
 from lightning_compress.algorithms.grids import read_dtype
-from lightning_compress.calibration.solve import QuantizedModule, dequantize_weight
+from lightning_compress.calibration.quantized import QuantizedModule, dequantize_weight
 from lightning_compress.graph.names import weight_of
 from lightning_compress.recipe.defaults import output_embeddings
 from lightning_compress.recipe.forms import OtherForm, Quantizable, Storable, class_name

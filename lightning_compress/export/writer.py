@@ -29,6 +29,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from lightning_compress.calibration.boundary import FOLDER as ACTIVATIONS
 from lightning_compress.calibration.boundary import forget_boundaries
+from lightning_compress.calibration.quantized import QuantizedModule, Restored
 from lightning_compress.calibration.records import SubgraphRecord
 from lightning_compress.calibration.resume import (
     MANIFEST,
@@ -43,7 +44,6 @@ from lightning_compress.calibration.resume import (
     start_manifest,
     sync,
 )
-from lightning_compress.calibration.solve import QuantizedModule, Restored
 from lightning_compress.calibration.static_inputs import StaticInput
 from lightning_compress.distributed.collective import Collective, SingleProcess
 from lightning_compress.distributed.folder import shared_folder

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
 from lightning_compress.algorithms.gptq import Gptq
-from lightning_compress.calibration.solve import QuantizedModule
+from lightning_compress.calibration.quantized import QuantizedModule
 from lightning_compress.export.packing import pack
 from lightning_compress.export.verify import read_back
 from lightning_compress.foresight.machine import STARTS, Machine, Rate

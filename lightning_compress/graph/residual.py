@@ -28,7 +28,7 @@ from torch import Tensor, fx
 
 from lightning_compress.graph.aliases import Memory, memory_of
 from lightning_compress.graph.leaf import Leaf, leaf_input, takes_a_value
-from lightning_compress.graph.stages import Group
+from lightning_compress.graph.shared_inputs import Group
 from lightning_compress.graph.values import expression
 
 aten = torch.ops.aten

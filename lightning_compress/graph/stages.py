@@ -4,9 +4,7 @@ Two words are kept apart. A *subgraph* is what sits on the device at once and wh
 sequential target (by default a decoder layer) with the glue that follows it. A *step* is a part of a subgraph that runs
 over all batches before something is solved.
 
-A *group* is a set of modules that read the same value with the same scheme: q/k/v, gate/up, whatever the architecture.
-It falls out of the graph (same input node), so there are no per-architecture tables. One Gram matrix, one factorization
-and one solve over the stacked rows serve all members.
+What is solved together are the groups of `graph.shared_inputs`.
 
 The schedules differ in where they cut and in nothing else:
 
@@ -23,7 +21,7 @@ A module that is called several times is solved once, on the inputs of all its c
 them; later calls run with the result.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
@@ -32,9 +30,17 @@ from math import prod
 import torch
 from torch import fx
 
-from lightning_compress.graph.aliases import memory_of
-from lightning_compress.graph.leaf import Grouped, Leaf, leaf_input, takes_a_value
+from lightning_compress.graph.leaf import Leaf
 from lightning_compress.graph.names import Names
+from lightning_compress.graph.shared_inputs import (
+    Group,
+    GroupKey,
+    Source,
+    count_writes,
+    grouped,
+    quantizable_calls,
+    sources_of,
+)
 from lightning_compress.graph.trace import Traced
 from lightning_compress.graph.values import concrete, depends_on_values, is_symbolic
 
@@ -47,54 +53,6 @@ class Schedule(StrEnum):
     BLOCK = "block"
     BASIC = "basic"
     DATAFREE = "datafree"
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Of a value the rows that are routed to one expert.
-
-    Attributes:
-        token: node of int64 [S], for each row, sorted by expert, the token that it is of.
-        counts: node of int64 [E], how many rows each expert has.
-        expert: which one.
-        gathers: the value has a row per token, of which `token` picks; otherwise it has S rows.
-        reads_hidden: its channels mean the same to all experts.
-    """
-
-    token: fx.Node
-    counts: fx.Node
-    expert: int
-    gathers: bool
-    reads_hidden: bool
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where a group's input is observed: a value of the graph, some rows of one, or the input of a module inside an
-    opaque leaf.
-
-    `writes` tells readers of one value apart that read it before and after it was changed in place.
-    """
-
-    node: fx.Node
-    inner: str | None = None
-    writes: int = 0
-    rows: Rows | None = None
-
-    @property
-    def reads(self) -> frozenset[fx.Node]:
-        """The values that it takes to observe it, beside running what is inside an opaque leaf."""
-        if self.inner is not None:
-            return frozenset()
-        return frozenset({self.node} if self.rows is None else {self.node, self.rows.token, self.rows.counts})
-
-
-@dataclass(frozen=True)
-class Group:
-    """Modules that are solved together, on the statistics of `sources`."""
-
-    sources: tuple[Source, ...]
-    members: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -142,9 +100,6 @@ class Segment:
     nodes: tuple[fx.Node, ...]
 
 
-GroupKey = Callable[[str], object]
-
-
 def computed_nodes(graph: fx.Graph) -> list[fx.Node]:
     """The nodes that are executed, in order: inputs come with the batch, `get_attr` is resolved where it is used."""
     return [node for node in graph.nodes if node.op == "call_function"]
@@ -189,61 +144,6 @@ def _first_leaf(nodes: Sequence[fx.Node]) -> str:
     return next((node.target.weights_of for node in nodes if isinstance(node.target, Leaf)), "inputs")
 
 
-Calls = tuple[tuple[str, Source], ...]
-_WRITES = "writes"
-
-
-def _count_writes(graph: fx.Graph) -> None:
-    """Note at every leaf how often its input was changed in place before, directly or through a view of it."""
-    memory = memory_of(graph)
-    for node in graph.nodes:
-        if isinstance(node.target, Leaf) and takes_a_value(node):
-            writes = memory.writes.get(memory.owner[leaf_input(node)], ())
-            node.meta[_WRITES] = sum(at < memory.position[node] for at in writes)
-
-
-def quantizable_calls(node: fx.Node, quantizable: Names) -> Calls:
-    """The quantizable modules that executing `node` calls, each with where its input can be seen."""
-    if not isinstance(node.target, Leaf):
-        return ()
-    name = node.target.weights_of
-    if node.target.grouped is not None:
-        return tuple(_expert_calls(node, node.target.grouped, quantizable))
-    if name in quantizable:
-        x = leaf_input(node)
-        if x.op == "get_attr" or node.target.hooked:  # no value of the run is what it multiplies: it is watched instead
-            return ((name, Source(node, name)),)
-        return ((name, Source(x, writes=node.meta.get(_WRITES, 0))),)
-    inside = {name for owner in node.target.modules for name in quantizable.within(owner)}
-    return tuple((name, Source(node, name)) for name in sorted(inside))
-
-
-def _expert_calls(node: fx.Node, grouped: Grouped, quantizable: Names) -> Iterator[tuple[str, Source]]:
-    x, token, counts = node.args
-    assert isinstance(x, fx.Node)
-    assert isinstance(token, fx.Node)
-    assert isinstance(counts, fx.Node)
-    for expert, members in enumerate(grouped.members, grouped.first):
-        rows = Rows(token, counts, expert, grouped.gathers, grouped.reads_hidden)
-        source = Source(x, writes=node.meta.get(_WRITES, 0), rows=rows)
-        yield from ((name, source) for name in members if name in quantizable)
-
-
-def _grouped(calls: Iterable[tuple[str, Source]], key: GroupKey) -> tuple[Group, ...]:
-    """Modules with equal inputs (all their calls taken together) and equal key form one group."""
-    sources: dict[str, dict[Source, None]] = {}
-    for name, source in calls:
-        sources.setdefault(name, {})[source] = None
-    members: dict[tuple[tuple[Source, ...], object], list[str]] = {}
-    for name, found in sources.items():
-        members.setdefault((tuple(found), key(name)), []).append(name)
-    return tuple(Group(found, tuple(names)) for (found, _), names in members.items())
-
-
-def _sources(groups: Iterable[Group]) -> tuple[Source, ...]:
-    return tuple(dict.fromkeys(source for group in groups for source in group.sources))
-
-
 def _staged(nodes: Sequence[fx.Node], unsolved: set[str], key: GroupKey, recompute: bool = False) -> list[Step]:
     steps: list[Step] = []
     start = 0
@@ -256,14 +156,14 @@ def _staged(nodes: Sequence[fx.Node], unsolved: set[str], key: GroupKey, recompu
         read = {source for _, source in calls}
         if calls[0][1].inner is None:
             behind = (call for later in all_calls[position:] for call in later if call[0] in unsolved)
-            groups = _grouped((call for call in behind if call[1] in read), key)
+            groups = grouped((call for call in behind if call[1] in read), key)
             before = tuple(nodes[start:position])
             keep = not (recompute and _is_wide(calls[0][1].node, before))
-            steps.append(Step(before, _sources(groups), groups, keep))
+            steps.append(Step(before, sources_of(groups), groups, keep))
             start = position if keep else start
         else:  # inside an opaque leaf nothing can be cut, so it runs twice
-            groups = _grouped(calls, key)
-            steps += [Step(tuple(nodes[start:position])), Step((node,), _sources(groups), groups, keep=False)]
+            groups = grouped(calls, key)
+            steps += [Step(tuple(nodes[start:position])), Step((node,), sources_of(groups), groups, keep=False)]
             start = position
         unsolved.difference_update(name for group in groups for name in group.members)
     return [*steps, Step(tuple(nodes[start:]))]
@@ -290,11 +190,11 @@ def _depends(size: int | torch.SymInt) -> bool:
 
 def _block(nodes: Sequence[fx.Node], unsolved: set[str], key: GroupKey) -> list[Step]:
     names = Names(unsolved)
-    groups = _grouped((call for node in nodes for call in quantizable_calls(node, names)), key)
+    groups = grouped((call for node in nodes for call in quantizable_calls(node, names)), key)
     unsolved.difference_update(name for group in groups for name in group.members)
     if not groups:
         return [Step(tuple(nodes))]
-    return [Step(tuple(nodes), _sources(groups), groups, keep=False), Step(tuple(nodes))]
+    return [Step(tuple(nodes), sources_of(groups), groups, keep=False), Step(tuple(nodes))]
 
 
 def subgraphs(traced: Traced, quantizable: frozenset[str], key: GroupKey, schedule: Schedule) -> tuple[Subgraph, ...]:
@@ -308,7 +208,7 @@ def subgraphs(traced: Traced, quantizable: frozenset[str], key: GroupKey, schedu
     """
     unsolved = set(quantizable)
     cut: Callable[[Sequence[fx.Node], set[str], GroupKey], list[Step]]
-    _count_writes(traced.graph)
+    count_writes(traced.graph)
     if schedule is Schedule.BASIC:
         parts: tuple[Segment, ...] = (Segment("model", tuple(computed_nodes(traced.graph))),)
     else:
@@ -366,7 +266,7 @@ def _with_reuse(steps: list[list[Step]]) -> list[list[Step]]:
     for found in reversed(observing):
         result.append([])
         for step in reversed(found):
-            read = _sources(step.solve)
+            read = sources_of(step.solve)
             result[-1].append(replace(step, forget=tuple(source for source in read if source not in needed)))
             needed = (needed | set(read)) - set(step.observe)
     return [found[::-1] for found in reversed(result)]

@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_compress.calibration.batches import CalibrationSet
 from lightning_compress.calibration.prepare import evaluating
-from lightning_compress.calibration.solve import already_quantized, read_whole
+from lightning_compress.calibration.quantized import already_quantized, read_whole
 from lightning_compress.calibration.target import find_target
 from lightning_compress.errors import ComputedWeightError, UnsupportedModelError
 from lightning_compress.graph.execute import rows_checked

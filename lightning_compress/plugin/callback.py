@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_compress.calibration.batches import CalibrationSet
 from lightning_compress.calibration.prepare import calibrating, may_need_data, needs_data
-from lightning_compress.calibration.solve import already_quantized
+from lightning_compress.calibration.quantized import already_quantized
 from lightning_compress.distributed.bars import bars_of_first
 from lightning_compress.distributed.buffers import share_buffers
 from lightning_compress.distributed.collective import closing_all

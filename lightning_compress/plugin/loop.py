@@ -18,8 +18,9 @@ from lightning.pytorch.callbacks import Callback, DeviceStatsMonitor, ModelSumma
 
 from lightning_compress.calibration.records import SubgraphRecord
 from lightning_compress.plugin import compat
-from lightning_compress.plugin.job import Job, run_job
+from lightning_compress.plugin.job import Job
 from lightning_compress.plugin.progress import Progress
+from lightning_compress.plugin.run import run_job
 from lightning_compress.report.report import Report
 
 BYSTANDERS = (ProgressBar, ModelSummary, Timer, DeviceStatsMonitor)

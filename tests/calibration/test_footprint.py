@@ -16,8 +16,8 @@ from lightning_compress.calibration.flow import Flow
 from lightning_compress.calibration.footprint import _Meter, footprint
 from lightning_compress.calibration.loop import calibrate
 from lightning_compress.calibration.prepare import calibrating
+from lightning_compress.calibration.quantized import QuantizedModule, Restored
 from lightning_compress.calibration.records import SubgraphRecord
-from lightning_compress.calibration.solve import QuantizedModule, Restored
 from lightning_compress.export.packing import PackedModule, nbytes, pack
 from lightning_compress.graph.stages import Step, Subgraph
 from lightning_compress.graph.synthesize import flatten_batch

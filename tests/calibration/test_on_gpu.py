@@ -16,7 +16,8 @@ from lightning_compress.graph.stages import Schedule
 from lightning_compress.memory.placement import MemoryConfig
 from lightning_compress.memory.tracker import LiveMemory
 from lightning_compress.memory.workspaces import cublas_workspace_bytes
-from lightning_compress.plugin.job import Job, prepare_job, run_job
+from lightning_compress.plugin.job import Job, prepare_job
+from lightning_compress.plugin.run import run_job
 from lightning_compress.plugin.settings import Settings
 from lightning_compress.recipe.load import load_recipe
 from lightning_compress.statistics import InputGram

@@ -6,7 +6,7 @@ from torch import Tensor, fx
 
 from lightning_compress.calibration.observe import Statistics, reduce_statistics, settle_statistics
 from lightning_compress.distributed.collective import SingleProcess
-from lightning_compress.graph.stages import Source
+from lightning_compress.graph.shared_inputs import Source
 from lightning_compress.statistics import InputGram, MinMax, Reduction, Statistic
 
 WIDTHS = (8, 16, 300)  # the last one's Gram is large

@@ -36,7 +36,7 @@ from lightning_compress.export.packed import load_compressed
 from lightning_compress.export.writer import Unwritten
 from lightning_compress.memory.tracker import LiveMemory
 from lightning_compress.memory.transfer import Lane, Sent
-from lightning_compress.plugin.job import run_job
+from lightning_compress.plugin.run import run_job
 
 LAYER = "model.layers.{}"
 

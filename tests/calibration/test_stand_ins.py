@@ -5,7 +5,7 @@ import torch
 from compressed_tensors.quantization import preset_name_to_scheme
 from torch import nn
 
-from lightning_compress.calibration.solve import InputQuantizer
+from lightning_compress.calibration.quantized import InputQuantizer
 from lightning_compress.calibration.stand_ins import quantizing_bytes
 from lightning_compress.calibration.static_inputs import StaticInput
 from lightning_compress.memory.tracker import LiveMemory

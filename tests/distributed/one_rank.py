@@ -22,7 +22,8 @@ from lightning_compress.distributed.collective import Collective, ProcessGroup, 
 from lightning_compress.export import layout, writer
 from lightning_compress.graph.stages import Schedule
 from lightning_compress.memory.placement import MemoryConfig
-from lightning_compress.plugin.job import prepare_job, run_job
+from lightning_compress.plugin.job import prepare_job
+from lightning_compress.plugin.run import run_job
 from lightning_compress.plugin.settings import Settings
 from lightning_compress.recipe.load import load_recipe
 from lightning_compress.report import html

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, OPTConfig, OPTForCausalLM
 
-from lightning_compress.calibration.solve import InputQuantizer, quantize_inputs
+from lightning_compress.calibration.quantized import InputQuantizer, quantize_inputs
 from lightning_compress.calibration.target import find_target
 from lightning_compress.distributed.collective import SingleProcess
 from lightning_compress.errors import CompressionError, OutputDirectoryError, UnsupportedModelError

@@ -16,7 +16,7 @@ from lightning_compress.distributed.collective import SingleProcess
 from lightning_compress.errors import OutputDirectoryError, RunWarning
 from lightning_compress.export.checkpoint import CLAIM
 from lightning_compress.export.claim import claimed
-from lightning_compress.plugin.job import run_job
+from lightning_compress.plugin.run import run_job
 
 OTHER = """
 import fcntl, sys

@@ -18,7 +18,7 @@ from lightning_compress.export.packed import stored_quantization
 from lightning_compress.export.packing import quantization_config
 from lightning_compress.export.verify import ReadBackWarning, why_unreadable
 from lightning_compress.graph.unfold import unfolded
-from lightning_compress.plugin.job import run_job
+from lightning_compress.plugin.run import run_job
 from lightning_compress.recipe.load import load_recipe
 from lightning_compress.recipe.resolve import resolve
 

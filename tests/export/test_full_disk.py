@@ -20,7 +20,8 @@ from lightning_compress.export import layout, writer
 from lightning_compress.export.checkpoint import CLAIM, INCOMPLETE
 from lightning_compress.memory import activations
 from lightning_compress.memory.placement import MemoryConfig
-from lightning_compress.plugin.job import Job, run_job
+from lightning_compress.plugin.job import Job
+from lightning_compress.plugin.run import run_job
 
 pytestmark = pytest.mark.usefixtures("one_model")
 SIZE = 1 << 20

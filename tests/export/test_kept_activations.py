@@ -18,7 +18,7 @@ from lightning_compress.calibration.resume import MANIFEST
 from lightning_compress.distributed.folder import SharedFolder
 from lightning_compress.errors import OutputDirectoryError
 from lightning_compress.memory.placement import MemoryConfig
-from lightning_compress.plugin.job import run_job
+from lightning_compress.plugin.run import run_job
 
 KEPT = boundary.FOLDER
 

@@ -8,7 +8,7 @@ from transformers import FalconConfig, FalconForCausalLM, T5Config, T5ForConditi
 
 from lightning_compress.algorithms.base import split
 from lightning_compress.algorithms.rtn import Rtn
-from lightning_compress.calibration.solve import QuantizedModule
+from lightning_compress.calibration.quantized import QuantizedModule
 from lightning_compress.calibration.static_inputs import static_input
 from lightning_compress.export.packing import (
     checkpoint_names,

@@ -38,8 +38,9 @@ from lightning_compress.export import writer
 from lightning_compress.export.checkpoint import INCOMPLETE
 from lightning_compress.export.packed import load_compressed
 from lightning_compress.memory.files import INDEX
-from lightning_compress.plugin import job as job_module
-from lightning_compress.plugin.job import Job, run_job
+from lightning_compress.plugin import run as run_module
+from lightning_compress.plugin.job import Job
+from lightning_compress.plugin.run import run_job
 
 STATIC = {"num_bits": 8, "strategy": "tensor", "dynamic": False}
 
@@ -248,7 +249,7 @@ def test_a_finished_run_is_not_run_again(tmp_path: Path, monkeypatch: pytest.Mon
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(job_module, "_verified", killed)
+        patch.setattr(run_module, "_verified", killed)
         with pytest.raises(KeyboardInterrupt):
             compress(tiny_llama(2), token_batches(), recipe(4), out)
     assert not (out / INCOMPLETE).exists()

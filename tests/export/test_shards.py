@@ -24,7 +24,7 @@ from lightning_compress.export.verify import READ_BACK, verify_files
 from lightning_compress.memory.files import INDEX
 from lightning_compress.memory.store import WeightStore
 from lightning_compress.memory.tracker import LiveMemory
-from lightning_compress.plugin.job import run_job
+from lightning_compress.plugin.run import run_job
 
 FIRST_LAYER = recipe(8, "rtn", targets=["re:.*layers.0.*"])
 

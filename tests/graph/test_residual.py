@@ -17,7 +17,8 @@ from lightning_compress.graph.execute import execute
 from lightning_compress.graph.fallback import TraceFallbackWarning
 from lightning_compress.graph.leaf import Leaf
 from lightning_compress.graph.residual import ADD, DROPOUT, KEEPING_ORDER, Residual, residuals
-from lightning_compress.graph.stages import Group, Schedule, subgraphs
+from lightning_compress.graph.shared_inputs import Group
+from lightning_compress.graph.stages import Schedule, subgraphs
 from lightning_compress.graph.synthesize import flatten_batch
 from lightning_compress.graph.trace import Traced
 

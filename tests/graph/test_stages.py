@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import AlbertConfig, AlbertModel, GPTJConfig, GPTJForCausalLM, T5Config, T5ForConditionalGeneration
 
 from lightning_compress.graph.leaf import Leaf
+from lightning_compress.graph.shared_inputs import Group
 from lightning_compress.graph.stages import (
-    Group,
     Schedule,
     Step,
     Subgraph,

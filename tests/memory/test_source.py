@@ -30,7 +30,7 @@ from lightning_compress.memory.source import is_on_meta, parameters_on_meta, wei
 from lightning_compress.memory.store import WeightStore
 from lightning_compress.memory.tracker import LiveMemory
 from lightning_compress.memory.transfer import Lane
-from lightning_compress.plugin.job import run_job
+from lightning_compress.plugin.run import run_job
 
 
 def weights_of(folder: Path) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from lightning_compress import Compressor, load_compressed, parameters_on_meta
-from lightning_compress.calibration.solve import InputQuantizer, quantize_inputs
+from lightning_compress.calibration.quantized import InputQuantizer, quantize_inputs
 
 from .conftest import GPTQ, TinyModule, compression, loader, samples, tiny_model, weights_of
 

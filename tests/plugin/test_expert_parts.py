@@ -17,8 +17,9 @@ from lightning_compress.foresight.planned import card_for, tensors_on
 from lightning_compress.memory import files
 from lightning_compress.memory.placement import MemoryConfig
 from lightning_compress.memory.tracker import LiveMemory
-from lightning_compress.plugin.job import prepare_job, run_job
+from lightning_compress.plugin.job import prepare_job
 from lightning_compress.plugin.layout import _doubled
+from lightning_compress.plugin.run import run_job
 from lightning_compress.plugin.settings import Settings
 from lightning_compress.recipe.load import load_recipe
 

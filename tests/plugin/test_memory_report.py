@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from lightning_compress import CompressionError, MemoryReport, MemoryReportCallback
-from lightning_compress.calibration.solve import InputQuantizer, quantize_inputs
+from lightning_compress.calibration.quantized import InputQuantizer, quantize_inputs
 from lightning_compress.foresight.jobs import Phase
 from lightning_compress.plugin.memory_report import MemoryRow
 from tests.plugin.conftest import VOCABULARY, tiny_model

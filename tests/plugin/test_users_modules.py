@@ -23,7 +23,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from transformers import BatchEncoding, LlamaForCausalLM
 
 from lightning_compress import CompressionCallback, load_compressed
-from lightning_compress.calibration.solve import read_whole
+from lightning_compress.calibration.quantized import read_whole
 from lightning_compress.errors import OutputDirectoryError, UnsupportedModelError, UntraceableModelError
 from lightning_compress.export.checkpoint import INCOMPLETE
 from lightning_compress.export.outputs import FEW, few_tokens

@@ -11,7 +11,7 @@ import torch
 from helpers import compress, compress_in_memory, modifier, padded, recipe, tiny_llama, token_batches
 from rich.console import Console
 
-from lightning_compress.calibration.solve import describe_scheme
+from lightning_compress.calibration.quantized import describe_scheme
 from lightning_compress.errors import RunWarning
 from lightning_compress.graph.fallback import OF_ONE_SIZE, Fallback
 from lightning_compress.recipe.load import load_recipe
