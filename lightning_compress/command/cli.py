@@ -4,77 +4,57 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable
 from io import TextIOWrapper
 from pathlib import Path
 from traceback import format_exception_only
-from typing import Any, NoReturn, TypeVar, cast
+from typing import NoReturn
 
 import hydra
-import lightning.pytorch as pl
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from hydra.utils import get_class, instantiate
-from lightning.pytorch.utilities import rank_zero_only
+from hydra.utils import get_class
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
 
-from lightning_compress.calibration.prepare import needs_data
 from lightning_compress.command.arguments import as_overrides, is_multirun, overrides_first
+from lightning_compress.command.compress import run_compress
 from lightning_compress.command.estimate import estimate as foresee
-from lightning_compress.command.evaluation import measured_perplexity, run_evaluate
+from lightning_compress.command.evaluation import run_evaluate
 from lightning_compress.command.finetuning import run_finetuning_plan
 from lightning_compress.command.flags import with_flags
 from lightning_compress.command.generation import generation_lines
 from lightning_compress.command.inspect import run_inspect
 from lightning_compress.command.mistyped import check_groups, complete, mistyped
 from lightning_compress.command.models import (
-    agreed_from_disk,
     load_config_only,
-    load_model,
     memory_options,
     reads_from_disk,
-    weights_place,
     with_dequantized,
     with_model_config,
 )
 from lightning_compress.command.output_file import saved, until_unread, with_own_files
 from lightning_compress.command.paths import with_quoted_paths
-from lightning_compress.command.planned_run import keep_plan, plan_for_run, with_plan
 from lightning_compress.command.planning import run_generation_plan, run_plan, run_probe
-from lightning_compress.command.ranks import ranks_of
+from lightning_compress.command.ranks import is_first_rank
 from lightning_compress.command.recipe_files import named_recipes
-from lightning_compress.data.batches import calibration_batches, evaluation_dataloader, tokenizer_of
-from lightning_compress.data.config import CustomConfig, load_data_config
-from lightning_compress.distributed.collective import Collective, is_first_to_say
-from lightning_compress.distributed.folder import shared_folder
+from lightning_compress.distributed.collective import is_first_to_say
 from lightning_compress.errors import CommunicationError, CompressionError
-from lightning_compress.export.checkpoint import check_output_dir
 from lightning_compress.foresight.estimate import Estimate
 from lightning_compress.foresight.jobs import FineTuningJob
 from lightning_compress.foresight.machine import Machine
 from lightning_compress.foresight.planned import save_planned
 from lightning_compress.memory.host import available_bytes
-from lightning_compress.plugin.callback import CompressionCallback
-from lightning_compress.plugin.compressor import Compressor
-from lightning_compress.plugin.job import plan_recipe
-from lightning_compress.plugin.module import onload_device, onloads
-from lightning_compress.plugin.settings import Settings, check_number
-from lightning_compress.plugin.strategy import check_precision
-from lightning_compress.recipe.load import config_dir, load_recipe
+from lightning_compress.recipe.load import config_dir
 from lightning_compress.report.estimate import estimate_lines, estimate_table, save_estimate
 from lightning_compress.report.finetuning import finetuning_lines, finetuning_table
 from lightning_compress.report.graph import graph_lines, save_picture
-from lightning_compress.report.plan import described, machine_table, minutes, plan_lines, runners_up_table, save_plain
-from lightning_compress.report.report import Report
+from lightning_compress.report.plan import machine_table, plan_lines, runners_up_table, save_plain
 
-Result = TypeVar("Result")
 _WIDEST = 160
 
 USAGE = """lightning-compress COMMAND [GROUP=OPTION ...] [KEY=VALUE ...]
@@ -147,7 +127,7 @@ def compress(config: DictConfig) -> None:
     """Run one compression from a composed configuration; prints the table and where the files are, behind the
     summary that the callback has printed."""
     report = run_compress(config, _output_dir(config))
-    if _is_first_rank():
+    if is_first_rank():
         console = _console()
         console.print(report.table())
         files = "" if report.is_partial else f"report: {report.output_dir}/report.html, {report.output_dir}/report.json"
@@ -173,7 +153,7 @@ def _console() -> Console:
 def evaluate(config: DictConfig) -> None:
     """Print the perplexity of a model on held-out text."""
     value = run_evaluate(config)
-    if _is_first_rank():
+    if is_first_rank():
         print(f"perplexity {value:.4f}")
 
 
@@ -233,99 +213,6 @@ def run_estimate(config: DictConfig) -> Estimate:
     size = sum(parameter.nbytes for parameter in model.parameters())
     from_disk = reads_from_disk(config.model) or (config.model.load == "auto" and size > available_bytes() // 2)
     return foresee(model, config, memory_options(config.memory), from_disk)
-
-
-def run_compress(config: DictConfig, output_dir: Path) -> Report:
-    """Load the model, read the data, compress.
-
-    Args:
-        config: composed from `configs/compress.yaml`.
-        output_dir: folder of the checkpoint.
-
-    Raises:
-        CompressionError: see `CompressionCallback`; also a model that cannot be loaded.
-    """
-    trainer = instantiate(
-        config.trainer,
-        callbacks=_made(config, "callbacks"),
-        logger=_made(config, "logger") or False,
-    )
-    with ranks_of(trainer) as ranks:
-        return _compress_among(ranks, trainer, config, output_dir)
-
-
-def _made(config: DictConfig, group: str) -> list[Any]:
-    """
-    Raises:
-        CompressionError: one is no object of a class.
-    """
-    made = {name: instantiate(node) if OmegaConf.is_config(node) else node for name, node in config[group].items()}
-    for name, each in made.items():
-        if type(each).__module__ == "builtins" or OmegaConf.is_config(each):  # a number or a mapping
-            raise CompressionError(f"{group}.{name}={each} is no class of Lightning's with arguments: give _target_.")
-    return list(made.values())
-
-
-def _compress_among(ranks: Collective, trainer: pl.Trainer, config: DictConfig, output_dir: Path) -> Report:
-    memory_options(config.memory)  # what is misspelt is told before anything is loaded
-    check_number("data.num_samples", config.data.num_samples, 1)
-    check_output_dir(output_dir)
-    planned = None
-    if config.plan is not None:
-        planned = plan_for_run(config, trainer, onload_device(trainer), output_dir, ranks)
-        config = with_plan(config, planned)
-        keep_plan(planned, output_dir, ranks)
-        if _is_first_rank():
-            print(f"plan: {described(planned.best)}; foreseen: {minutes(planned.best.total_s)}")
-    resumes = config.calibration.resume != "never"
-    from_disk = agreed_from_disk(config.model, trainer, ranks, output_dir if resumes else None)
-    weights, device = weights_place(config.model) if from_disk else None, onload_device(trainer)
-    options: dict[str, Any] = {
-        "recipe": load_recipe(config.recipe),
-        "output_dir": output_dir,
-        "max_samples": config.data.num_samples,
-        "weights": weights,
-        "memory": memory_options(config.memory),
-        **cast(dict[str, Any], OmegaConf.to_container(config.calibration, resolve=True)),
-    }
-    settings = CompressionCallback(when="only", **options).settings
-    model, processor = load_model(config.model, from_disk)
-    needs = _check(trainer, model, settings)
-    is_left_out = processor is None and not needs and config.data.source != CustomConfig.source
-    dataloader = None if is_left_out else calibration_batches(load_data_config(config.data), processor, model)
-    held_out: list[Mapping[str, Tensor]] = []
-    before = None
-    if config.get("held_out") is not None:
-        held_out = list(evaluation_dataloader(load_data_config(config.held_out), tokenizer_of(processor)))
-        before = measured_perplexity(model, held_out, weights, config.memory, device, ranks)
-    report = Compressor(trainer).compress(model, dataloaders=dataloader, tokenizer=processor, **options)
-    if planned is not None and not report.is_partial:
-        report = replace(report, plan=planned.best)
-    if before is not None and not report.is_partial:
-        written = None if weights is None else output_dir
-        after = measured_perplexity(model, held_out, written, config.memory, device, ranks)
-        report = replace(report, extra={"perplexity_before": before, "perplexity_after": after})
-    if report.plan is not None or report.extra:
-        _save_again(report, output_dir, ranks)
-    return report
-
-
-def _check(trainer: pl.Trainer, model: nn.Module, settings: Settings) -> bool:
-    """What the run would refuse, before texts are read and evaluated; whether it needs any."""
-    needs = needs_data(plan_recipe(model, settings)[1])
-    if onloads(trainer):
-        check_precision(str(trainer.precision), model)
-    return needs
-
-
-def _save_again(report: Report, output_dir: Path, ranks: Collective) -> None:
-    """With what was found out behind the run; on every disk that has the checkpoint."""
-    if shared_folder(output_dir, ranks).is_first:
-        report.save(output_dir)
-
-
-def _is_first_rank() -> bool:
-    return getattr(rank_zero_only, "rank", 0) == 0  # from the environment, where there is one
 
 
 def inspect(config: DictConfig) -> None:

@@ -7,6 +7,7 @@ import lightning.pytorch as pl
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_compress.distributed.bars import bars_of_first
 from lightning_compress.distributed.collective import Collective, SingleProcess, closing_all
@@ -38,3 +39,8 @@ def ranks_of(trainer: pl.Trainer) -> Iterator[Collective]:
         strategy.launcher.launch(strategy.setup_environment, trainer=trainer)
     with closing_all(compat.collective(trainer)) as ranks, bars_of_first(ranks.rank):
         yield ranks
+
+
+def is_first_rank() -> bool:
+    """Whether this process is the one that prints."""
+    return getattr(rank_zero_only, "rank", 0) == 0  # from the environment, where there is one

@@ -7,6 +7,7 @@ recover exactly the codes that were solved. A weight in bfloat16 would not do: i
 import copy
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from compressed_tensors.compressors import BaseCompressor
@@ -25,6 +26,7 @@ from transformers.core_model_loading import PrefixChange
 
 from lightning_compress.algorithms.grids import read_dtype
 from lightning_compress.calibration.quantized import QuantizedModule, dequantize_weight
+from lightning_compress.graph.experts import Experts
 from lightning_compress.graph.names import weight_of
 from lightning_compress.recipe.defaults import output_embeddings
 from lightning_compress.recipe.forms import OtherForm, Quantizable, Storable, class_name
@@ -171,6 +173,12 @@ def forgets_zero_points(root: nn.Module, resolved: ResolvedRecipe) -> bool:
     return packed and not _is_read_dequantized(root, resolved)
 
 
+def fails_to_initialize(root: nn.Module, resolved: ResolvedRecipe) -> bool:
+    """Whether transformers fails on loading, for the model's own code initializes weights that are packed."""
+    is_dequantized = _has_other_forms(root, resolved) or _only_weights(resolved) is not None
+    return not is_dequantized and _initializes_packed(root, resolved)
+
+
 def _by_scheme(resolved: ResolvedRecipe) -> list[tuple[QuantizationScheme, list[str]]]:
     """The modules of each scheme."""
     found: list[tuple[QuantizationScheme, list[str]]] = []
@@ -186,17 +194,22 @@ def _by_scheme(resolved: ResolvedRecipe) -> list[tuple[QuantizationScheme, list[
 
 def _is_read_dequantized(root: nn.Module, resolved: ResolvedRecipe) -> bool:
     """Whether transformers is told to: it misreads what has several schemes then, and leaves inputs as they are."""
-    schemes = [scheme for scheme, _ in _by_scheme(resolved)]
-    is_alone = len(schemes) == 1 and schemes[0].input_activations is None
+    alone = _only_weights(resolved)
     return _has_other_forms(root, resolved) or (
-        is_alone
+        alone is not None
         and (
-            packs_zero_points(schemes[0])
+            packs_zero_points(alone)
             or _is_read_in_bfloat16(root, resolved)
             or _is_tied(root, resolved)
             or _initializes_packed(root, resolved)
         )
     )
+
+
+def _only_weights(resolved: ResolvedRecipe) -> QuantizationScheme | None:
+    """The one scheme, if there is one and it leaves inputs as they are."""
+    schemes = [scheme for scheme, _ in _by_scheme(resolved)]
+    return schemes[0] if len(schemes) == 1 and schemes[0].input_activations is None else None
 
 
 def _holds_matrix(module: nn.Module) -> bool:
@@ -233,14 +246,18 @@ def _is_tied(root: nn.Module, resolved: ResolvedRecipe) -> bool:
 
 def _initializes_packed(root: nn.Module, resolved: ResolvedRecipe) -> bool:
     """Whether a model's `_init_weights` reaches for the weights of what is quantized: with packed ones it fails on
-    loading (T5, Mamba, Falcon). It is tried, on a copy without values."""
-    memo: dict[int, Tensor] = {id(tensor): tensor.to("meta") for tensor in root.buffers()}
+    loading (T5, Mamba, Falcon). It is tried, on a copy without values, nor experts, which it sees as stacks."""
+    stacks = [module for module in root.modules() if isinstance(module, Experts)]
+    memo: dict[int, Any] = {id(stack): nn.Identity() for stack in stacks}
+    packed = {name for name, each in resolved.assignments.items() if not _keeps_weight(each.scheme)}
+    stacked = {part for stack in stacks for part in stack.modules()}
+    memo |= {id(tensor): tensor.to("meta") for tensor in root.buffers()}
     for tensor in root.parameters():
         memo[id(tensor)] = tensor if tensor.is_meta else nn.Parameter(tensor.detach().to("meta"), requires_grad=False)
     for prefix, model in transformers_models(root).items():
         copied = copy.deepcopy(model, dict(memo))
-        for name in resolved.assignments:
-            if name.startswith(prefix):
+        for name in packed:
+            if name.startswith(prefix) and root.get_submodule(name) not in stacked:
                 copied.get_submodule(name.removeprefix(prefix))._parameters.pop("weight")
         try:
             with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -249,6 +266,12 @@ def _initializes_packed(root: nn.Module, resolved: ResolvedRecipe) -> bool:
         except AttributeError:
             return True
     return False
+
+
+def _keeps_weight(scheme: QuantizationScheme) -> bool:
+    """Whether a packed module's codes are its `weight`, not its `weight_packed`."""
+    compressor = BaseCompressor.get_value_from_registry(scheme_format(scheme))
+    return "weight" in compressor.compression_param_names(scheme)
 
 
 def _responsible(model: PreTrainedModel, path: str) -> PreTrainedModel:

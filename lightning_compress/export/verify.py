@@ -36,7 +36,7 @@ from lightning_compress.calibration.target import Target
 from lightning_compress.errors import CompressionError, OutputDirectoryError
 from lightning_compress.export.outputs import output_difference
 from lightning_compress.export.packed import load_compressed
-from lightning_compress.export.packing import becomes_bfloat16, forgets_zero_points
+from lightning_compress.export.packing import becomes_bfloat16, fails_to_initialize, forgets_zero_points
 from lightning_compress.graph.compat import pytree
 from lightning_compress.graph.experts import Experts
 from lightning_compress.graph.restore import attributes_restored, contents_restored
@@ -305,6 +305,9 @@ def why_unreadable(root: nn.Module, resolved: ResolvedRecipe) -> str | None:
         return f"it reads FP4 and MX weights as bfloat16, and the model is in {root.dtype}: compress it in bfloat16"
     if isinstance(root, PreTrainedModel) and forgets_zero_points(root, resolved):
         return "beside other schemes or quantized inputs it forgets (from 5.23) that zero points are packed"
+    if isinstance(root, PreTrainedModel) and fails_to_initialize(root, resolved):
+        name = type(root).__name__
+        return f"{name} initializes weights that are packed, which beside other schemes or quantized inputs fails"
     return None
 
 

@@ -1,5 +1,7 @@
 """Packing keeps codes and scales exactly, and takes the bits it should."""
 
+from typing import Any
+
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, preset_name_to_scheme
@@ -18,6 +20,7 @@ from lightning_compress.export.packing import (
     scheme_format,
     unpack,
 )
+from lightning_compress.export.verify import why_unreadable
 from lightning_compress.graph.unfold import unfolded
 from lightning_compress.recipe.load import load_recipe
 from lightning_compress.recipe.resolve import resolve
@@ -138,6 +141,24 @@ def test_models_that_initialize_what_is_packed_say_dequantize() -> None:
         assert config.get("dequantize", False) is wanted
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
         assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("given", "is_said"),
+    [
+        ({"modifiers": [modifier(4), modifier(8, targets=["re:.*wo"])]}, True),
+        (recipe(scheme="NVFP4"), True),
+        (recipe(4), False),
+        (recipe(scheme="W8A8"), False),
+    ],
+    ids=["two schemes", "packed, with inputs", "weights alone", "codes that are named weight"],
+)
+def test_what_is_initialized_packed_is_known_before(given: dict[str, Any], is_said: bool) -> None:
+    """That loading such a checkpoint fails is seen by reading it back; of weights on disk this alone tells."""
+    sizes = {"d_model": 32, "d_kv": 16, "d_ff": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 32}
+    model = T5ForConditionalGeneration(T5Config(**sizes)).to(torch.bfloat16)
+    found = why_unreadable(model, resolve(load_recipe(given), model))
+    assert ("initializes weights that are packed" in str(found)) is is_said
 
 
 def test_routers_are_ignored_by_both_names() -> None:

@@ -18,7 +18,8 @@ from processes import Ended, Script
 from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig
 
 from lightning_compress.command import cli
-from lightning_compress.command.cli import run_compress, run_evaluate
+from lightning_compress.command.compress import run_compress
+from lightning_compress.command.evaluation import run_evaluate
 from lightning_compress.command.recipe_files import named_recipes
 from lightning_compress.data.config import load_data_config
 from lightning_compress.errors import CompressionError, RunWarning

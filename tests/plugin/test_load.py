@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 
 from lightning_compress.calibration.resume import Begun, begun_run
 from lightning_compress.command import models
-from lightning_compress.command.cli import run_compress
+from lightning_compress.command.compress import run_compress
 from lightning_compress.command.models import agreed_from_disk, reads_from_disk
 from lightning_compress.distributed.collective import SingleProcess
 from lightning_compress.errors import OutputDirectoryError

@@ -37,7 +37,7 @@ from transformers import (
 )
 
 from lightning_compress import CompressionError, Compressor, load_compressed
-from lightning_compress.command.cli import run_compress
+from lightning_compress.command.compress import run_compress
 from lightning_compress.command.models import _processor
 from lightning_compress.recipe.load import config_dir
 from lightning_compress.report.report import Report
