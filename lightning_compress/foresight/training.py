@@ -100,6 +100,38 @@ def rehearse(model: nn.Module, job: FineTuningJob, memory: LiveMemory, meter: Wo
 
 
 @final
+class _Gradients:
+    """Bytes of the storages of gradients: what two parameters share counts once. Looking at all parameters whenever
+    one has its gradient would take the square of their number.
+
+    Attributes:
+        num_bytes: so far.
+    """
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._storages: dict[int, int] = {}
+        self._users: Counter[int] = Counter()
+        self._sizes: dict[int, int] = {}
+
+    def add(self, parameter: Tensor) -> None:
+        """Its gradient is new, or has been added to."""
+        assert parameter.grad is not None
+        storage = parameter.grad.untyped_storage()
+        key, before = storage._cdata, self._storages.get(id(parameter))
+        if key == before:
+            return
+        if before is not None:
+            self._users[before] -= 1
+            self.num_bytes -= 0 if self._users[before] else self._sizes.pop(before)
+        self._storages[id(parameter)] = key
+        self._users[key] += 1
+        if key not in self._sizes:
+            self._sizes[key] = storage.nbytes()
+            self.num_bytes += self._sizes[key]
+
+
+@final
 class _Observed:
     """What has been seen of a training.
 
@@ -117,7 +149,8 @@ class _Observed:
         meter: WorkMeter | None,
     ) -> None:
         self._parameters, self._memory, self._meter, self._accumulates = parameters, memory, meter, job.accumulate > 1
-        self._weights, self._states, self._gradients = follow(model, memory), 0, 0
+        self._weights, self._states = follow(model, memory), 0
+        self._gradients, self._noted_gradients = _Gradients(), 0
         self._found: list[tuple[Phase, bool]] = []
         self._works: dict[tuple[str, bool], Counter[str]] = {}
         self.optimizer, self.is_later = _optimizer(parameters, job), False
@@ -125,17 +158,19 @@ class _Observed:
     def begin_step(self) -> None:
         """Called before the first forward of a step; work is that of the last step."""
         self._works.clear()
+        self._gradients, self._noted_gradients = _Gradients(), 0
         self._memory.reset_peak()
 
-    def during_backward(self, _: Tensor) -> None:
+    def during_backward(self, parameter: Tensor) -> None:
         """Called when a parameter has its gradient."""
+        self._gradients.add(parameter)
         self.note("backward")
 
     def note(self, name: str) -> None:
         """Keep the worst moment since the last one, as one of a part of the job. A gradient made since then is working
         memory in it: at the worst it may not be there yet, and ranks that share gradients have it whole at first."""
-        before, self._gradients = self._gradients, storage_bytes([parameter.grad for parameter in self._parameters])
-        gradients = min(before, self._gradients)
+        before, self._noted_gradients = self._noted_gradients, self._gradients.num_bytes
+        gradients = min(before, self._noted_gradients)
         if name == "step":
             self._states = storage_bytes([dict(state) for state in self.optimizer.state.values()])
         phase = Phase(name, self._weights, gradients, self._states)

@@ -5,7 +5,7 @@ It falls out of the graph (same input node), so there are no per-architecture ta
 and one solve over the stacked rows serve all members.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import fx
@@ -118,3 +118,17 @@ def grouped(calls: Iterable[tuple[str, Source]], key: GroupKey) -> tuple[Group, 
 
 def sources_of(groups: Iterable[Group]) -> tuple[Source, ...]:
     return tuple(dict.fromkeys(source for group in groups for source in group.sources))
+
+
+def unlike(graph: fx.Graph, names: Collection[str], kind: Mapping[str, str]) -> list[tuple[str, ...]]:
+    """Modules of one parent that read the same value, and of which not all are of the same `kind`, if of any.
+
+    Args:
+        graph: a traced graph.
+        names: of the modules that are looked at.
+        kind: of some of them.
+    """
+    known = Names(names)
+    calls = (call for node in graph.nodes for call in quantizable_calls(node, known))
+    found = [group.members for group in grouped(calls, lambda name: name.rpartition(".")[0])]
+    return [members for members in found if len({kind.get(name) for name in members}) > 1]

@@ -6,8 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from lightning_compress.calibration.loop import Calibration
 from lightning_compress.foresight.inputs import beyond_positions
+from lightning_compress.graph.shared_inputs import unlike
 from lightning_compress.recipe.parts import transformers_models
 
 
@@ -39,6 +42,22 @@ def beyond_made_for(root: nn.Module, batches: Iterable[Any]) -> list[str]:
         f"{each} What it does with the others says little; give shorter samples (data.max_length)."
         for each in said
         if each
+    ]
+
+
+def unlike_where_fused(root: nn.Module, run: Calibration) -> list[str]:
+    """What is to be said where a server fuses modules of which each has another scheme."""
+    if run.flow.traced is None or not isinstance(root, PreTrainedModel):
+        return []
+    linears = [name for name, module in root.named_modules() if isinstance(module, nn.Linear)]
+    kinds = {name: str(each.scheme) for name, each in run.resolved.assignments.items()}
+    found = unlike(run.flow.traced.graph, linears, kinds)
+    if not found:
+        return []
+    more = f" (and {len(found) - 1} more such sets)" if len(found) > 1 else ""
+    return [
+        f"{', '.join(found[0])}{more} read the same input, and are not all quantized by one scheme. Where vLLM fuses "
+        "such modules (q/k/v, gate/up) it will refuse the checkpoint: give them one scheme, or ignore them all."
     ]
 
 

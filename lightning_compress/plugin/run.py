@@ -23,7 +23,13 @@ from lightning_compress.export.claim import claimed
 from lightning_compress.export.verify import Verification, of_all, verify, verify_files, why_unreadable
 from lightning_compress.export.writer import CheckpointWriter, Unwritten
 from lightning_compress.plugin.budget import finished_use
-from lightning_compress.plugin.identity import beyond_made_for, model_path, num_samples_and_tokens, versions
+from lightning_compress.plugin.identity import (
+    beyond_made_for,
+    model_path,
+    num_samples_and_tokens,
+    unlike_where_fused,
+    versions,
+)
 from lightning_compress.plugin.job import Job
 from lightning_compress.plugin.progress import Progress, check_continues
 from lightning_compress.report.experts import ExpertCoverageWarning, advice, more_samples
@@ -80,11 +86,12 @@ def _run(
     bytes_before = _num_bytes(job.target.root)
     writer = None if output_dir is None else _writer(job, output_dir)
     beyond = [] if job.data is None else beyond_made_for(job.target.root, job.data.batches)
+    said = [*beyond, *(unlike_where_fused(job.target.root, job.run) if writer is not None else [])]
     replaced = [_REPLACED.format(writer.folder)] if writer is not None and writer.replaces_finished else []
     source = job.source
     read = [_DEQUANTIZED.format(job.settings.weights, source.method)] if source is not None and source.method else []
     if job.run.collective.rank == 0:
-        for note in beyond:
+        for note in said:
             warnings.warn(note, RunWarning, stacklevel=2)
         for note in replaced:
             rank_zero_info(note)
@@ -112,9 +119,7 @@ def _run(
             writer.close(job.settings.tokenizer)
             verification = _verified(job, writer.folder)
     total_s = job.prepare_s + time.perf_counter() - start
-    report = _report(
-        job, records, bytes_before, total_s, writer, num_resumed, verification, (*read, *beyond, *replaced)
-    )
+    report = _report(job, records, bytes_before, total_s, writer, num_resumed, verification, (*read, *said, *replaced))
     if (factor := more_samples(report.coverage)) is not None:
         warnings.warn(advice(factor), ExpertCoverageWarning, stacklevel=2)
     _warn_of_unreached(report.modules)
