@@ -7,11 +7,18 @@ from typing import Any
 
 import pytest
 from helpers import compress, compress_in_memory, modifier, recipe, tiny_llama, tiny_mixtral, token_batches
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from lightning_compress.errors import RunWarning
 
 llama, mixtral = partial(tiny_llama, 2), partial(tiny_mixtral, 1, 4)
+
+
+def shared_expert() -> PreTrainedModel:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 32, "vocab_size": 64}
+    number = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "num_experts": 2}
+    config = Qwen2MoeConfig(**sizes, **number, shared_expert_intermediate_size=32, num_experts_per_tok=1)
+    return Qwen2MoeForCausalLM(config)
 
 
 def apart(pattern: str) -> list[dict[str, Any]]:
@@ -40,12 +47,18 @@ def test_what_servers_fuse_has_one_scheme(
 
 @pytest.mark.filterwarnings("ignore::lightning_compress.export.verify.ReadBackWarning")
 @pytest.mark.parametrize(
-    ("make", "pattern"), [(llama, "re:.*(o|down)_proj"), (mixtral, "re:.*experts"), (mixtral, "re:.*self_attn")]
+    ("make", "pattern"),
+    [
+        (llama, "re:.*(o|down)_proj"),
+        (mixtral, "re:.*experts"),
+        (mixtral, "re:.*self_attn"),
+        (shared_expert, "re:.*shared_expert_gate"),
+    ],
 )
 def test_what_they_do_not_fuse_may_have_several(
     make: Callable[[], PreTrainedModel], pattern: str, tmp_path: Path
 ) -> None:
-    """Routers read what experts do, and are no part of them. A warning is an error here."""
+    """What routes reads what experts do, and is no part of them. A warning is an error here."""
     for number, given in enumerate(apart(pattern)):
         assert not compress(make(), token_batches(), given, tmp_path / str(number), verify=False).notes
 
