@@ -3,17 +3,19 @@
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from helpers import IS_RECENT, NEEDS_RECENT
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_compress.errors import CompressionError
 from lightning_compress.foresight.jobs import FineTuningJob, InferenceJob, Phase, infer, on_fakes
 from lightning_compress.foresight.training import finetune, rehearse
+from lightning_compress.graph.trees import storage_bytes
 from lightning_compress.memory.tracker import LiveMemory
 from lightning_compress.memory.work import WorkMeter
 
@@ -212,3 +214,25 @@ def test_work_of_a_step() -> None:
     assert 7 * size <= fused < plain["step"]["elementwise"], "all is read, all but gradients is written"
     packed = work(FineTuningJob(3, 12, optimizer="adamw_8bit"))["step"]["elementwise"]
     assert 3 * size < packed < fused
+
+
+class Joined(nn.Module):
+    """Two parameters that are joined, whose gradients are views of one; and a third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Parameter(torch.randn(8, size)) for size in (4, 4, 2))
+
+    def forward(self, input_ids: Tensor, labels: Tensor, use_cache: bool) -> SimpleNamespace:
+        return SimpleNamespace(loss=torch.cat([self.first, self.second]).square().sum() + self.third.square().sum())
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_gradients_that_share_memory_count_once(accumulate: int) -> None:
+    """Seen to fail: with the storages of all gradients."""
+    phases = finetune(Joined(), FineTuningJob(1, 4, accumulate, "sgd"), LiveMemory())
+    model = Joined()
+    for _ in range(accumulate):
+        model(torch.zeros(1), torch.zeros(1), use_cache=False).loss.backward()
+    wanted = storage_bytes([parameter.grad for parameter in model.parameters()])
+    assert max(phase.gradients for phase in phases) == wanted
