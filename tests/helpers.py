@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 import transformers
+from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 from packaging.version import Version
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
@@ -39,6 +40,10 @@ from lightning_compress.statistics import InputGram, Statistic
 
 IS_RECENT = Version(transformers.__version__) >= Version("5.23")
 NEEDS_RECENT = pytest.mark.skipif(not IS_RECENT, reason="transformers before 5.23 reads or computes this otherwise")
+
+NEEDS_FLOAT6 = pytest.mark.skipif(
+    "MXFP6A16" not in PRESET_SCHEMES, reason="compressed-tensors before 0.20 has no 6 bits"
+)
 
 CPU = torch.device("cpu")
 VOCAB = 64

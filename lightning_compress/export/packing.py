@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import transformers
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.format import infer_module_format
 from compressed_tensors.config import CompressionFormat
@@ -47,6 +48,9 @@ PACKED_NAMES = (
 )
 """What a packed module may consist of."""
 
+
+DEQUANTIZES = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)
+"""Whether transformers gives weights that it is told to dequantize the model's type, and does not initialize them."""
 
 _EXPERT = re.compile(r"experts\.\d+\.")
 
@@ -158,7 +162,7 @@ def quantization_config(resolved: ResolvedRecipe, root: nn.Module, rename: Mappi
 
 def becomes_bfloat16(root: nn.Module, resolved: ResolvedRecipe) -> bool:
     """Whether transformers would compute with weights in bfloat16 in a model that is in another dtype, and fail."""
-    return _is_read_in_bfloat16(root, resolved) and not _is_read_dequantized(root, resolved)
+    return _is_read_in_bfloat16(root, resolved) and not (DEQUANTIZES and _is_read_dequantized(root, resolved))
 
 
 def _is_read_in_bfloat16(root: nn.Module, resolved: ResolvedRecipe) -> bool:
@@ -176,7 +180,7 @@ def forgets_zero_points(root: nn.Module, resolved: ResolvedRecipe) -> bool:
 def fails_to_initialize(root: nn.Module, resolved: ResolvedRecipe) -> bool:
     """Whether transformers fails on loading, for the model's own code initializes weights that are packed."""
     is_dequantized = _has_other_forms(root, resolved) or _only_weights(resolved) is not None
-    return not is_dequantized and _initializes_packed(root, resolved)
+    return not (DEQUANTIZES and is_dequantized) and _initializes_packed(root, resolved)
 
 
 def _by_scheme(resolved: ResolvedRecipe) -> list[tuple[QuantizationScheme, list[str]]]:

@@ -306,8 +306,8 @@ def why_unreadable(root: nn.Module, resolved: ResolvedRecipe) -> str | None:
     if isinstance(root, PreTrainedModel) and forgets_zero_points(root, resolved):
         return "beside other schemes or quantized inputs it forgets (from 5.23) that zero points are packed"
     if isinstance(root, PreTrainedModel) and fails_to_initialize(root, resolved):
-        name = type(root).__name__
-        return f"{name} initializes weights that are packed, which beside other schemes or quantized inputs fails"
+        fails = "which fails beside other schemes or quantized inputs, and before 5.23"
+        return f"{type(root).__name__} initializes weights that are packed, {fails}"
     return None
 
 

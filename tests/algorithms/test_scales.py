@@ -5,6 +5,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle.forward import dequantize, quantize
 from compressed_tensors.quantization.utils import calculate_qparams
+from helpers import NEEDS_FLOAT6
 from reference import scheme, values, weight_and_gram
 from torch import Tensor
 
@@ -139,7 +140,11 @@ def test_what_does_not_fit_is_an_error_with_a_remedy() -> None:
         make_grid(scheme(group_size=128), (8, 96), torch.float32)
     with pytest.raises(SolveError, match=r"the channel strategy"):
         make_grid(scheme(group_size=2), (8, 7), torch.float32)
-    with pytest.raises(SolveError, match=r"6-bit float.*FP8_DYNAMIC"):
-        make_grid(QuantizationArgs(num_bits=6, type="float"), (8, 96), torch.float32)
     with pytest.raises(SolveError, match=r"token"):
         make_grid(QuantizationArgs(strategy="token", dynamic=True), (8, 96), torch.float32)
+
+
+@NEEDS_FLOAT6
+def test_floats_of_6_bits_are_an_error_with_a_remedy() -> None:
+    with pytest.raises(SolveError, match=r"6-bit float.*FP8_DYNAMIC"):
+        make_grid(QuantizationArgs(num_bits=6, type="float"), (8, 96), torch.float32)
