@@ -44,7 +44,8 @@ def test_scales_of_few_bits(preset: str, tmp_path: Path) -> None:
 
 def test_models_that_are_not_in_bfloat16(tmp_path: Path) -> None:
     """transformers computes with such weights in bfloat16: it is told to dequantize them, which leaves inputs as they
-    are, so that where those are quantized (and before 5.23) it is said that it fails. Seen to fail: DIFFERENT, by an error of dtypes."""
+    are, so that where those are quantized (and by versions before 5.23) it is said that it fails. Seen to fail:
+    DIFFERENT, by an error of dtypes."""
     ways = ["NVFP4"] if IS_RECENT else ["NVFP4", "NVFP4A16"]
     for scheme in ways:
         with pytest.warns(
