@@ -18,6 +18,7 @@ from processes import Ended, Script
 from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig
 
 from lightning_compress.command import cli
+from lightning_compress.command import compress as compressing
 from lightning_compress.command.compress import run_compress
 from lightning_compress.command.evaluation import run_evaluate
 from lightning_compress.command.recipe_files import named_recipes
@@ -123,7 +124,7 @@ def test_what_would_be_refused_is_so_before_texts_are_evaluated(
 ) -> None:
     """Or before the model is loaded, where it is not needed to tell."""
     for late in ("measured_perplexity", "calibration_batches", *([] if needs_model else ["load_model"])):
-        monkeypatch.delattr(cli, late)
+        monkeypatch.delattr(compressing, late)
     given = [f"model.path={checkpoint}", f"output_dir={tmp_path / 'out'}", "data@held_out=docs_test", *SMALL]
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         config = compose("compress", overrides=[*given, option.format(checkpoint=checkpoint)])
