@@ -41,6 +41,10 @@ from lightning_compress.statistics import InputGram, Statistic
 IS_RECENT = Version(transformers.__version__) >= Version("5.23")
 NEEDS_RECENT = pytest.mark.skipif(not IS_RECENT, reason="transformers before 5.23 reads or computes this otherwise")
 
+UNREAD_BY_OLDER = pytest.mark.filterwarnings(
+    f"{'error' if IS_RECENT else 'ignore'}::lightning_compress.export.verify.ReadBackWarning"
+)
+"""Of a checkpoint that transformers before 5.23 cannot read, which is said."""
 NEEDS_FLOAT6 = pytest.mark.skipif(
     "MXFP6A16" not in PRESET_SCHEMES, reason="compressed-tensors before 0.20 has no 6 bits"
 )
