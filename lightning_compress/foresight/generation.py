@@ -246,7 +246,7 @@ def _within(
     for tier, form in peaks(model, task, schedule):
         unit = max(hardware.budgets[tier], model.layer_bytes)
         left = hardware.budgets[tier] - form.get(ALWAYS, 0.0)
-        programme.at_most(_sum(form, places, unit), left / unit, tier)
+        programme.at_most(_sum(form, places, unit), left / unit)
 
 
 def _sum(form: Form, places: Mapping[str, int], unit: float) -> dict[int, float]:

@@ -20,12 +20,10 @@ class Solution:
     Attributes:
         values: of the variables.
         cost: what was minimized.
-        prices: by what constraints are about, how much less the cost would be if each of them allowed one unit more.
     """
 
     values: tuple[float, ...]
     cost: float
-    prices: Mapping[str, float]
 
 
 @final
@@ -36,18 +34,16 @@ class LinearProgramme:
         self._upper: list[float | None] = []
         self._rows: list[Sum] = []
         self._bounds: list[float] = []
-        self._about: list[str] = []
 
     def variable(self, upper: float | None = None) -> int:
         """A new one, at most `upper`."""
         self._upper.append(upper)
         return len(self._upper) - 1
 
-    def at_most(self, total: Sum, bound: float, about: str = "") -> None:
-        """The sum is `bound` or less; `about` names what a unit more of it would be."""
+    def at_most(self, total: Sum, bound: float) -> None:
+        """The sum is `bound` or less."""
         self._rows.append(total)
         self._bounds.append(bound)
-        self._about.append(about)
 
     def minimized(self, cost: Sum) -> Solution | None:
         """The solution of least cost; None where nothing satisfies all constraints."""
@@ -57,11 +53,7 @@ class LinearProgramme:
         found = linprog(_row(cost, len(self._upper)), matrix, bounds, bounds=limits, method="highs")
         if found.status != 0:
             return None
-        prices: dict[str, float] = {}
-        for about, marginal in zip(self._about, found.ineqlin.marginals if self._rows else (), strict=True):
-            if about:
-                prices[about] = prices.get(about, 0.0) - float(marginal)
-        return Solution(tuple(map(float, found.x)), float(found.fun), prices)
+        return Solution(tuple(map(float, found.x)), float(found.fun))
 
 
 def _row(total: Sum, length: int) -> numpy.typing.NDArray[numpy.float64]:

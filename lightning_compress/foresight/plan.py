@@ -110,7 +110,6 @@ class Plan:
         prepare_s, finish_s: before the first and behind the last subgraph.
         subgraphs: in order.
         peaks: bytes per place at most: "device", "host" (the process), "disk" (checkpoint and file).
-        shadow_prices: seconds that one more byte of a place would save, as far as what is enumerated stays.
         rates: of the machine, that the seconds come from.
     """
 
@@ -121,7 +120,6 @@ class Plan:
     subgraphs: tuple[Foreseen, ...]
     finish_s: float
     peaks: Mapping[str, int]
-    shadow_prices: Mapping[str, float]
     rates: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -180,7 +178,6 @@ def foreseen(candidate: Candidate, machine: Machine, waiting: Waiting, ranks: in
         subgraphs=tuple(parts),
         finish_s=of_end + sum(sum(bringing(candidate, row, machine)) for row in candidate.end),
         peaks={**peaks_of_places, "disk": candidate.output_bytes + in_file},
-        shadow_prices={},
         rates={name: rate.value for name, rate in machine.rates.items()},
     )
 

@@ -112,11 +112,10 @@ def _best(candidate: Candidate, machine: Machine, resources: Resources, spares: 
     found: list[Plan] = []
     bound = _bound_s(candidate, machine, resources)
     for spare, spills in product(spares, (False, True)):
-        solved = _solved(candidate, machine, resources, spills, spare)
-        if solved is not None:
-            waiting, prices = solved
+        waiting = _solved(candidate, machine, resources, spills, spare)
+        if waiting is not None:
             plan = foreseen(candidate, machine, waiting, resources.ranks, resources.host)
-            found.append(replace(plan, shadow_prices=prices))
+            found.append(plan)
             if plan.total_s <= bound:
                 break
     return min(found, key=lambda plan: plan.total_s, default=None)
@@ -132,11 +131,8 @@ def _most_waiting(candidate: Candidate) -> int:
     return max((moment.waiting for row in candidate.table for moment in row.moments), default=0)
 
 
-def _solved(
-    candidate: Candidate, machine: Machine, resources: Resources, spills: bool, spare: Spare
-) -> tuple[Waiting, dict[str, float]] | None:
-    """The budgets of activations that make the run fastest, and what a byte more of each place would save; None if it
-    does not fit."""
+def _solved(candidate: Candidate, machine: Machine, resources: Resources, spills: bool, spare: Spare) -> Waiting | None:
+    """The budgets of activations that make the run fastest; None if it does not fit."""
     programme = LinearProgramme()
     most = _most_waiting(candidate)
     budgets = _Budgets(
@@ -157,7 +153,7 @@ def _solved(
     programme.at_most(seconds, SLACK * first.cost)
     second = programme.minimized(traffic) or first
     on_device, on_host = (int(second.values[budget] + 0.5) for budget in (budgets.device, budgets.host))
-    return Waiting(on_device, on_host if spills else None), dict(first.prices)
+    return Waiting(on_device, on_host if spills else None)
 
 
 def _pinning(programme: LinearProgramme, budgets: "_Budgets", candidate: Candidate, machine: Machine) -> int:
@@ -214,12 +210,12 @@ def _bound(
             if left < 0:
                 programme.at_most({}, left)  # whatever waits elsewhere
             elif all_wait_here and ratio * waits > left:
-                programme.at_most({budgets.device: -ratio}, left - ratio * waits, place)
+                programme.at_most({budgets.device: -ratio}, left - ratio * waits)
             elif not all_wait_here and (ratio + keeps) * waits > left:
                 of_budget = budgets.device if place == "device" else budgets.host
-                programme.at_most({of_budget: ratio + keeps}, left, place)
+                programme.at_most({of_budget: ratio + keeps}, left)
             elif keeps:  # for what waits at other moments
-                programme.at_most({budgets.host: keeps}, left - waits, place)
+                programme.at_most({budgets.host: keeps}, left - waits)
 
 
 def _distinct(candidate: Candidate) -> list[tuple[int, int]]:
@@ -255,7 +251,7 @@ def _subgraph(
         on_device, in_file = _place(programme, budgets, moment)
         if resources.disk is not None:
             left = resources.disk - candidate.output_bytes
-            programme.at_most({in_file: resources.ranks}, left, "disk")
+            programme.at_most({in_file: resources.ranks}, left)
         if moment.what != "batch":
             continue
         alone = Lanes(moment, Waiting(0, None), machine, resources.ranks)

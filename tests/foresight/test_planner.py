@@ -196,18 +196,6 @@ def fits(plan: Plan, there: Resources) -> bool:
     return all(limits[place] is None or size <= limits[place] for place, size in plan.peaks.items())  # type: ignore[operator]
 
 
-@pytest.mark.parametrize(("flops", "copied"), [(1, 3.5e9), (3000, 10.0)], ids=["of waiting", "of copying"])
-def test_shadow_prices_are_what_a_byte_saves(flops: float, copied: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seen to fail: with the file's seconds left out of the programme, and with those of copying for it."""
-    monkeypatch.setattr(plan_module, "COPIED", copied)
-    given, there = candidate(flops=flops), Resources(None, 1190, 1000)
-    before, after = (best(given, machine("cpu"), replace(there, host=1190 + more)) for more in (0, 10))
-    assert before is not None
-    assert after is not None
-    assert before.shadow_prices["host"] * 10 == pytest.approx(before.total_s - after.total_s)
-    assert before.shadow_prices["host"] > 0
-
-
 @pytest.mark.parametrize(("weights", "depth"), [(1, 0), (40, 1)], ids=["as fast", "faster"])
 def test_no_weights_are_brought_ahead_for_nothing(weights: int, depth: int) -> None:
     """40 bytes take 4 of some 13 seconds from the disk, one byte less than a hundredth of them."""
@@ -294,15 +282,14 @@ def test_ranks_share_the_disk() -> None:
 
 
 def test_linear_programmes() -> None:
-    """x + 2y at least 4, y at most 1: 2x + y is least at (2, 1); one more of y would save 3."""
+    """x + 2y at least 4, y at most 1: 2x + y is least at (2, 1)."""
     programme = LinearProgramme()
     x, y = programme.variable(), programme.variable()
     programme.at_most({x: -1, y: -2}, -4)
-    programme.at_most({y: 1}, 1, "y")
+    programme.at_most({y: 1}, 1)
     found = programme.minimized({x: 2, y: 1})
     assert found is not None
     assert found.values == pytest.approx((2, 1))
     assert found.cost == pytest.approx(5)
-    assert found.prices == pytest.approx({"y": 3})
     programme.at_most({x: 1}, 1)
     assert programme.minimized({x: 2, y: 1}) is None
