@@ -7,8 +7,13 @@ import pytest
 import torch
 import transformers
 from matplotlib.figure import Figure
+from recordings import remembering
 
+from lightning_compress.calibration import evaluate, prepare
+from lightning_compress.calibration.recording import trace_on
 from lightning_compress.report import figures, html
+
+_recorded = remembering(trace_on)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -45,3 +50,10 @@ def figures_drawn_only(monkeypatch: pytest.MonkeyPatch) -> None:
         return ""
 
     monkeypatch.setattr(html, "error_figure", drawn)
+
+
+@pytest.fixture(autouse=True)
+def recorded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """See `recordings.py`."""
+    for module in (prepare, evaluate):
+        monkeypatch.setattr(module, "trace_on", _recorded)

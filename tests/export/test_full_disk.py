@@ -23,7 +23,6 @@ from lightning_compress.memory.placement import MemoryConfig
 from lightning_compress.plugin.job import Job
 from lightning_compress.plugin.run import run_job
 
-pytestmark = pytest.mark.usefixtures("one_model")
 SIZE = 1 << 20
 PAGE = 4096
 

@@ -40,7 +40,6 @@ IN_MEMORY = [(case, "memory") for case in CASES if case not in ("recompute", "bf
 
 
 @pytest.mark.filterwarnings("ignore:.* is called several times")
-@pytest.mark.usefixtures("one_model")
 @pytest.mark.parametrize(("case", "where"), [*IN_MEMORY, ("block", "disk")])
 def test_stopped_after_every_subgraph(case: str, where: str, tmp_path: Path, steps: list[int]) -> None:
     build, batches, options, schedule = CASES[case]

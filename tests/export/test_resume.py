@@ -112,7 +112,6 @@ def with_weights(where: str, build: Callable[[], nn.Module], folder: Path) -> Ca
 
 
 @pytest.mark.filterwarnings("ignore:.* is called several times")
-@pytest.mark.usefixtures("one_model")
 @pytest.mark.parametrize(("case", "where"), [*((case, "memory") for case in CASES), *ON_DISK])
 def test_stopped_after_every_subgraph(case: str, where: str, tmp_path: Path) -> None:
     build, batches, options, schedule = CASES[case]
