@@ -103,9 +103,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 @pytest.mark.parametrize(
     ("how", "schedule", "dtype"),
     [
-        pytest.param(
-            how, schedule, DTYPES[(row + column) // 2 % 2], id=f"{how}-{schedule}"
-        )  # each dtype with every recipe and schedule
+        pytest.param(how, schedule, DTYPES[(row + column) // 2 % 2], id=f"{how}-{schedule}")  # each with both dtypes
         for row, how in enumerate(HOW)
         for column, schedule in enumerate(SCHEDULES)
         if (row + column) % 2 == 0
