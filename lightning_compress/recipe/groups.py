@@ -25,15 +25,17 @@ def check_groups(weights: Mapping[str, QuantizationArgs], root: nn.Module) -> No
     Raises:
         UnsupportedModelError: a group size does not divide I; O or I is 0; no reader unpacks the zero points.
     """
-    if empty := [name for name in weights if not root.get_submodule(name).get_parameter("weight").numel()]:
-        shape = list(root.get_submodule(empty[0]).get_parameter("weight").shape)
+    modules = dict(root.named_modules(remove_duplicate=False))  # of which there may be tens of thousands
+    all_shapes = {name: list(modules[name].get_parameter("weight").shape) for name in weights}
+    if empty := [name for name, shape in all_shapes.items() if 0 in shape]:
+        shape = all_shapes[empty[0]]
         raise UnsupportedModelError(f"{empty[0]} has a weight of shape {shape}, without numbers: add it to `ignore`.")
     grouped: dict[int, dict[str, QuantizationArgs]] = {}
     for name, each in weights.items():
         if size := width_of_groups(each):
             grouped.setdefault(size, {})[name] = each
     for group, chosen in grouped.items():
-        shapes = {name: list(root.get_submodule(name).get_parameter("weight").shape) for name in chosen}
+        shapes = {name: all_shapes[name] for name in chosen}
         if failing := [name for name, shape in shapes.items() if shape[1] % group]:
             raise UnsupportedModelError(_not_divided(failing, shapes, chosen[failing[0]], group))
         if few := [name for name, shape in shapes.items() if _in_one_word(chosen[name], shape)]:
