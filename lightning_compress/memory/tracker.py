@@ -22,6 +22,9 @@ from lightning_compress.graph.cuda import temporary_bytes
 from lightning_compress.graph.trees import tensors_in
 from lightning_compress.memory.heap import LARGEST_IN_HEAP
 
+DEVICE_OF = torch.ops.prim.device.default
+"""What a backward asks of each fake tensor, more often than it computes: modes answer it at once."""
+
 
 @final
 class LiveMemory(TorchDispatchMode):
@@ -90,6 +93,8 @@ class LiveMemory(TorchDispatchMode):
         self.heap_bytes += change if size < LARGEST_IN_HEAP else 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE_OF:
+            return args[0].device
         out = func(*args, **(kwargs or {}))
         for tensor in tensors_in(out):
             self.track(tensor)

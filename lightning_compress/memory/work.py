@@ -15,6 +15,7 @@ from torch.utils.flop_counter import flop_registry
 from lightning_compress.graph.compat import TorchDispatchMode
 from lightning_compress.graph.trees import tensors_in
 from lightning_compress.memory.heap import LARGEST_IN_HEAP
+from lightning_compress.memory.tracker import DEVICE_OF
 
 Work = Mapping[str, float]
 """Amounts by kind: FLOP of `product float32` or `attention bfloat16`, bytes of `elementwise`, a number of `call`s, on a
@@ -46,6 +47,8 @@ class WorkMeter(TorchDispatchMode):
         self.work: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE_OF:
+            return args[0].device
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if not func.is_view:
