@@ -44,8 +44,11 @@ def _is_all_of_transformers(target: Target) -> bool:
     model = target.module
     if not isinstance(model, PreTrainedModel) or model is not target.root or not target.takes_fields:
         return False
-    hooked = any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-    return not hooked and not any("forward" in vars(module) for module in model.modules())
+    return all(
+        type(module).__module__.partition(".")[0] in ("torch", "transformers", "lightning_compress")
+        and not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+        for module in model.modules()
+    )
 
 
 def _key(
