@@ -2,7 +2,8 @@
 
 To record a tiny model takes longer than to compress it, and most tests compress one of a few. Models with code of a
 test's own, and recordings that warn, are made anew every time. That two recordings are the same is tested by runs that
-are continued in other processes (`distributed/test_ranks.py`, `export/test_resume.py`), and `graph/` does without this.
+are continued in other processes (`distributed/test_ranks.py`, `export/test_resume.py`), and `graph/conftest.py` does
+without this.
 """
 
 import hashlib
@@ -63,7 +64,7 @@ def _key(
     """Of everything that a recording depends on."""
     model = target.root
     digest = hashlib.sha256()
-    of_all = (sorted(leaves), list(boundaries), source is None, sorted(multiplied), needs_outputs)
+    of_all = (list(leaves), list(boundaries), source is None, sorted(multiplied), needs_outputs)
     for each in (of_all, torch.get_default_dtype(), *_of_model(model), *_of_data(data)):
         digest.update(each if isinstance(each, bytes) else repr(each).encode())
     return digest.hexdigest()
