@@ -5,7 +5,7 @@ model is a Llama small enough to learn some English in about a minute on two cor
 training is over. The same run then measures what that cost: perplexity on held-out text of the original, of
 round-to-nearest and of GPTQ (all 4 bits), bytes on disk, and text from the reloaded checkpoint.
 
-    python examples/finetune_then_compress.py [--output-dir DIR] [--train-steps N | --max-time SECONDS]
+    python examples/finetune_then_compress.py [--output-dir DIR] [--train-steps N] [--max-time SECONDS]
 """
 
 import argparse
@@ -149,14 +149,17 @@ class LanguageModel(L.LightningModule):
         self.log("train_loss", loss, prog_bar=True)
         return loss
 
-    def configure_optimizers(self) -> OptimizerLRScheduler:
+    def build_optimizer(self) -> Together:
         matrices = [p for name, p in self.named_parameters() if p.ndim == 2 and ".layers." in name]
         others = [p for name, p in self.named_parameters() if p.ndim != 2 or ".layers." not in name]
         rate = self.learning_rate
-        optimizer = Together(
+        return Together(
             torch.optim.Muon(matrices, lr=2.5 * rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
             torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.0),
         )
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        optimizer = self.build_optimizer()
         num_steps = int(self.trainer.estimated_stepping_batches)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_factor(step / num_steps))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
@@ -173,13 +176,13 @@ def rate_factor(progress: float) -> float:
 
 def steps_within(seconds: float, config: LlamaConfig, data: DocsDataModule) -> int:
     """How many training steps this machine does in that time, from timing five."""
-    model = LlamaForCausalLM(config)
-    optimizer = torch.optim.AdamW(model.parameters())
+    lm = LanguageModel(config)
+    optimizer = lm.build_optimizer()
     ids = torch.zeros(data.batch_size, data.max_length, dtype=torch.int64)
     times_s = []
     for _ in range(5):
         start = time.perf_counter()
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        lm.model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         times_s.append(time.perf_counter() - start)
@@ -243,16 +246,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/demo"))
     parser.add_argument("--train-steps", type=int, default=650, help="about a minute on two cores")
-    parser.add_argument("--max-time", type=float, help="train for about so many seconds instead")
+    parser.add_argument("--max-time", type=float, default=90, help="as many steps as fit in so many seconds, if fewer")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore", ".*does not have many workers.*")
     started = time.perf_counter()
 
-    L.seed_everything(0)
     data = DocsDataModule(build_tokenizer())
-    num_steps = arguments.train_steps
-    if arguments.max_time is not None:
-        num_steps = steps_within(arguments.max_time, model_config(data.tokenizer), data)
+    num_steps = min(arguments.train_steps, steps_within(arguments.max_time, model_config(data.tokenizer), data))
+    if num_steps < arguments.train_steps:
+        print(f"{num_steps} training steps, not {arguments.train_steps}: what this machine does in --max-time")
+    L.seed_everything(0)
     lm, original, compression = train_and_compress(data, num_steps, arguments.output_dir)
     original.save_pretrained(arguments.output_dir / "original")
     rounded = round_to_nearest(original, data, arguments.output_dir)
