@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches
+from itertools import islice
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -13,6 +14,16 @@ def nearest(word: str, known: Iterable[str]) -> str:
     known = list(known)
     close = get_close_matches(word, known, n=1)
     return f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(known)}."
+
+
+def listed(names: Collection[str], most: int = 5) -> str:
+    """The first of them, and how many more there are.
+
+    >>> listed(["a", "b"]), listed("abcdefg", 3)
+    ('a, b', 'a, b, c and 4 more')
+    """
+    first = ", ".join(islice(names, most))
+    return f"{first} and {len(names) - most} more" if len(names) > most else first
 
 
 def reason(error: Exception) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_compress.errors import CalibrationDataError
+from lightning_compress.errors import CalibrationDataError, listed
 from lightning_compress.graph.compat import pytree
 from lightning_compress.graph.masks import is_token_mask
 from lightning_compress.graph.synthesize import Part, flatten_batch, parts_of
@@ -106,8 +106,7 @@ def counted(numbers: Sequence[int]) -> str:
     >>> counted([3]), counted([0, 2]), counted(range(20))
     ('batch 3', 'batches 0, 2', 'batches 0, 1, 2, 3, 4, 5, 6, 7 and 12 more')
     """
-    more = f" and {len(numbers) - _SHOWN} more" if len(numbers) > _SHOWN else ""
-    return f"batch{'es' if len(numbers) > 1 else ''} {', '.join(map(str, numbers[:_SHOWN]))}{more}"
+    return f"batch{'es' if len(numbers) > 1 else ''} {listed(list(map(str, numbers)), _SHOWN)}"
 
 
 def _check_all_or_none(batches: Sequence[Any]) -> None:

@@ -26,6 +26,7 @@ from lightning_compress.errors import (
     CalibrationWarning,
     UnreachedModulesWarning,
     UnsupportedModelError,
+    listed,
 )
 from lightning_compress.graph.aliases import memory_of
 from lightning_compress.graph.buffers import KeptBuffers
@@ -309,9 +310,8 @@ def _reached(resolved: ResolvedRecipe, traced: Traced, target: Target) -> Resolv
     reasons |= dict.fromkeys(never, f"{target.step_name} never calls it on the calibration data")
     left = without(resolved, target.root, reasons)
     if never:
-        more = f" and {len(never) - 3} more" if len(never) > 3 else ""
         warnings.warn(
-            f"{', '.join(never[:3])}{more} will not be quantized: {target.step_name} never calls them on the "
+            f"{listed(never, 3)} will not be quantized: {target.step_name} never calls them on the "
             "calibration data. Give data that does (with images, say), or add them to `ignore`.",
             UnreachedModulesWarning,
             stacklevel=2,
@@ -323,7 +323,7 @@ def _warn_of_unseen(traced: Traced, parts: Sequence[Subgraph], resolved: Resolve
     """Of what the model does and calibration does not see, or keep."""
     if traced.written:
         warnings.warn(
-            f"The model writes to its buffers {', '.join(traced.written[:5])}, in eval mode too. While it is "
+            f"The model writes to its buffers {listed(traced.written)}, in eval mode too. While it is "
             "compressed every batch finds them as they are now, and they are stored as that.",
             CalibrationWarning,
             stacklevel=3,
@@ -332,7 +332,7 @@ def _warn_of_unseen(traced: Traced, parts: Sequence[Subgraph], resolved: Resolve
     called = [{node.target.name for node in nodes if isinstance(node.target, Leaf)} for nodes in steps]
     if cut := [name for name in traced.remembering if sum(name in each for each in called) > 1]:
         warnings.warn(
-            f"{', '.join(cut[:3])} keeps something from one call to the next, and modules are solved between them: it "
+            f"{listed(cut, 3)} keeps something from one call to the next, and modules are solved between them: it "
             f"begins anew each time. schedule=basic runs all calls at once (now it is {schedule.value}).",
             CalibrationWarning,
             stacklevel=3,

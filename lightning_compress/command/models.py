@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from lightning_compress.calibration.resume import begun_run
 from lightning_compress.distributed.collective import Collective
-from lightning_compress.errors import CompressionError
+from lightning_compress.errors import CompressionError, listed
 from lightning_compress.export.checkpoint import check_finished
 from lightning_compress.memory.dequantized import METHODS
 from lightning_compress.memory.files import stored_dtype
@@ -226,7 +226,7 @@ def _in_memory(auto_class: Any, path: str, **options: Any) -> PreTrainedModel:
         )
         raise CompressionError(
             f"transformers does not find {len(missing)} parameters of {type(model).__name__} in model.path={path} and "
-            f"would draw them at random: {', '.join(missing[:3])}. {remedy}."
+            f"would draw them at random: {listed(missing, 3)}. {remedy}."
         )
     return model
 

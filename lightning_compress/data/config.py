@@ -14,7 +14,7 @@ from typing import Any, ClassVar, final
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_compress.errors import CalibrationDataError, nearest
+from lightning_compress.errors import CalibrationDataError, listed, nearest
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,8 @@ class TextConfig(TokensConfig):
 
     @property
     def origin(self) -> str:
-        """The first files."""
-        return f"{self.source}: {', '.join(self.files[:3])}"
+        """The first files, and how many more."""
+        return f"{self.source}: {listed(self.files, 3)}"
 
 
 @final

@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from lightning_compress.calibration.resume import MANIFEST, replace_file
 from lightning_compress.distributed.bars import no_bars
-from lightning_compress.errors import UnsupportedModelError
+from lightning_compress.errors import UnsupportedModelError, listed
 from lightning_compress.export.checkpoint import MARKER
 from lightning_compress.graph.restore import assigned
 from lightning_compress.memory.files import INDEX, READABLE
@@ -68,14 +68,14 @@ def check_exported(root: nn.Module) -> None:
     if missing:
         raise UnsupportedModelError(
             f"`state_dict` of {type(root).__name__} leaves out, or names otherwise, {len(missing)} parameters "
-            f"({', '.join(missing[:3])}, ...), and what is exported is its state. Let it return all of them by the "
+            f"({listed(missing, 3)}), and what is exported is its state. Let it return all of them by the "
             "names that `named_parameters` has (without wrappers around layers, as of activation checkpointing); what "
             "checkpoints of the training are not to hold can be taken out in `on_save_checkpoint`."
         )
     types = {name: tensor.dtype for name, tensor in state.items() if isinstance(tensor, Tensor)}
     if unknown := [f"{name} ({dtype})" for name, dtype in types.items() if dtype not in READABLE]:
         raise UnsupportedModelError(
-            f"A safetensors checkpoint cannot hold {', '.join(unknown[:3])}. Register what can be computed anew with "
+            f"A safetensors checkpoint cannot hold {listed(unknown, 3)}. Register what can be computed anew with "
             "persistent=False, or convert it, a torch.complex128 to torch.complex64."
         )
     with tempfile.TemporaryDirectory() as temporary, no_bars():

@@ -19,7 +19,7 @@ from lightning_compress.algorithms.grids import read_dtype
 from lightning_compress.calibration.quantized import InputQuantizer, quantize_inputs, read_whole
 from lightning_compress.calibration.static_inputs import StaticInput
 from lightning_compress.calibration.target import owner
-from lightning_compress.errors import CompressionError
+from lightning_compress.errors import CompressionError, listed
 from lightning_compress.export.checkpoint import check_finished
 from lightning_compress.export.layout import added_to_state, identity
 from lightning_compress.export.packing import PACKED_NAMES, checkpoint_names, unpack
@@ -206,9 +206,11 @@ def _load(
     if missing or unknown or unexpected:
         inside = (name for name, part in module.named_children() if part.state_dict().keys() >= {*unknown, *unexpected})
         fits = next(inside, None) if unknown or unexpected else None
+        faults = [f"it lacks {listed(missing)}"] if missing else []
+        faults += [f"the module has no {listed([*unknown, *unexpected])}"] if unknown or unexpected else []
         raise CompressionError(
-            f"{directory} does not fit {type(module).__name__}: it lacks {missing[:5]}, and the module has no "
-            f"{[*unknown, *unexpected][:5]}. {remedy if fits is None else f'Its `{fits}` has these names: give that.'}"
+            f"{directory} does not fit {type(module).__name__}: {', and '.join(faults)}. "
+            f"{remedy if fits is None else f'Its `{fits}` has these names: give that.'}"
         )
     _quantize_inputs(module, stored, schemes)
 

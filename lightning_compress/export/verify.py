@@ -33,7 +33,7 @@ from transformers import PreTrainedModel
 from lightning_compress.algorithms.grids import has_global_scale
 from lightning_compress.calibration.resume import file_digest, sync, written_shards
 from lightning_compress.calibration.target import Target
-from lightning_compress.errors import CompressionError, OutputDirectoryError
+from lightning_compress.errors import CompressionError, OutputDirectoryError, listed
 from lightning_compress.export.outputs import output_difference
 from lightning_compress.export.packed import load_compressed
 from lightning_compress.export.packing import becomes_bfloat16, fails_to_initialize, forgets_zero_points
@@ -96,7 +96,7 @@ class Verification:
         if self.passed:
             return "identical"
         where = f" on ranks {', '.join(map(str, self.failed_on))}" if self.failed_on else ""
-        return f"DIFFERENT{where}: {', '.join(self.different_modules[:5]) or self.failure or 'outputs'}"
+        return f"DIFFERENT{where}: {listed(self.different_modules) or self.failure or 'outputs'}"
 
 
 @torch.no_grad()
@@ -196,7 +196,7 @@ def read_back(path: Path, written: Mapping[str, Tensor]) -> str:
         different = [f"its header ({error})"]
     if different:
         raise OutputDirectoryError(
-            f"{path} does not hold what was written to it: {', '.join(different[:5])} came back different. The disk or "
+            f"{path} does not hold what was written to it: {listed(different)} came back different. The disk or "
             "the memory is faulty; what is in the manifest was read back well. Start the same run again, or copy the "
             "folder to another disk and continue there."
         )
@@ -236,7 +236,7 @@ def _reload(
             model, found = loaded
             computed = dict(root.named_buffers()).keys() - root.state_dict().keys()
             if missing := sorted(found["missing_keys"] - computed):
-                raise CompressionError(f"it does not find {', '.join(missing[:3])} in it")
+                raise CompressionError(f"it does not find {listed(missing, 3)} in it")
             if (handle := getattr(model, "ct_decompress_hook", None)) is not None:
                 model._forward_pre_hooks[handle.id](model, ())  # as a call does, but not one of `model.forward`
             _read_by_rows(model)

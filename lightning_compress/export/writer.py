@@ -47,7 +47,7 @@ from lightning_compress.calibration.resume import (
 from lightning_compress.calibration.static_inputs import StaticInput
 from lightning_compress.distributed.collective import Collective, SingleProcess
 from lightning_compress.distributed.folder import shared_folder
-from lightning_compress.errors import CompressionError, OutputDirectoryError
+from lightning_compress.errors import CompressionError, OutputDirectoryError, listed
 from lightning_compress.export.beside import FILES, config_files, copied, partly_written, written_before
 from lightning_compress.export.checkpoint import INCOMPLETE, MARKER, PLAN, SavesPretrained, check_output_dir
 from lightning_compress.export.layout import packed_bytes, shard_keys
@@ -378,9 +378,8 @@ class CheckpointWriter:
             try:
                 state = revert_weight_conversion(self._root, state)
             except Exception as error:  # whatever a conversion makes of tensors that it was not written for
-                names = ", ".join(list(state)[:5])
                 raise CompressionError(
-                    f"transformers cannot give the tensors of {type(self._root).__name__} ({names}, ...) the names "
+                    f"transformers cannot give the tensors of {type(self._root).__name__} ({listed(state)}) the names "
                     f"that its checkpoints have: {type(error).__name__}: {error}. Add their modules to `ignore`."
                 ) from error
         return dict(sorted(state.items()))

@@ -16,7 +16,7 @@ from typing import Literal, final
 
 import torch
 
-from lightning_compress.errors import BudgetError
+from lightning_compress.errors import BudgetError, listed
 from lightning_compress.memory.needs import Moment, Needs, Waiting, pinned_ratio
 
 KEPT_FREE = 0.6
@@ -340,10 +340,9 @@ def _refusal(name: str, given: int | None, peak: Peak, budgets: Budgets) -> str:
     needed = peak.num_bytes
     verb = {"batch": "runs", "solve": "is solved", "write": "is written", "verification": "is read back"}
     parts = sorted(peak.parts.items(), key=lambda part: -part[1])
-    listed = ", ".join(f"{_NAMES[part]} {gib(size)}" for part, size in parts if size > needed / 100)
+    contents = ", ".join(f"{_NAMES[part]} {gib(size)}" for part, size in parts if size > needed / 100)
     names = peak.moment.of.split(", ")
-    modules = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    where = f"{peak.row.name}: {modules}" if peak.moment.of else peak.row.name
+    where = f"{peak.row.name}: {listed(names, 3)}" if peak.moment.of else peak.row.name
     large = [part for part, size in parts if part in _REMEDIES and size > needed / 20]
     lower = [_REMEDIES[part] for part in large]
     if _LESS_IN_PARTS.intersection(large):
@@ -362,7 +361,7 @@ def _refusal(name: str, given: int | None, peak: Peak, budgets: Budgets) -> str:
         )
     return (
         f"memory.{name}={gib(given)} cannot hold this run, the smallest that can is {needed} bytes ({gib(needed)}). "
-        f"It takes that while {where} {verb[peak.moment.what]}: {listed}. {remedy}"
+        f"It takes that while {where} {verb[peak.moment.what]}: {contents}. {remedy}"
     )
 
 

@@ -21,7 +21,7 @@ import torch
 from huggingface_hub import parse_local_safetensors_file_metadata
 from torch import Tensor
 
-from lightning_compress.errors import CompressionError
+from lightning_compress.errors import CompressionError, listed
 from lightning_compress.memory.buffers import host_buffer
 
 WHOLE = "model.safetensors"
@@ -192,7 +192,7 @@ def _files(folder: Path) -> list[Path]:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
-            raise CompressionError(f"{folder} lacks {', '.join(missing[:5])}, which its index names.")
+            raise CompressionError(f"{folder} lacks {listed(missing)}, which its index names.")
         return [folder / name for name in names]
     files = _unlisted(folder)
     if not files:

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from lightning_compress.errors import CompressionError
+from lightning_compress.errors import CompressionError, listed
 from lightning_compress.graph.awaited import nobody_brings
 from lightning_compress.graph.experts import Experts
 from lightning_compress.graph.restore import assigned
@@ -139,7 +139,7 @@ def weight_source(
     state = _tensors(root)
     wrong = [name for name, entry in found.items() if name in state and entry.shape != tuple(state[name].shape)]
     if wrong:
-        shapes = ", ".join(f"{name} {list(found[name].shape)} for {list(state[name].shape)}" for name in wrong[:5])
+        shapes = listed([f"{name} {list(found[name].shape)} for {list(state[name].shape)}" for name in wrong])
         raise CompressionError(
             f"{weights} holds {len(wrong)} tensors of another shape than {type(root).__name__} has: {shapes}. Build "
             "the model with the configuration that the weights were trained with."
@@ -194,7 +194,7 @@ def _missing(root: nn.Module, found: Collection[str]) -> list[str]:
 
 def _with_shapes(root: nn.Module, names: Sequence[str]) -> str:
     state = _tensors(root)
-    return ", ".join(f"{name} {list(state[name].shape)}" for name in names[:5])
+    return listed([f"{name} {list(state[name].shape)}" for name in names])
 
 
 def _settle_memory(root: nn.Module, found: Mapping[str, _Found], weights: Path) -> None:
@@ -232,7 +232,7 @@ def _check_the_rest(root: nn.Module) -> None:
     if left:
         raise CompressionError(
             f"{len(left)} tensors of {type(root).__name__} that are no parameters are on the meta device, and no "
-            f"checkpoint holds them: {', '.join(left[:5])}. Build the model within `parameters_on_meta()`, not "
+            f"checkpoint holds them: {listed(left)}. Build the model within `parameters_on_meta()`, not "
             "`torch.device('meta')`, and compute in `forward`, or from real values, what follows from a parameter."
         )
 

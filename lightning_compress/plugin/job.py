@@ -14,7 +14,7 @@ from lightning_compress.calibration.prepare import calibrating, check_layout
 from lightning_compress.calibration.resume import fingerprints
 from lightning_compress.calibration.target import Target, find_target
 from lightning_compress.distributed.collective import Collective, SingleProcess
-from lightning_compress.errors import UnsupportedModelError
+from lightning_compress.errors import UnsupportedModelError, listed
 from lightning_compress.export.beside import check_exported
 from lightning_compress.export.checkpoint import check_output_dir
 from lightning_compress.export.layout import added_to_state
@@ -70,7 +70,7 @@ def plan_recipe(module: nn.Module, settings: Settings) -> tuple[Target, Resolved
             check_exported(target.root)
     if lost and settings.output_dir is not None:
         warnings.warn(
-            f"{', '.join(lost[:3])} of the model's state (`get_extra_state`) is no parameter or buffer, so the "
+            f"{listed(lost, 3)} of the model's state (`get_extra_state`) is no parameter or buffer, so the "
             "checkpoint will not hold it: set it anew where the checkpoint is loaded.",
             ReadBackWarning,
             stacklevel=1,  # one place for both callers: said once

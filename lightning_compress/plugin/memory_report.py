@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
-from lightning_compress.errors import CompressionError
+from lightning_compress.errors import CompressionError, listed
 from lightning_compress.foresight.jobs import Phase
 from lightning_compress.memory.tracker import LiveMemory
 from lightning_compress.plugin.rehearsal import STEPS, leaves, num_bytes, rehearse, track
@@ -132,7 +132,7 @@ class MemoryReportCallback(Callback):
         fused = [name for name, module in pl_module.named_modules() if isinstance(module, nn.LSTM)]
         if self._foreseen and fused and pl_module.device.type == "cpu" and torch.backends.mkldnn.enabled:
             self._notes.append(
-                f"oneDNN runs {', '.join(fused[:3])} as a whole (LSTM), and keeps two to three times as much for the "
+                f"oneDNN runs {listed(fused, 3)} as a whole (LSTM), and keeps two to three times as much for the "
                 "backward as the operators that tensors without values run."
             )
         self._meter = _Meter(pl_module.device)

@@ -18,7 +18,7 @@ from lightning_compress.calibration.prepare import calibrating
 from lightning_compress.calibration.records import UNREACHED, ModuleRecord, SubgraphRecord
 from lightning_compress.calibration.resume import Begun
 from lightning_compress.distributed.bars import no_bars
-from lightning_compress.errors import RunWarning, UnreachedModulesWarning
+from lightning_compress.errors import RunWarning, UnreachedModulesWarning, listed
 from lightning_compress.export.claim import claimed
 from lightning_compress.export.verify import Verification, of_all, verify, verify_files, why_unreadable
 from lightning_compress.export.writer import CheckpointWriter, Unwritten
@@ -133,9 +133,8 @@ def _warn_of_unreached(modules: Sequence[ModuleRecord]) -> None:
     """Of modules inside opaque leaves, of which it shows at the end only; experts lean on what the others saw."""
     found = [each.module for each in modules if UNREACHED in each.notes and each.num_lent is None]
     if found:
-        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
         warnings.warn(
-            f"{', '.join(found[:3])}{more}: no calibration token reached them, so they were rounded to nearest. Give "
+            f"{listed(found, 3)}: no calibration token reached them, so they were rounded to nearest. Give "
             "data that reaches them, or add them to `ignore`.",
             UnreachedModulesWarning,
             stacklevel=3,

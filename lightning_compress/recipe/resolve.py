@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_compress.algorithms.base import Algorithm, is_finite
 from lightning_compress.algorithms.rtn import Rtn
-from lightning_compress.errors import ComputedWeightError, NonFiniteError, UnsupportedModelError
+from lightning_compress.errors import ComputedWeightError, NonFiniteError, UnsupportedModelError, listed
 from lightning_compress.recipe.config import Modifier, Recipe
 from lightning_compress.recipe.defaults import left_alone, output_embeddings
 from lightning_compress.recipe.forms import Quantizable, classes, has_computed_weight, origin, why_not
@@ -153,7 +153,7 @@ def without(resolved: ResolvedRecipe, root: nn.Module, reasons: Mapping[str, str
         excluded.append(Excluded(name, type(module).__name__, shape, reason))
     left = {name: assignment for name, assignment in resolved.assignments.items() if name not in reasons}
     if not left:
-        named = ", ".join(f"{each.module} {list(each.shape)}" for each in excluded[:5])
+        named = listed([f"{each.module} {list(each.shape)}" for each in excluded])
         raise UnsupportedModelError(
             f"All {len(excluded)} modules that the recipe targets are left alone, as {excluded[0].reason}: {named}. "
             "Give the LightningModule a `calibration_step(self, batch)` that runs them, or other targets."

@@ -8,7 +8,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING
 
-from lightning_compress.errors import CompressionError
+from lightning_compress.errors import CompressionError, listed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -92,11 +92,11 @@ def graph_lines(view: GraphView) -> list[str]:
         if part.num_crossing:
             lines.append(f"  |       {_crossing(part)}")
     if view.uncalled:
-        names = ", ".join([*view.uncalled[:3], *(["..."] if len(view.uncalled) > 3 else [])])
         lines += [
             "",
-            f"{len(view.uncalled)} modules that the recipe targets are not reached by this batch ({names}), and "
-            "would stay as they are: give one that does reach them (data=multimodal, data=custom).",
+            f"{len(view.uncalled)} modules that the recipe targets are not reached by this batch "
+            f"({listed(view.uncalled, 3)}), and would stay as they are: give one that does reach them "
+            "(data=multimodal, data=custom).",
         ]
     return [*lines, *chain.from_iterable(("", text) for text in view.failed)]
 

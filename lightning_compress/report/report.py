@@ -9,6 +9,7 @@ from rich import box
 from rich.table import Table
 
 from lightning_compress.calibration.records import ModuleRecord, SubgraphRecord
+from lightning_compress.errors import listed
 from lightning_compress.export.verify import Verification
 from lightning_compress.foresight.compare import Compared, compared
 from lightning_compress.foresight.plan import Plan
@@ -158,17 +159,14 @@ class Report:
             lines.append(f"corrected: {number}{how}")
         lines += coverage_lines(self.coverage)
         if self.excluded:
-            lines.append(
-                f"left as they are: {', '.join(f'{entry.module} ({entry.reason})' for entry in self.excluded[:5])}"
-                + _more(len(self.excluded) - 5)
-            )
+            lines.append(f"left as they are: {listed([f'{entry.module} ({entry.reason})' for entry in self.excluded])}")
         lines += [f"{each.how}: {each.module or 'the model'} ({each.reason})" for each in self.fallbacks]
         if self.verification is not None:
             lines.append(f"read back with {self.verification.loaded_with}: {self.verification.verdict}")
             if self.verification.different_buffers:
                 most = self.verification.max_abs_difference_as_loaded or 0.0
                 lines.append(
-                    f"note: {', '.join(self.verification.different_buffers[:3])} differ after loading (a checkpoint "
+                    f"note: {listed(self.verification.different_buffers, 3)} differ after loading (a checkpoint "
                     f"does not store them), which changes {f'outputs by up to {most:.2g}' if most else 'no output'}"
                 )
         lines += self.added_lines()
@@ -204,7 +202,3 @@ def partial_line(output_dir: str | Path | None) -> str:
     """What a run that ended early leaves."""
     where = "nothing was written" if output_dir is None else f"the same run continues in {output_dir}"
     return f"PARTIAL: not every subgraph was quantized; {where}"
-
-
-def _more(count: int) -> str:
-    return f" and {count} more" if count > 0 else ""

@@ -245,11 +245,11 @@ def test_reading_what_does_not_fit(tmp_path: Path) -> None:
         load_compressed(model, tmp_path)
     larger = Net()
     larger.extra = nn.Linear(2, 2)
-    with pytest.raises(CompressionError, match=r"does not fit Net: it lacks \['extra.weight', 'extra.bias'\]"):
+    with pytest.raises(CompressionError, match=r"does not fit Net: it lacks extra.weight, extra.bias\."):
         load_compressed(larger, tmp_path / "out")
     smaller = Net()
     del smaller.norm
-    with pytest.raises(CompressionError, match=r"does not fit Net: .*the module has no \['norm"):
+    with pytest.raises(CompressionError, match=r"does not fit Net: the module has no norm"):
         load_compressed(smaller, tmp_path / "out")
     other = Net()
     other.norm = type(other.norm)(8)
