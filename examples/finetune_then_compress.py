@@ -254,7 +254,7 @@ def main() -> None:
     data = DocsDataModule(build_tokenizer())
     num_steps = min(arguments.train_steps, steps_within(arguments.max_time, model_config(data.tokenizer), data))
     if num_steps < arguments.train_steps:
-        print(f"{num_steps} training steps, not {arguments.train_steps}: what this machine does in --max-time")
+        print(f"Training for {num_steps} steps, not {arguments.train_steps}: those fit in --max-time on this machine.")
     L.seed_everything(0)
     lm, original, compression = train_and_compress(data, num_steps, arguments.output_dir)
     original.save_pretrained(arguments.output_dir / "original")
