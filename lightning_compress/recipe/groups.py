@@ -1,13 +1,14 @@
 """Group sizes against the shapes of the weights."""
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from math import gcd
 
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy, QuantizationType
 from torch import nn
 
 from lightning_compress.algorithms.grids import width_of_groups
-from lightning_compress.errors import UnsupportedModelError
+from lightning_compress.errors import UnsupportedModelError, listed
 
 _OF_KERNELS = (32, 64, 128)
 """What vLLM's GPU kernels for weights alone take, beside one scale for each row (`MARLIN_SUPPORTED_GROUP_SIZES`)."""
@@ -43,7 +44,8 @@ def check_groups(weights: Mapping[str, QuantizationArgs], root: nn.Module) -> No
             raise UnsupportedModelError(
                 f"{few[0]}{more} has a weight of shape {shapes[few[0]]}: 4-bit zero points of up to 8 rows are packed "
                 "into one row, which compressed-tensors does not unpack, so nobody could read the checkpoint. Add "
-                f"{few[0]!r} to `ignore`, or take a scheme that is symmetric, of 8 bits, or with a scale for each row."
+                f"{_to_ignore(few, weights)} to `ignore`, or take a scheme that is symmetric, of 8 bits, or with a "
+                "scale for each row."
             )
 
 
@@ -52,9 +54,24 @@ def _in_one_word(args: QuantizationArgs, shape: Sequence[int]) -> bool:
     return not args.symmetric and args.num_bits == 4 and shape[0] <= 8 and shape[1] > (args.group_size or shape[1])
 
 
+def _to_ignore(some: Sequence[str], modules: Collection[str]) -> str:
+    """What leaves some of the modules out, and no others: patterns of their last names, where those do.
+
+    >>> _to_ignore(["a.o_proj", "b.o_proj"], ["a.o_proj", "b.o_proj", "a.q_proj"])
+    "'re:.*o_proj$'"
+    >>> _to_ignore(["a.o_proj"], ["a.o_proj", "b.o_proj"]), _to_ignore(["a.0", "b.0"], ["a.0", "b.0", "b.10"])
+    ("'a.o_proj'", "'a.0', 'b.0'")
+    """
+    patterns = [f"re:.*{re.escape(last)}$" for last in dict.fromkeys(name.rpartition(".")[2] for name in some)]
+    whole = re.compile("|".join(pattern.removeprefix("re:") for pattern in patterns))
+    fit = len(patterns) < len(some) == sum(whole.match(name) is not None for name in modules)
+    return listed([repr(each) for each in (patterns if fit else some)])
+
+
 def _not_divided(
     failing: Sequence[str], shapes: Mapping[str, Sequence[int]], weights: QuantizationArgs, group: int
 ) -> str:
+    some = _to_ignore(failing, shapes)
     name, common = failing[0], gcd(*(shape[1] for shape in shapes.values()))
     below = next((size for size in range(min(group, common), 0, -1) if common % size == 0), 1)
     above = next((size for size in range(group, common + 1) if common % size == 0), below)
@@ -75,7 +92,7 @@ def _not_divided(
     start = f"{name} has a weight of shape {list(shapes[name])}, and group_size {group} does not divide its "
     if weights.scale_dtype is not None or weights.strategy == QuantizationStrategy.BLOCK or weights.dynamic:
         return (
-            f"{start}{shapes[name][1]} input channels.{more} This format has no other size: add {name!r} to `ignore`, "
+            f"{start}{shapes[name][1]} input channels.{more} This format has no other size: add {some} to `ignore`, "
             "or take a scheme such as FP8_DYNAMIC or W4A16."
         )
     kind = QuantizationType(weights.type).value
@@ -89,5 +106,5 @@ def _not_divided(
         )
     return (
         f"{start}{shapes[name][1]} input channels.{more} {nearest}, for all {len(shapes)} modules with that "
-        f"group_size. {change}, or add {name!r} to `ignore`."
+        f"group_size. {change}, or add {some} to `ignore`."
     )

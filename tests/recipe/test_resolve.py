@@ -237,7 +237,8 @@ def test_group_size_that_does_not_divide(group_size: int, nearest: str) -> None:
         f"nearest sizes that do are {nearest}" in message
         or f"nearest size that does is {nearest.split()[0]}" in message
     )
-    assert "add 'model.layers.0.self_attn.q_proj' to `ignore`" in message
+    assert "add 'model.layers.0.self_attn.q_proj', 'model.layers.0" in message
+    assert "and 2 more to `ignore`" in message
 
 
 @pytest.mark.parametrize(
@@ -575,6 +576,11 @@ def test_groups_of_a_format_that_has_no_other() -> None:
     of_inputs = PRESET_SCHEMES["FP8_BLOCK"]["input_activations"]
     with pytest.raises(UnsupportedModelError, match=r"group_size 128 does not divide its 32 .*has no other size: add"):
         resolved(recipe(scheme={**PRESET_SCHEMES["MXFP4A16"], "input_activations": of_inputs}), tiny_llama(1))
+
+
+def test_what_to_ignore_is_a_pattern_where_one_leaves_out_no_other() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"1 more modules .* or add 're:\.\*down_proj\$' to `ignore`"):
+        resolved(recipe(4, group_size=32), tiny_llama(2, intermediate_size=48))
 
 
 def test_the_default_ignore_means_the_output_embedding_of_a_nested_model_too() -> None:
