@@ -213,7 +213,7 @@ def _read(report: Report, model: nn.Module, result: Result) -> None:
     if verification.different_modules:
         result.failed, result.reason = "reload", f"different weights: {', '.join(verification.different_modules[:3])}"
     elif not verification.passed:
-        result.failed, result.reason = "reload", f"outputs differ by {verification.max_abs_difference:.2g}"
+        result.failed, result.reason = "reload", verification.verdict
     elif result.trace_difference is not None and result.trace_difference > REPRODUCED:
         result.failed, result.reason = "trace", f"the graph's outputs differ by {result.trace_difference:.2g}"
     elif result.num_leaves < 2 or most_hidden(result.fallbacks) > MOST_HIDDEN * result.num_quantized:

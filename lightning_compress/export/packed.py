@@ -22,7 +22,7 @@ from lightning_compress.calibration.target import owner
 from lightning_compress.errors import CompressionError, listed
 from lightning_compress.export.checkpoint import check_finished
 from lightning_compress.export.layout import added_to_state, identity
-from lightning_compress.export.packing import PACKED_NAMES, checkpoint_names, unpack
+from lightning_compress.export.packing import PACKED_NAMES, packed_names, unpack
 from lightning_compress.graph.unfold import unfolded
 from lightning_compress.memory.dequantized import METHODS, dequantized
 from lightning_compress.memory.files import StoredTensor, stored_tensors
@@ -116,7 +116,7 @@ def unfolded_as_packed(root: nn.Module, folder: Path | None) -> AbstractContextM
 
 
 def _packed_in(root: nn.Module, schemes: Collection[str]) -> Callable[[str, nn.Module], bool]:
-    names = checkpoint_names(root)
+    names = packed_names(root)
     return lambda name, module: names.get(name, name) in schemes
 
 
@@ -220,7 +220,7 @@ def _quantize_inputs(
 ) -> None:
     """Let modules quantize what they read, where their schemes say so, and no others."""
     read_whole(root)
-    in_memory = {stored_name: name for name, stored_name in checkpoint_names(root).items()}
+    in_memory = {stored_name: name for name, stored_name in packed_names(root).items()}
     for module, scheme in schemes.items():
         if scheme.input_activations is not None:
             parts = ((name, stored.get(f"{module}.{name}")) for name in PACKED_NAMES)

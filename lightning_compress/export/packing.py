@@ -29,6 +29,7 @@ from lightning_compress.algorithms.grids import read_dtype
 from lightning_compress.calibration.quantized import QuantizedModule, dequantize_weight
 from lightning_compress.graph.experts import Experts
 from lightning_compress.graph.names import weight_of
+from lightning_compress.memory.naming import conversions_of, naming, stacks_in
 from lightning_compress.recipe.defaults import output_embeddings
 from lightning_compress.recipe.forms import OtherForm, Quantizable, Storable, class_name
 from lightning_compress.recipe.parts import transformers_models
@@ -109,6 +110,28 @@ def checkpoint_names(root: nn.Module) -> dict[str, str]:
             if key.endswith(".weight"):  # else nothing but the weight itself is renamed
                 names[name] = key.removesuffix(".weight")
     return names
+
+
+def packed_names(root: nn.Module) -> dict[str, str]:
+    """Of packed modules the names in the checkpoint, where they differ from those in memory.
+
+    A weight that is a part of a larger one there, or whose name does not lead back to the module, is packed under its
+    own: no conversion knows how to join or rename what it became. (transformers, which converts all that it reads,
+    cannot read such modules; `load_compressed` takes names of the model as they are.)
+    """
+    moved = {name: stored for name, stored in checkpoint_names(root).items() if stored != name}
+    if not moved or not isinstance(root, PreTrainedModel):
+        return moved
+    place_of = naming(root, conversions_of(root), stacks_in(root))
+    return {name: stored for name, stored in moved.items() if place_of(f"{stored}.weight") == (f"{name}.weight", None)}
+
+
+def beside_packed(root: nn.Module, quantized: Collection[str]) -> set[str]:
+    """Modules that are not quantized, while others are whose weights are parts of the same one in the checkpoint: they
+    keep their names, too."""
+    names = checkpoint_names(root)
+    taken_apart = {names[name] for name in quantized if name in names}
+    return {name for name, stored in names.items() if stored in taken_apart and name not in quantized}
 
 
 def quantization_config(resolved: ResolvedRecipe, root: nn.Module, rename: Mapping[str, str]) -> dict[str, object]:

@@ -20,7 +20,6 @@ from pathlib import Path
 from stat import S_IMODE
 from typing import final
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -54,9 +53,11 @@ from lightning_compress.export.layout import packed_bytes, shard_keys
 from lightning_compress.export.packing import (
     PACKED_NAMES,
     PackedModule,
+    beside_packed,
     checkpoint_names,
     nbytes,
     pack,
+    packed_names,
     quantization_config,
     unpack,
 )
@@ -143,6 +144,7 @@ class CheckpointWriter:
         }
         self._owners = {key: self._owner(part, piece) for part, piece in names for key in self._parts[part][piece]}
         self._packed: dict[str, PackedModule] = {}
+        self._stored, self._beside = packed_names(root), beside_packed(root, resolved.assignments)
         self._fingerprints, self._now = fingerprints, begun
         holds_finished = (folder / MARKER).is_file() and not (folder / INCOMPLETE).is_file()
         # as the first rank sees it, for what others see of a file system may be older
@@ -214,7 +216,7 @@ class CheckpointWriter:
 
     def restore(self, index: int, module: str) -> Restored:
         """A module of subgraph `index` as its shard holds it."""
-        named = {local: _stored_key(self._root, f"{module}.{local}") for local in PACKED_NAMES}
+        named = {local: f"{self._stored.get(module, module)}.{local}" for local in PACKED_NAMES}
         name = next(shard.name for shard in self._lines[index].shards if not set(named.values()).isdisjoint(shard.keys))
         with safe_open(self.folder / name, framework="pt") as file:
             stored = set(file.keys())
@@ -360,19 +362,22 @@ class CheckpointWriter:
 
     def _state(self, keys: Sequence[str]) -> dict[str, Tensor]:
         """The checkpoint's tensors of these keys of the state dict, under their names in the original checkpoint."""
+        as_it_is: dict[str, Tensor] = {}
         state: dict[str, Tensor] = {}
         taken: list[tuple[int, int]] = []
         for key in keys:
             module, _, name = key.rpartition(".")
             if module in self._packed and name == "weight":
-                state.update({f"{module}.{local}": tensor for local, tensor in self._packed[module].items()})
+                stored = self._stored.get(module, module)
+                as_it_is.update({f"{stored}.{local}": tensor for local, tensor in self._packed[module].items()})
             else:
                 owner = self._root.get_submodule(module)
                 tensor = getattr(owner, name).detach().cpu()
                 tensor = (owner.joined(name, tensor) if isinstance(owner, Unfolding) else tensor).contiguous()
                 first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
                 is_taken = any(first < end and begin < last for begin, end in taken)
-                state[key] = tensor.clone() if is_taken else tensor  # safetensors stores no memory twice
+                names = as_it_is if module in self._beside and name == "weight" else state
+                names[key] = tensor.clone() if is_taken else tensor  # safetensors stores no memory twice
                 taken.append((first, last))
         if isinstance(self._root, PreTrainedModel):
             try:
@@ -382,14 +387,7 @@ class CheckpointWriter:
                     f"transformers cannot give the tensors of {type(self._root).__name__} ({listed(state)}) the names "
                     f"that its checkpoints have: {type(error).__name__}: {error}. Add their modules to `ignore`."
                 ) from error
-        return dict(sorted(state.items()))
-
-
-def _stored_key(root: nn.Module, key: str) -> str:
-    """The name in the checkpoint of a key of the state dict."""
-    if not isinstance(root, PreTrainedModel):
-        return key
-    return str(next(iter(revert_weight_conversion(root, {key: torch.empty(0)}))))
+        return dict(sorted((state | as_it_is).items()))
 
 
 def _write_json(path: Path, content: Mapping[str, object]) -> None:

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import WeightConverter
 
 from lightning_compress.errors import CompressionError, listed
 from lightning_compress.graph.awaited import nobody_brings
@@ -27,6 +26,7 @@ from lightning_compress.graph.restore import assigned
 from lightning_compress.graph.unfold import Unfolding
 from lightning_compress.memory.dequantized import Dequantized
 from lightning_compress.memory.files import StoredTensor, files_fingerprint, is_sharded, stored_tensors
+from lightning_compress.memory.naming import conversions_of, naming, stacks_in
 from lightning_compress.memory.pickled import stored_state_dict
 from lightning_compress.memory.sharded import ShardedTensor, blocks_of, sharded_state_dict
 from lightning_compress.recipe.parts import transformers_models
@@ -288,22 +288,16 @@ def _transformers_tensors(
     model: PreTrainedModel, stored: Mapping[str, Readable], prefix: str = ""
 ) -> dict[str, _Found]:
     """What a transformers checkpoint holds of `model`; names get a prefix: the model's place in a larger one."""
-    conversions = get_model_conversion_mapping(model)
-    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+    conversions = conversions_of(model)
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    stacks = _stacks(model)
-    state = {**model.state_dict(), **dict.fromkeys(stacks)}
+    place_of = naming(model, conversions, stacks_in(model))
     found: dict[str, _Found] = {}
     converted: dict[str, tuple[WeightConverter, list[tuple[str, str]]]] = {}
     for key in sorted(stored, key=_natural):
-        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
-        if pattern is not None and name in stacks:  # stored one by one, as they are here
-            name, pattern = rename_source_key(key, renamings, [], model.base_model_prefix, state)[0], None
-        if name not in state and key in state:
-            name, pattern = key, None
-        if name not in state:
+        if (place := place_of(key)) is None:
             continue
+        name, pattern = place
         if pattern is None:
             found[prefix + name] = _reading(prefix + name, key, stored[key])
         else:
@@ -318,17 +312,10 @@ def _transformers_tensors(
     return _taken_apart(model, found, prefix)
 
 
-def _stacks(root: nn.Module) -> dict[str, tuple[Unfolding, str]]:
-    """Names of the parameters that have another form where the model's own modules are in place (experts stacked), each
-    with whose they are."""
-    found = ((path, module) for path, module in root.named_modules() if isinstance(module, Unfolding))
-    return {f"{path}.{key}" if path else key: (module, key) for path, module in found for key in module.stacks}
-
-
 def _taken_apart(root: nn.Module, found: Mapping[str, _Found], prefix: str = "") -> dict[str, _Found]:
     """Parameters of modules that others are in the place of, as these have them; a stack of experts is read once for
     all."""
-    stacks = {f"{prefix}{name}": place for name, place in _stacks(root).items()}
+    stacks = {f"{prefix}{name}": place for name, place in stacks_in(root).items()}
     apart: dict[str, _Found] = {}
     for name, entry in found.items():
         if name in stacks and not entry.is_matrix:
