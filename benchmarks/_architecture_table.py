@@ -79,8 +79,9 @@ _MODULES = "\n".join(
         "bits alone), `load_compressed`; vLLM as [vllm.md](vllm.md) says |",
         "| `nn.MultiheadAttention`, outside of transformers' models | as Linears `q_proj`, `k_proj`, `v_proj`, "
         "`out_proj` | `load_compressed` |",
-        "| `Conv2d`, if not of several groups | class or name; as a `Linear` of its patches | `load_compressed`; "
-        "transformers refuses |",
+        "| a Linear in all but its class (torch_geometric's) | class or name | `load_compressed` |",
+        "| `Conv1d`, `Conv2d`, if not of several groups | class or name; as a `Linear` of its patches | "
+        "`load_compressed`; transformers refuses |",
         "",
     ]
 )
