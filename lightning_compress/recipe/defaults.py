@@ -71,7 +71,7 @@ def _beside_language_models(root: nn.Module) -> list[nn.Module]:
 
     A language model is the part with a text configuration of its own within a model that generates text; where there is
     none, all but the parts that have a configuration for images or sounds. Models that encode before they decode are
-    one as a whole (T5, Whisper).
+    one as a whole (T5, Whisper), and so are those without tokens to read (OmniASR for CTC).
     """
     found: list[nn.Module] = []
     for model in transformers_models(root).values():
@@ -86,5 +86,7 @@ def _beside_language_models(root: nn.Module) -> list[nn.Module]:
             keys = [key for key in model.config.sub_configs if _OTHER_MODALITIES.search(key)]
             others = {type(getattr(model.config, key)) for key in keys if hasattr(model.config, key)}
             towers = [part for part in model.modules() if type(getattr(part, "config", None)) in others]
-            found += [part for tower in towers for part in tower.modules() if isinstance(part, nn.Linear)]
+            within = dict.fromkeys(part for tower in towers for part in tower.modules())
+            if any(isinstance(part, nn.Embedding) and part not in within for part in model.modules()):  # of tokens
+                found += [part for part in within if isinstance(part, nn.Linear)]
     return found
