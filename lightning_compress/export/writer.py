@@ -361,7 +361,8 @@ class CheckpointWriter:
             ) from error
 
     def _state(self, keys: Sequence[str]) -> dict[str, Tensor]:
-        """The checkpoint's tensors of these keys of the state dict, under their names in the original checkpoint."""
+        """The checkpoint's tensors of these keys of the state dict, under their names in the original checkpoint, or,
+        where those would lead to no module (`packed_names`), their own."""
         as_it_is: dict[str, Tensor] = {}
         state: dict[str, Tensor] = {}
         taken: list[tuple[int, int]] = []
