@@ -202,11 +202,14 @@ def evaluating(root: nn.Module) -> Iterator[None]:
     """Eval mode and no gradients inside; every module's mode is as before afterwards.
 
     What is compiled runs as it is written, and attention of torch's own layers module by module: their fused kernels
-    and compiled code call no modules.
+    and compiled code call no modules. No parameter asks for gradients, as none does that is read from disk:
+    `torch.matmul` multiplies by one that does with other kernels, even where none are computed.
     """
     modes = {module: module.training for module in root.modules()}
+    trained = [parameter for parameter in root.parameters() if parameter.requires_grad]
     fused = torch.backends.mha.get_fastpath_enabled()
     root.eval()
+    root.requires_grad_(False)
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
@@ -215,6 +218,8 @@ def evaluating(root: nn.Module) -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fused)
         for module, training in modes.items():
             module.training = training
+        for parameter in trained:
+            parameter.requires_grad_()
 
 
 def cached_inputs(

@@ -40,8 +40,10 @@ def naming(
 
     def found(key: str) -> tuple[str, str | None] | None:
         name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
-        if pattern is not None and name in stacks:  # stored one by one, as they are here
-            name, pattern = rename_source_key(key, renamings, [], model.base_model_prefix, state)[0], None
+        if pattern is not None and name in stacks:
+            alone = rename_source_key(key, renamings, [], model.base_model_prefix, state)[0]
+            if alone in state:  # stored one by one, as they are here
+                name, pattern = alone, None
         if name not in state and key in state:
             name, pattern = key, None
         return (name, pattern) if name in state else None

@@ -2,6 +2,7 @@
 
 import json
 from concurrent.futures import wait
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,14 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
 )
+from transformers.core_model_loading import Transpose, WeightConverter
 
 from lightning_compress.calibration.loop import calibrate
 from lightning_compress.calibration.prepare import calibrating
 from lightning_compress.errors import CompressionError, SolveError, UnsupportedModelError
 from lightning_compress.export.writer import Unwritten
 from lightning_compress.memory import files as files_module
+from lightning_compress.memory import naming
 from lightning_compress.memory.files import read_tensor, stored_tensors
 from lightning_compress.memory.placement import MemoryConfig
 from lightning_compress.memory.source import is_on_meta, parameters_on_meta, weight_source
@@ -58,6 +61,35 @@ def test_the_result_is_that_of_the_model_in_memory(tmp_path: Path, schedule: str
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").lm_head.weight.dtype == dtype
 
 
+class Turned(nn.Module):
+    """A bare and a quantized Linear, each on an input that is no contiguous one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(64, 128), nn.Linear(128, 64), nn.Linear(64, 32)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.last(self.second(self.first(rows.transpose(0, 1))).transpose(0, 1))
+
+
+def test_what_asks_for_gradients_makes_no_difference(tmp_path: Path) -> None:
+    """Trained, frozen or read from disk. Seen to fail: with parameters that ask for gradients during the run, whose
+    products torch.matmul forms otherwise."""
+    torch.manual_seed(0)
+    model = Turned()
+    batches = [torch.randn(2, 16, 64) for _ in range(3)]
+    save_file(model.state_dict(), tmp_path / "in.safetensors")
+    given = recipe(4, targets=["second", "last"], group_size=16)
+    with parameters_on_meta():
+        empty = Turned()
+    compress(empty, batches, given, tmp_path / "disk", weights=tmp_path / "in.safetensors")
+    for name, trained in (("frozen", False), ("trained", True)):
+        other = deepcopy(model).requires_grad_(trained)
+        compress(other, batches, given, tmp_path / name)
+        assert contents(tmp_path / name) == contents(tmp_path / "disk"), name
+        assert {parameter.requires_grad for parameter in other.parameters()} == {trained}
+
+
 @pytest.mark.filterwarnings("ignore:.* is called several times")
 def test_tied_embeddings_and_shared_layers(tmp_path: Path) -> None:
     """A weight of many places is read for all of them; a layer that is solved is read from the output afterwards."""
@@ -84,6 +116,25 @@ def test_fused_and_stacked_weights(tmp_path: Path) -> None:
         batch = token_batches(1)[0]
         with torch.no_grad():
             assert torch.equal(model(**batch).logits, empty(**batch).logits)
+
+
+@pytest.mark.filterwarnings("ignore:The checkpoint .* was read back with lightning_compress.load_compressed")
+@pytest.mark.filterwarnings("ignore:.*were lent what all")
+def test_stacks_that_are_stored_in_another_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Inkling 2 does. Seen to fail: with stacks that are expected one expert at a time in every checkpoint."""
+    kept = [WeightConverter("experts.down", "experts.down_proj", [Transpose(1, 2)])]
+    monkeypatch.setattr(naming, "get_model_conversion_mapping", lambda model: kept)
+    model = tiny_mixtral(2, 4)
+    model._weight_conversions = kept  # as `from_pretrained` leaves it
+    tensors = {name: value for name, value in model.state_dict().items() if not name.endswith("experts.down_proj")}
+    stacks = {name: value for name, value in model.state_dict().items() if name.endswith("experts.down_proj")}
+    tensors |= {name.removesuffix("_proj"): value.mT.contiguous() for name, value in stacks.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with parameters_on_meta():
+        empty = tiny_mixtral(2, 4)
+    compress(empty, token_batches(), recipe(4), tmp_path / "disk", weights=tmp_path / "model.safetensors")
+    compress(model, token_batches(), recipe(4), tmp_path / "memory")
+    assert contents(tmp_path / "disk") == contents(tmp_path / "memory")
 
 
 def test_memory_does_not_grow_with_depth(tmp_path: Path) -> None:
