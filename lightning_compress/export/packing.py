@@ -7,6 +7,7 @@ recover exactly the codes that were solved. A weight in bfloat16 would not do: i
 import copy
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from compressed_tensors.quantization import (
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import PrefixChange
+from transformers.core_model_loading import PrefixChange, WeightConverter, WeightTransform
 
 from lightning_compress.algorithms.grids import read_dtype
 from lightning_compress.calibration.quantized import QuantizedModule, dequantize_weight
@@ -93,23 +94,36 @@ def nbytes(packed: PackedModule) -> int:
 
 def checkpoint_names(root: nn.Module) -> dict[str, str]:
     """Module names as the original checkpoint has them, where transformers renames on loading."""
-    conversions = getattr(root, "_weight_conversions", None)
-    if conversions is None and isinstance(root, PreTrainedModel):  # as transformers does when it saves
-        default = get_model_conversion_mapping(root, add_legacy=False)
-        conversions = [conversion for conversion in default if not isinstance(conversion, PrefixChange)]
+    conversions = _conversions(root)
     if not conversions:
         return {}
-    inverted = [conversion.reverse_transform() for conversion in reversed(conversions)]
+    inverted = _inverted(conversions)
     names: dict[str, str] = {}
     for name, module in root.named_modules():
         if isinstance(module, Storable) or _holds_matrix(module):
-            key = f"{name}.weight"
-            for conversion in inverted:
-                renamed, matched = conversion.rename_source_key(key)
-                key = renamed if matched is not None else key
+            key = _stored_key(f"{name}.weight", inverted)
             if key.endswith(".weight"):  # else nothing but the weight itself is renamed
                 names[name] = key.removesuffix(".weight")
     return names
+
+
+def _conversions(root: nn.Module) -> Sequence[WeightTransform]:
+    conversions: Sequence[WeightTransform] | None = getattr(root, "_weight_conversions", None)
+    if conversions is None and isinstance(root, PreTrainedModel):  # as transformers does when it saves
+        default = get_model_conversion_mapping(root, add_legacy=False)
+        conversions = [conversion for conversion in default if not isinstance(conversion, PrefixChange)]
+    return conversions or []
+
+
+def _inverted(conversions: Sequence[WeightTransform]) -> list[WeightTransform]:
+    return [conversion.reverse_transform() for conversion in reversed(conversions)]
+
+
+def _stored_key(key: str, inverted: Sequence[WeightTransform]) -> str:
+    for conversion in inverted:
+        renamed, matched = conversion.rename_source_key(key)
+        key = renamed if matched is not None else key
+    return key
 
 
 def packed_names(root: nn.Module) -> dict[str, str]:
@@ -126,12 +140,28 @@ def packed_names(root: nn.Module) -> dict[str, str]:
     return {name: stored for name, stored in moved.items() if place_of(f"{stored}.weight") == (f"{name}.weight", None)}
 
 
-def beside_packed(root: nn.Module, quantized: Collection[str]) -> set[str]:
-    """Modules that are not quantized, while others are whose weights are parts of the same one in the checkpoint: they
-    keep their names, too."""
+def own_names(root: nn.Module, quantized: Collection[str], shards: Iterable[Collection[str]]) -> set[str]:
+    """Keys of the state dict that keep their names, for in the checkpoint they would be parts of one tensor with others
+    that are packed, or that another shard holds.
+
+    Args:
+        root: the model.
+        quantized: names of its modules that are packed.
+        shards: the keys of each shard.
+    """
     names = checkpoint_names(root)
     taken_apart = {names[name] for name in quantized if name in names}
-    return {name for name, stored in names.items() if stored in taken_apart and name not in quantized}
+    own = {f"{name}.weight" for name, stored in names.items() if stored in taken_apart and name not in quantized}
+    conversions = _conversions(root)
+    if any(isinstance(each, WeightConverter) and len(each.target_patterns) > 1 for each in conversions):
+        inverted = _inverted(conversions)
+        places: dict[str, dict[str, int]] = {}
+        for number, keys in enumerate(shards):
+            for key in keys:
+                places.setdefault(_stored_key(key, inverted), {})[key] = number
+        scattered = (keys for keys in places.values() if len({*keys.values()}) > 1)
+        own.update(chain.from_iterable(scattered))
+    return own
 
 
 def quantization_config(resolved: ResolvedRecipe, root: nn.Module, rename: Mapping[str, str]) -> dict[str, object]:

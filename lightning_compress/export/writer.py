@@ -53,9 +53,9 @@ from lightning_compress.export.layout import packed_bytes, shard_keys
 from lightning_compress.export.packing import (
     PACKED_NAMES,
     PackedModule,
-    beside_packed,
     checkpoint_names,
     nbytes,
+    own_names,
     pack,
     packed_names,
     quantization_config,
@@ -144,7 +144,8 @@ class CheckpointWriter:
         }
         self._owners = {key: self._owner(part, piece) for part, piece in names for key in self._parts[part][piece]}
         self._packed: dict[str, PackedModule] = {}
-        self._stored, self._beside = packed_names(root), beside_packed(root, resolved.assignments)
+        self._stored = packed_names(root)
+        self._own = own_names(root, resolved.assignments, chain.from_iterable(self._parts))
         self._fingerprints, self._now = fingerprints, begun
         holds_finished = (folder / MARKER).is_file() and not (folder / INCOMPLETE).is_file()
         # as the first rank sees it, for what others see of a file system may be older
@@ -377,7 +378,7 @@ class CheckpointWriter:
                 tensor = (owner.joined(name, tensor) if isinstance(owner, Unfolding) else tensor).contiguous()
                 first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
                 is_taken = any(first < end and begin < last for begin, end in taken)
-                names = as_it_is if module in self._beside and name == "weight" else state
+                names = as_it_is if key in self._own else state
                 names[key] = tensor.clone() if is_taken else tensor  # safetensors stores no memory twice
                 taken.append((first, last))
         if isinstance(self._root, PreTrainedModel):

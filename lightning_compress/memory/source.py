@@ -26,7 +26,7 @@ from lightning_compress.graph.restore import assigned
 from lightning_compress.graph.unfold import Unfolding
 from lightning_compress.memory.dequantized import Dequantized
 from lightning_compress.memory.files import StoredTensor, files_fingerprint, is_sharded, stored_tensors
-from lightning_compress.memory.naming import conversions_of, naming, stacks_in
+from lightning_compress.memory.naming import WithStacks, conversions_of, naming, stacks_in
 from lightning_compress.memory.pickled import stored_state_dict
 from lightning_compress.memory.sharded import ShardedTensor, blocks_of, sharded_state_dict
 from lightning_compress.recipe.parts import transformers_models
@@ -172,12 +172,11 @@ class _Found:
     is_matrix: bool = False
     stored: Readable | None = None
 
-    def part(self, of: range) -> Tensor:
-        """Of its first dimension a range, without the memory of the rest."""
+    def part(self, name: str, of: range) -> Tensor:
+        """Of the first dimension of this tensor of the model a range, without the memory of the rest."""
         if isinstance(self.stored, StoredTensor | ShardedTensor | Dequantized):
             return self.stored.part(of.start, of.stop).read()
-        (value,) = self.load().values()
-        return value[of.start : of.stop].clone()
+        return self.load()[name][of.start : of.stop].clone()
 
 
 def _tensors(root: nn.Module) -> dict[str, Tensor]:
@@ -332,7 +331,7 @@ def _linears_of(stack: _Found, unfolding: Unfolding, key: str, name: str) -> dic
     parts = unfolding.parts if isinstance(unfolding, Experts) else [range(stack.shape[0])]
 
     def load(part: range) -> dict[str, Tensor]:
-        value = stack.part(part) if len(parts) > 1 else next(iter(stack.load().values()))
+        value = stack.part(name, part) if len(parts) > 1 else stack.load()[name]
         return {path + local: of for local, of in unfolding.split(key, value, part.start).items()}
 
     for part in parts:
@@ -368,7 +367,7 @@ def _convert(
     mapping = deepcopy(converter)
     for key, pattern in sources:
         mapping.add_tensor(name, key, pattern, read(key))  # type: ignore[arg-type]
-    values = mapping.convert(name, model=model, config=model.config)
+    values = mapping.convert(name, model=WithStacks(model, stacks_in(model)), config=model.config)
     return {key: value[0] if isinstance(value, list) else value for key, value in values.items()}
 
 

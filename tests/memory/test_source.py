@@ -19,7 +19,7 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
 )
-from transformers.core_model_loading import Transpose, WeightConverter
+from transformers.core_model_loading import Concatenate, ConversionOps, Transpose, WeightConverter, WeightTransform
 
 from lightning_compress.calibration.loop import calibrate
 from lightning_compress.calibration.prepare import calibrating
@@ -118,22 +118,49 @@ def test_fused_and_stacked_weights(tmp_path: Path) -> None:
             assert torch.equal(model(**batch).logits, empty(**batch).logits)
 
 
+class Apart(ConversionOps):
+    """Rows of two stacks, which are stored as one."""
+
+    def convert(self, input_dict: Any, target_patterns: list[str], full_layer_name: str, model: Any, **_: Any) -> Any:
+        ((stored,),) = input_dict.values()
+        names = [full_layer_name.replace(target_patterns[0], name) for name in target_patterns]
+        return dict(
+            zip(target_patterns, stored.split([model.get_parameter(n).shape[1] for n in names], 1), strict=True)
+        )
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        return Concatenate(1)
+
+
 @pytest.mark.filterwarnings("ignore:The checkpoint .* was read back with lightning_compress.load_compressed")
 @pytest.mark.filterwarnings("ignore:.*were lent what all")
-def test_stacks_that_are_stored_in_another_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Inkling 2 does. Seen to fail: with stacks that are expected one expert at a time in every checkpoint."""
-    kept = [WeightConverter("experts.down", "experts.down_proj", [Transpose(1, 2)])]
-    monkeypatch.setattr(naming, "get_model_conversion_mapping", lambda model: kept)
+@pytest.mark.parametrize("is_joined", [False, True], ids=["transposed", "joined"])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_stacks_that_are_stored_in_another_form(
+    is_joined: bool, parts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of Qwen3-VL-MoE, Inkling 2 and ERNIE 4.5 VL. Seen to fail: with stacks that are expected one expert at a time
+    in every checkpoint; with the first stack of several that a conversion makes, taken for each of them."""
     model = tiny_mixtral(2, 4)
+    state = model.state_dict()
+    kept: list[WeightTransform] = [WeightConverter("experts.down_proj", "experts.down_proj", [Transpose(1, 2)])]
+    both = [[f"model.layers.{number}.mlp.experts.{name}_proj" for name in ("gate_up", "down")] for number in range(2)]
+    if is_joined:
+        kept = [WeightConverter("experts.both", ["experts.gate_up_proj", "experts.down_proj"], [Apart()])]
+        for names in both:
+            stacks = [state.pop(name) for name in names]
+            state[names[0].replace("gate_up_proj", "both")] = torch.cat(stacks, 1)
+    else:
+        state |= {down: state[down].mT.contiguous() for _, down in both}
+    monkeypatch.setattr(naming, "get_model_conversion_mapping", lambda model: kept)
+    save_file(state, tmp_path / "model.safetensors")
     model._weight_conversions = kept  # as `from_pretrained` leaves it
-    tensors = {name: value for name, value in model.state_dict().items() if not name.endswith("experts.down_proj")}
-    stacks = {name: value for name, value in model.state_dict().items() if name.endswith("experts.down_proj")}
-    tensors |= {name.removesuffix("_proj"): value.mT.contiguous() for name, value in stacks.items()}
-    save_file(tensors, tmp_path / "model.safetensors")
     with parameters_on_meta():
         empty = tiny_mixtral(2, 4)
-    compress(empty, token_batches(), recipe(4), tmp_path / "disk", weights=tmp_path / "model.safetensors")
-    compress(model, token_batches(), recipe(4), tmp_path / "memory")
+    settings = {"expert_parts": parts}
+    compress(empty, token_batches(), recipe(4), tmp_path / "disk", weights=tmp_path / "model.safetensors", **settings)
+    compress(model, token_batches(), recipe(4), tmp_path / "memory", **settings)
     assert contents(tmp_path / "disk") == contents(tmp_path / "memory")
 
 
