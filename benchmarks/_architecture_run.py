@@ -82,7 +82,7 @@ def try_family(family: Family) -> Result:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            model = _build(family)
+            model = build(family)
             result.failed = "inputs"
             fed = sample(model, family.kind)
             result.fed = fed.fed
@@ -96,7 +96,7 @@ def try_family(family: Family) -> Result:
                 result.without_positions, result.fed = _first_line(error), given.fed
                 _compress(model, given, result)
         except Exception as error:
-            _tell(result, error)
+            tell(result, error)
     result.warnings = sorted({" ".join(str(item.message).split())[:300] for item in caught if _is_ours(item)})
     result.total_s = round(time.perf_counter() - start, 2)
     return result
@@ -106,7 +106,7 @@ def _is_ours(item: warnings.WarningMessage) -> bool:
     return item.category.__module__.startswith("lightning_compress")
 
 
-def _build(family: Family) -> PreTrainedModel:
+def build(family: Family) -> PreTrainedModel:
     torch.manual_seed(0)
     model_class = family.model_class()
     model: PreTrainedModel = model_class(tiny_config(family.kind, family.model_type, model_class)).float().eval()
@@ -118,7 +118,7 @@ def _compress(model: PreTrainedModel, fed: Sample, result: Result) -> None:
     with unfolded(model):
         linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
     result.num_targets = len(linears)
-    recipe = _recipe(linears, result)
+    recipe = four_bits(linears, result)
     result.trace_difference = _trace_difference(model, fed, recipe, result)
     result.failed = "compress"
     trainer = L.Trainer(
@@ -145,7 +145,7 @@ def _round_trip(model: PreTrainedModel) -> str:
     return f"it does not find {', '.join(missing[:3])}" if missing else ""
 
 
-def _recipe(linears: Collection[nn.Linear], result: Result) -> dict[str, Any]:
+def four_bits(linears: Collection[nn.Linear], result: Result) -> dict[str, Any]:
     """4 bits with GPTQ, in groups where these divide all widths, else per channel."""
     grouped = all(module.in_features % GROUP == 0 for module in linears)
     result.strategy = "group" if grouped else "channel"
@@ -265,7 +265,7 @@ def _class_of(modules: Mapping[str, nn.Module], name: str) -> str:
     return f"{type(modules[owner]).__name__}.{method}"
 
 
-def _tell(result: Result, error: Exception) -> None:
+def tell(result: Result, error: Exception) -> None:
     frames = traceback.extract_tb(error.__traceback__)
     result.reason = _first_line(error)
     inner = [frame for frame in frames if "/models/" in frame.filename or "/lightning_compress/" in frame.filename]

@@ -17,6 +17,7 @@ import resource
 import signal
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ LIMIT_S, LIMIT_BYTES = 180, 14 << 30
 """Of a family: time, and address space."""
 
 
-def in_a_process(family: Family, limit_s: int) -> dict[str, Any]:
+def in_a_process(family: Family, limit_s: int, attempt: Callable[[Family], Result] = try_family) -> dict[str, Any]:
     """The result of a family, from a fork of this process, which has imported everything already."""
     reader, writer = os.pipe()
     child = os.fork()
@@ -40,7 +41,7 @@ def in_a_process(family: Family, limit_s: int) -> dict[str, Any]:
         signal.alarm(limit_s)
         resource.setrlimit(resource.RLIMIT_AS, (LIMIT_BYTES, LIMIT_BYTES))
         with os.fdopen(writer, "w") as pipe:
-            json.dump(try_family(family).to_dict(), pipe)
+            json.dump(attempt(family).to_dict(), pipe)
         os._exit(0)
     os.close(writer)
     with os.fdopen(reader) as pipe:
