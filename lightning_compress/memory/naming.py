@@ -21,7 +21,8 @@ def conversions_of(model: PreTrainedModel) -> list[WeightTransform]:
 def stacks_in(root: nn.Module) -> dict[str, tuple[Unfolding, str]]:
     """Names of the parameters that have another form where the model's own modules are in place (experts stacked), each
     with whose they are."""
-    found = ((path, module) for path, module in root.named_modules() if isinstance(module, Unfolding))
+    named = root.named_modules(remove_duplicate=False)  # a checkpoint has tied layers by any of their names
+    found = ((path, module) for path, module in named if isinstance(module, Unfolding))
     return {f"{path}.{key}" if path else key: (module, key) for path, module in found for key in module.stacks}
 
 

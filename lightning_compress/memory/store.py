@@ -56,15 +56,15 @@ class WeightStore:
         self._loaders: dict[str, Load] = dict(source.loaders) if source is not None else {}
         self._metas: list[Tensor] = []
         self._places: dict[int, list[tuple[str, nn.Module, str]]] = {}
-        self._dtypes: dict[str, torch.dtype] = {}
-        for path, module in root.named_modules():
+        self._named: dict[str, Tensor] = {}
+        for path, module in root.named_modules(remove_duplicate=False):  # files have tied layers by any of their names
             for key, parameter in module.named_parameters(recurse=False):
                 if parameter.is_meta:
                     if id(parameter) not in self._places:
                         self._metas.append(parameter)
                     name = f"{path}.{key}" if path else key
                     self._places.setdefault(id(parameter), []).append((name, module, key))
-                    self._dtypes[name] = parameter.dtype
+                    self._named[name] = parameter
 
     @contextmanager
     def onload(self, modules: Iterable[str], tensors: Iterable[str] = (), *, stays: bool = False) -> Iterator[None]:
@@ -130,9 +130,10 @@ class WeightStore:
 
     def redirect(self, name: str, load: Callable[[], Tensor]) -> None:
         """From now on take the values of the parameter `name` from `load`, if its home is not the module."""
-        if name in self._loaders:
-            self._coming.pop(self._loaders[name], None)
-            self._loaders[name] = lambda: {name: load()}
+        if name in self._named:
+            stored, before = self._loader(self._named[name])
+            self._coming.pop(before, None)
+            self._loaders[stored] = lambda: {stored: load()}
 
     def close(self) -> None:
         """Only their homes keep the weights; what is on its way is dropped."""
@@ -147,7 +148,7 @@ class WeightStore:
 
     def _send(self, load: Load) -> dict[str, Sent]:
         # as the model has them: on the device, a conversion would still read what the next copy is written to
-        return {name: self._lane.send(value.to(self._dtypes.get(name, value.dtype))) for name, value in load().items()}
+        return {name: self._lane.send(value.to(self._named.get(name, value).dtype)) for name, value in load().items()}
 
     def _arrived(self, key: Load | int, load: Load) -> dict[str, Tensor]:
         coming = self._coming.pop(key, None)
