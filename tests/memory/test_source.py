@@ -108,12 +108,12 @@ def test_tied_embeddings_and_shared_layers(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:The checkpoint .* was read back with lightning_compress.load_compressed")
 @pytest.mark.filterwarnings("ignore:.*were lent what all")
 def test_shared_layers_by_their_second_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As DiffusionGemma's, whose encoder's layers are stored as the decoder's; a run that is continued reads those that
-    are solved from the output. Seen to fail: with files searched for the first names of stacks, and of weights."""
+    """As DiffusionGemma's, whose encoder's layers are stored as the decoder's. Seen to fail: with files searched for the
+    first names of stacks, and of weights; with floats read for the second call of what is solved."""
 
     def shared(on_meta: bool) -> nn.Module:
         with parameters_on_meta() if on_meta else nullcontext():
-            model = tiny_mixtral(2, 4)
+            model = tiny_mixtral(3, 4)
         model.model.layers[1] = model.model.layers[0]
         return model
 
