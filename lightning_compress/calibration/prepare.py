@@ -209,7 +209,8 @@ def evaluating(root: nn.Module) -> Iterator[None]:
     trained = [parameter for parameter in root.parameters() if parameter.requires_grad]
     fused = torch.backends.mha.get_fastpath_enabled()
     root.eval()
-    root.requires_grad_(False)
+    for parameter in trained:
+        parameter.requires_grad_(False)
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):

@@ -108,8 +108,8 @@ def test_tied_embeddings_and_shared_layers(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:The checkpoint .* was read back with lightning_compress.load_compressed")
 @pytest.mark.filterwarnings("ignore:.*were lent what all")
 def test_shared_layers_by_their_second_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As DiffusionGemma's, whose encoder's layers are stored as the decoder's. Seen to fail: with files searched for the
-    first names of stacks, and of weights; with floats read for the second call of what is solved."""
+    """As DiffusionGemma's, whose encoder's layers are stored as the decoder's. Seen to fail: with files searched for
+    the first names of stacks, and of weights; with floats read for the second call of what is solved."""
 
     def shared(on_meta: bool) -> nn.Module:
         with parameters_on_meta() if on_meta else nullcontext():
