@@ -34,6 +34,7 @@ _NAMES = {
     "libraries": "workspaces of libraries",
     "weights": "weights",
     "prefetch": "weights of the next subgraph",
+    "converting": "weights as they are stored, while they are brought into another form",
     "waiting": "activations that wait",
     "in_flight": "activations from and to the file",
     "batch": "a batch",
@@ -46,6 +47,7 @@ TITLES = {
     "libraries": "libraries",
     "weights": "weights",
     "prefetch": "next weights",
+    "converting": "converted weights",
     "waiting": "waiting activations",
     "in_flight": "on their way",
     "batch": "batch",
@@ -80,6 +82,7 @@ class Budgets:
         has_weights: `held` includes the model's weights.
         is_lean: the C heap is to keep nothing free, at the cost of time.
         libraries: what workspaces of libraries take of the device.
+        converting: what bringing a weight into another form than it is stored in takes beside it, at most.
     """
 
     host: int | None
@@ -91,6 +94,7 @@ class Budgets:
     has_weights: bool = False
     is_lean: bool = False
     libraries: int = 0
+    converting: int = 0
 
 
 @final
@@ -288,13 +292,17 @@ def _parts(
     cached = {"waiting": on_host + small_here, "in_flight": moment.in_flight if is_moved else 0}
     window = {"weights": row.weights, "prefetch": sum(later.weights for later in ahead)}
     running = {"batch": moment.batch, "statistics": moment.statistics, "workspace": moment.workspace}
+    if budgets.converting and place == "host":
+        running["converting"] = budgets.converting
     if device.type == "cpu":
         running["workspace"] += moment.on_host
         return {**({"held": budgets.held} if place == "host" else {}), **window, **cached, **running}
     if place == "host":  # weights come through pinned memory, which is kept and reused
         window = {"weights": max(each.pinned for each in (row, *ahead))}
         cached = {name: int(ratio * size) for name, size in cached.items()}
-        return {"held": budgets.held, **window, **cached, "workspace": moment.on_host}
+        running["workspace"] = moment.on_host
+        there = {name: size for name, size in running.items() if name in ("workspace", "converting")}
+        return {"held": budgets.held, **window, **cached, **there}
     libraries, on_its_way = {"libraries": budgets.libraries}, {"in_flight": cached["in_flight"]}
     return {**libraries, **window, "waiting": on_device + small_there, **on_its_way, **running}
 

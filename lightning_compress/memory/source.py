@@ -61,11 +61,13 @@ class WeightSource:
         loaders: for every key of the state dict, what reads it (and perhaps others that are stored together with it).
         fingerprint: changes when the values do (see `files.files_fingerprint`).
         method: the `quant_method` of what is stored, where it is dequantized when it is read.
+        converting: bytes that bringing a weight into another form than it is stored in takes beside it, at most.
     """
 
     loaders: Mapping[str, Load]
     fingerprint: str
     method: str = ""
+    converting: int = 0
 
 
 def is_on_meta(root: nn.Module) -> bool:
@@ -146,7 +148,9 @@ def weight_source(
         )
     _settle_memory(root, found, weights)
     _check_the_rest(root)
-    return WeightSource({name: entry.load for name, entry in found.items()}, files_fingerprint(stored))
+    converting = max((entry.converting for entry in found.values()), default=0)
+    loaders = {name: entry.load for name, entry in found.items()}
+    return WeightSource(loaders, files_fingerprint(stored), converting=converting)
 
 
 def tensor_loads(root: nn.Module, stored: Mapping[str, Readable], folder: Path) -> tuple[dict[str, Load], list[str]]:
@@ -164,13 +168,14 @@ def tensor_loads(root: nn.Module, stored: Mapping[str, Readable], folder: Path) 
 @dataclass(frozen=True)
 class _Found:
     """What reads a tensor of the model, the shape it will have, and what it is made of by the names in the file; where
-    it is stored as it is, that too."""
+    it is stored as it is, that too; else the bytes that there are beside it while it is `converting`."""
 
     load: Load
     shape: tuple[int, ...]
     keys: tuple[str, ...]
     is_matrix: bool = False
     stored: Readable | None = None
+    converting: int = 0
 
     def part(self, name: str, of: range) -> Tensor:
         """Of the first dimension of this tensor of the model a range, without the memory of the rest."""
@@ -305,7 +310,9 @@ def _transformers_tensors(
         load = _converting(model, name, converter, sources, stored, prefix)
         shapes = _convert(model, name, converter, sources, lambda k: _empty(stored[k]))
         keys = tuple(key for key, _ in sources)
-        found.update({prefix + key: _Found(load, tuple(value.shape), keys) for key, value in shapes.items()})
+        size = len(converter.operations) * sum(_empty(stored[key]).nbytes for key in keys)  # each makes anew
+        entries = {key: _Found(load, tuple(value.shape), keys, converting=size) for key, value in shapes.items()}
+        found.update({prefix + key: entry for key, entry in entries.items()})
     used = [conversion for conversion in conversions if conversion.was_used()]
     object.__setattr__(model, "_weight_conversions", used)  # as `from_pretrained` leaves it, for writing
     return _taken_apart(model, found, prefix)
@@ -334,10 +341,12 @@ def _linears_of(stack: _Found, unfolding: Unfolding, key: str, name: str) -> dic
         value = stack.part(name, part) if len(parts) > 1 else stack.load()[name]
         return {path + local: of for local, of in unfolding.split(key, value, part.start).items()}
 
+    size = stack.converting * (2 if len(parts) > 1 else 1)  # of all parts, as they are made
     for part in parts:
         shapes = unfolding.split(key, torch.empty(len(part), *stack.shape[1:], device="meta"), part.start)
         reading = partial(load, part)
-        found.update({path + local: _Found(reading, tuple(of.shape), stack.keys) for local, of in shapes.items()})
+        entries = {local: _Found(reading, tuple(of.shape), stack.keys, converting=size) for local, of in shapes.items()}
+        found.update({path + local: entry for local, entry in entries.items()})
     return found
 
 

@@ -65,6 +65,8 @@ def within_budgets(
         table += tuple(at_the_end(run, data, verifies))
     trim_heap()
     budgets = budgets_of(config, placement.device, held_bytes(placement.device), has_weights=not is_on_meta(root))
+    if placement.source is not None:
+        budgets = replace(budgets, converting=placement.source.converting)
     found = fit(table, placement.device, budgets)
     placement = replace(
         placement,

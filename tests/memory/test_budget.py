@@ -179,6 +179,17 @@ def test_on_a_device_each_place_has_its_own() -> None:
         fit(TABLE, CUDA, replace(NO_LIMIT, device=339))
 
 
+def test_weights_are_converted_in_host_memory() -> None:
+    """Seen to fail: without it for the host of a GPU, and with it on the device."""
+    converting = replace(NO_LIMIT, converting=70)
+    for device in (CPU, CUDA):
+        without, found = fit(TABLE, device, NO_LIMIT), fit(TABLE, device, converting)
+        assert found.host_bytes == without.host_bytes + 70
+        assert found.device_bytes == without.device_bytes
+    with pytest.raises(BudgetError, match="weights as they are stored, while they are brought into another form 70 "):
+        fit(TABLE, CPU, replace(converting, host=1100))
+
+
 def test_under_a_host_budget_activations_wait_in_the_file_until_a_run_is_fitted() -> None:
     """So that an evaluation before the run does not go over it. Seen to fail: with all that is foreseen in the file."""
     given = [MemoryConfig(), MemoryConfig(host_budget="1GiB"), MemoryConfig(host_budget="1GiB", activation_budget=5)]

@@ -26,14 +26,17 @@ from lightning_compress.calibration.loop import calibrate
 from lightning_compress.calibration.prepare import calibrating
 from lightning_compress.errors import CompressionError, SolveError, UnsupportedModelError
 from lightning_compress.export.writer import Unwritten
+from lightning_compress.graph.unfold import unfolded
 from lightning_compress.memory import files as files_module
 from lightning_compress.memory import naming
+from lightning_compress.memory.budget import Budgets, fit
 from lightning_compress.memory.files import read_tensor, stored_tensors
 from lightning_compress.memory.placement import MemoryConfig
 from lightning_compress.memory.source import is_on_meta, parameters_on_meta, weight_source
 from lightning_compress.memory.store import WeightStore
 from lightning_compress.memory.tracker import LiveMemory
 from lightning_compress.memory.transfer import Lane
+from lightning_compress.plugin import budget as plugin_budget
 from lightning_compress.plugin.run import run_job
 
 
@@ -157,6 +160,23 @@ class Apart(ConversionOps):
         return Concatenate(1)
 
 
+def stored_otherwise(model: nn.Module, folder: Path, is_joined: bool) -> list[WeightTransform]:
+    """Write a Mixtral's weights to a folder, experts transposed, or up and down projections as one; returns what makes
+    its own of them."""
+    state = model.state_dict()
+    both = [[f"model.layers.{number}.mlp.experts.{name}_proj" for name in ("gate_up", "down")] for number in range(2)]
+    for up, down in both:
+        if is_joined:
+            state[up.replace("gate_up_proj", "both")] = torch.cat([state.pop(up), state.pop(down)], 1)
+        else:
+            state[down] = state[down].mT.contiguous()
+    folder.mkdir()
+    save_file(state, folder / "model.safetensors")
+    if is_joined:
+        return [WeightConverter("experts.both", ["experts.gate_up_proj", "experts.down_proj"], [Apart()])]
+    return [WeightConverter("experts.down_proj", "experts.down_proj", [Transpose(1, 2)])]
+
+
 @pytest.mark.filterwarnings("ignore:The checkpoint .* was read back with lightning_compress.load_compressed")
 @pytest.mark.filterwarnings("ignore:.*were lent what all")
 @pytest.mark.parametrize("is_joined", [False, True], ids=["transposed", "joined"])
@@ -167,25 +187,40 @@ def test_stacks_that_are_stored_in_another_form(
     """As of Qwen3-VL-MoE, Inkling 2 and ERNIE 4.5 VL. Seen to fail: with stacks that are expected one expert at a time
     in every checkpoint; with the first stack of several that a conversion makes, taken for each of them."""
     model = tiny_mixtral(2, 4)
-    state = model.state_dict()
-    kept: list[WeightTransform] = [WeightConverter("experts.down_proj", "experts.down_proj", [Transpose(1, 2)])]
-    both = [[f"model.layers.{number}.mlp.experts.{name}_proj" for name in ("gate_up", "down")] for number in range(2)]
-    if is_joined:
-        kept = [WeightConverter("experts.both", ["experts.gate_up_proj", "experts.down_proj"], [Apart()])]
-        for names in both:
-            stacks = [state.pop(name) for name in names]
-            state[names[0].replace("gate_up_proj", "both")] = torch.cat(stacks, 1)
-    else:
-        state |= {down: state[down].mT.contiguous() for _, down in both}
+    kept = stored_otherwise(model, tmp_path / "in", is_joined)
     monkeypatch.setattr(naming, "get_model_conversion_mapping", lambda model: kept)
-    save_file(state, tmp_path / "model.safetensors")
     model._weight_conversions = kept  # as `from_pretrained` leaves it
     with parameters_on_meta():
         empty = tiny_mixtral(2, 4)
-    settings = {"expert_parts": parts}
-    compress(empty, token_batches(), recipe(4), tmp_path / "disk", weights=tmp_path / "model.safetensors", **settings)
-    compress(model, token_batches(), recipe(4), tmp_path / "memory", **settings)
+    compress(empty, token_batches(), recipe(4), tmp_path / "disk", weights=tmp_path / "in", expert_parts=parts)
+    compress(model, token_batches(), recipe(4), tmp_path / "memory", expert_parts=parts)
     assert contents(tmp_path / "disk") == contents(tmp_path / "memory")
+
+
+@pytest.mark.parametrize("is_joined", [False, True], ids=["transposed", "joined"])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_what_bringing_into_another_form_takes(
+    is_joined: bool, parts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No more than is foreseen, and not much less; budgets count it. Seen to fail: with none of it foreseen, and
+    without the whole that a part is cut from."""
+    kept = stored_otherwise(tiny_mixtral(2, 4), tmp_path / "in", is_joined)
+    monkeypatch.setattr(naming, "get_model_conversion_mapping", lambda model: kept)
+    with parameters_on_meta():
+        empty = tiny_mixtral(2, 4)
+    taken = []
+    with unfolded(empty, num_parts=parts):
+        source = weight_source(empty, tmp_path / "in")
+        for load in dict.fromkeys(source.loaders.values()):
+            with LiveMemory() as memory:
+                read = load()
+                taken.append(memory.peak_bytes - sum(tensor.nbytes for tensor in read.values()))
+    assert 0.4 * source.converting <= max(taken) <= source.converting
+    given: list[Budgets] = []
+    monkeypatch.setattr(plugin_budget, "fit", lambda *where: (given.append(where[2]), fit(*where))[1])
+    config = MemoryConfig(host_budget="foreseen")
+    prepare(empty, token_batches(), recipe(4), tmp_path / "out", weights=tmp_path / "in", memory=config)
+    assert [budgets.converting for budgets in given] == [source.converting // parts]
 
 
 def test_memory_does_not_grow_with_depth(tmp_path: Path) -> None:
