@@ -295,7 +295,8 @@ def _transformers_tensors(
     conversions = conversions_of(model)
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    place_of = naming(model, conversions, stacks_in(model))
+    stacks = stacks_in(model)
+    place_of, asked = naming(model, conversions, stacks), WithStacks(model, stacks)
     found: dict[str, _Found] = {}
     converted: dict[str, tuple[WeightConverter, list[tuple[str, str]]]] = {}
     for key in sorted(stored, key=_natural):
@@ -307,8 +308,8 @@ def _transformers_tensors(
         else:
             converted.setdefault(name, (by_pattern[pattern], []))[1].append((key, pattern))
     for name, (converter, sources) in converted.items():
-        load = _converting(model, name, converter, sources, stored, prefix)
-        shapes = _convert(model, name, converter, sources, lambda k: _empty(stored[k]))
+        load = _converting(asked, name, converter, sources, stored, prefix)
+        shapes = _convert(asked, name, converter, sources, lambda k: _empty(stored[k]))
         keys = tuple(key for key, _ in sources)
         size = len(converter.operations) * sum(_empty(stored[key]).nbytes for key in keys)  # each makes anew
         entries = {key: _Found(load, tuple(value.shape), keys, converting=size) for key, value in shapes.items()}
@@ -351,7 +352,7 @@ def _linears_of(stack: _Found, unfolding: Unfolding, key: str, name: str) -> dic
 
 
 def _converting(
-    model: PreTrainedModel,
+    model: WithStacks,
     name: str,
     converter: WeightConverter,
     sources: Sequence[tuple[str, str]],
@@ -366,7 +367,7 @@ def _converting(
 
 
 def _convert(
-    model: PreTrainedModel,
+    model: WithStacks,
     name: str,
     converter: WeightConverter,
     sources: Sequence[tuple[str, str]],
@@ -376,7 +377,7 @@ def _convert(
     mapping = deepcopy(converter)
     for key, pattern in sources:
         mapping.add_tensor(name, key, pattern, read(key))  # type: ignore[arg-type]
-    values = mapping.convert(name, model=WithStacks(model, stacks_in(model)), config=model.config)
+    values = mapping.convert(name, model=model, config=model.config)
     return {key: value[0] if isinstance(value, list) else value for key, value in values.items()}
 
 
