@@ -240,7 +240,8 @@ def _reload(
             if (handle := getattr(model, "ct_decompress_hook", None)) is not None:
                 model._forward_pre_hooks[handle.id](model, ())  # as a call does, but not one of `model.forward`
             _read_by_rows(model)
-            return model.eval(), f"transformers {name}.from_pretrained"
+            # parameters ask for no gradients, as in the run (see `prepare.evaluating`)
+            return model.eval().requires_grad_(False), f"transformers {name}.from_pretrained"
         except Exception as error:  # whatever it is: the finding is that this reader cannot read it
             reason = str(error)
             if any(isinstance(root.get_submodule(module), OtherForm) for module in quantized):
@@ -250,7 +251,7 @@ def _reload(
     empty = _copy_of(root)
     for parameter in empty.parameters():
         parameter.zero_()
-    return load_compressed(empty, directory).eval(), reader
+    return load_compressed(empty, directory).eval().requires_grad_(False), reader
 
 
 def _read_by_rows(model: nn.Module) -> None:
