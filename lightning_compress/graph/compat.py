@@ -16,6 +16,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import fields, is_dataclass
+from functools import cache
 from typing import Any
 
 import sympy
@@ -50,7 +51,7 @@ from lightning_compress.graph.configs import configs_of
 from lightning_compress.graph.draws import draws
 from lightning_compress.graph.failures import AutocastError, SpecializedSizeError, UnrecordedTensorError
 from lightning_compress.graph.restore import assigned, autocast_restored
-from lightning_compress.graph.values import SYMBOLIC_TYPES, at_one, map_nested
+from lightning_compress.graph.values import SYMBOLIC_TYPES, map_nested, unlike_one
 
 pytree = _pytree
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
@@ -136,6 +137,7 @@ class Shapes(ShapeEnv):
         self.inside_operation: Callable[[], bool] = lambda: False
         self.equalities_allowed = True
         self.unlike_one: set[sympy.Symbol] = set()  # of which was taken for granted what does not hold of 1
+        self._unlike_one = cache(unlike_one)  # kernels that are made of others ask the same again and again
         self.decide: Callable[[sympy.Basic], bool | int | None] = lambda condition: None
 
     def evaluate_expr(self, orig_expr: sympy.Basic, *args: Any, **kwargs: Any) -> sympy.Basic:
@@ -143,7 +145,7 @@ class Shapes(ShapeEnv):
         try:
             found = super().evaluate_expr(orig_expr, *args, **kwargs)
             if isinstance(orig_expr, sympy.Basic) and self.equalities_allowed and not self.inside_operation():
-                self.unlike_one |= {s for s in orig_expr.free_symbols if at_one(orig_expr, s) == sympy.Not(found)}
+                self.unlike_one |= self._unlike_one(orig_expr, found)
             return found
         except GuardOnDataDependentSymNode:
             if (outcome := self.decide(orig_expr)) is None:

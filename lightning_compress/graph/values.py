@@ -28,17 +28,21 @@ def expression(size: int | torch.SymInt) -> sympy.Expr:
     return size.node.expr if is_symbolic(size) else sympy.Integer(size)
 
 
-def at_one(condition: sympy.Basic, size: sympy.Symbol) -> sympy.Basic | None:
-    """What becomes of a condition where a size is 1; None: it divides by what that makes 0.
+def unlike_one(condition: sympy.Basic, outcome: sympy.Basic) -> set[sympy.Symbol]:
+    """The sizes in a condition that has another outcome where they are 1.
 
     >>> size = sympy.Symbol("size")
-    >>> at_one(size > 2, size), at_one(sympy.Eq(sympy.Mod(8, size - 1), 0), size)
-    (False, None)
+    >>> unlike_one(size > 1, sympy.true), unlike_one(sympy.Eq(sympy.Mod(8, size - 1), 0), sympy.true)
+    ({size}, set())
     """
-    try:
-        return condition.xreplace({size: sympy.Integer(1)})
-    except ZeroDivisionError:
-        return None
+
+    def at_one(size: sympy.Symbol) -> sympy.Basic | None:
+        try:
+            return condition.xreplace({size: sympy.Integer(1)})
+        except ZeroDivisionError:
+            return None
+
+    return {size for size in condition.free_symbols if at_one(size) == sympy.Not(outcome)}
 
 
 def map_nested(value: Any, function: Callable[[Any], Any]) -> Any:
