@@ -6,9 +6,9 @@ the closed form that each algorithm states (`Algorithm.workspace_bytes`); packin
 per weight. Values of the other batches are those of the largest, in the ratio of their sizes.
 
 A module that cannot run on fake tensors because it reads values (a loop over experts) is given an allowance: float32
-copies of its inputs and outputs, and per token twice the wide side of each of its matrices. That is more than a
-feed-forward or experts take at sizes that matter; scores that attention inside it would write down, token by token, it
-does not cover.
+copies of its inputs and outputs, and per token twice the wide side of each of its matrices, of layers in a list those
+of the widest (`stand_ins`). That is more than they take at sizes that matter; scores that attention inside it would
+write down, token by token, it does not cover.
 
 Sizes that follow from values (tokens that a mask chooses, numbers of patches) are computed on each batch itself, as far
 as no weights are needed for them; a mask of activations is taken to choose all, a number read from them is refused. The
@@ -277,6 +277,8 @@ class _Meter:
         tiling, args = tiling_of(self._run.flow.device), assignment.weights
         workspace = assignment.algorithm.workspace_bytes(num_rows, num_channels, args, kinds, tiling, number)
         merged = number * statistics_bytes(gathered[:1]) if len(gathered) > 1 else 0
+        if any(source.rows is not None or source.inner for source in group.sources):
+            merged += 4 * num_channels**2  # what experts that saw few tokens are lent
         stacked = number * num_rows * num_channels * weights[0].itemsize
         results = number * result_bytes(num_rows, num_channels, assignment.weights)
         added = results - number * num_rows * num_channels * (8 - assignment.weights.num_bits) // 8

@@ -1,6 +1,7 @@
 """What takes the memory of modules that cannot run on fake tensors (see `footprint`)."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
@@ -96,10 +97,33 @@ def _of_values(graph: fx.Graph, sizes: Mapping[sympy.Symbol, int | float]) -> It
             node.target = target
 
 
-def _allowance(modules: Iterable[nn.Module], given: object, output: object) -> int:
+def _allowance(modules: Sequence[nn.Module], given: object, output: object) -> int:
     """Bytes for modules that read values: see `footprint`."""
     tensors = tensors_in((given, output))
-    num_tokens = max((leaf.numel() // leaf.shape[-1] for leaf in tensors if leaf.ndim and leaf.shape[-1]), default=0)
-    parameters = [parameter for module in modules for parameter in module.parameters()]
-    widths = sum(max(parameter.shape[-2:]) for parameter in parameters if parameter.ndim > 1)
-    return 4 * (sum(leaf.numel() for leaf in tensors) + 2 * num_tokens * widths)
+    kinds = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    convolutions = [each for module in modules for each in module.modules() if isinstance(each, kinds)]
+    num_tokens = max((_num_tokens(leaf, convolutions) for leaf in tensors if leaf.ndim and leaf.shape[-1]), default=0)
+    return 4 * (sum(leaf.numel() for leaf in tensors) + 2 * num_tokens * sum(map(_width, modules)))
+
+
+def _num_tokens(tensor: Tensor, convolutions: Sequence[nn.Conv1d | nn.Conv2d | nn.Conv3d]) -> int:
+    """How many rows it has, or of images [..., C, H, W] how many patches the convolutions make that read such."""
+    reading = [each for each in convolutions if tensor.shape[-len(each.stride) - 1 :][:1] == (each.in_channels,)]
+    of_patch = min((each.in_channels * math.prod(each.stride) for each in reading), default=1)
+    return tensor.numel() // max(of_patch, tensor.shape[-1])
+
+
+def _width(module: nn.Module) -> int:
+    """Numbers per token that there may be at a time: the wide side of each matrix. Of modules in a list, which run one
+    after the other, those of the widest, and what each of them may return."""
+    children = [_width(child) for child in module.children()]
+    if isinstance(module, nn.ModuleList | nn.Sequential):
+        return max(children, default=0) + sum(map(_narrow, module.children()))
+    matrices = [each.shape[-2:] for each in module.parameters(recurse=False) if each.ndim > 1]
+    side = min if isinstance(module, nn.Embedding) else max
+    return sum(map(side, matrices)) + sum(children)
+
+
+def _narrow(module: nn.Module) -> int:
+    """The narrow side of the largest matrix: a layer's hidden size."""
+    return max((min(each.shape[-2:]) for each in module.parameters() if each.ndim > 1), default=0)
