@@ -169,12 +169,12 @@ class Seeing(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:.*as a single call")
 @pytest.mark.filterwarnings("ignore:.*run as a whole")
-@pytest.mark.parametrize("num_layers", [2, 24])
-def test_a_towers_layers_run_one_after_the_other(num_layers: int) -> None:
-    """Seen to fail: with all layers, and each row of pixels, counted as if they were there at once (39 and 382 times
-    what it took)."""
+@pytest.mark.parametrize(("num_layers", "most"), [(2, 5), (24, 8)])
+def test_a_towers_layers_run_one_after_the_other(num_layers: int, most: int) -> None:
+    """Seen to fail: with all layers, and each row of pixels, counted as if they were there at once (6 and 65 times what
+    it took)."""
     job = prepare(Seeing(num_layers), [torch.randn(4, 3, 128, 128)], recipe(4, targets=["last"], group_size=64))
     table = table_of(job)
     ours, theirs = foreseen(table, 0, [0] * len(table)), taken(job)
     assert all(one >= other for one, other in zip(ours, theirs, strict=True)), (ours, theirs)
-    assert max(ours) <= 5 * max(theirs), (ours, theirs)
+    assert max(ours) <= most * max(theirs), (ours, theirs)
