@@ -103,10 +103,9 @@ def test_values_that_are_changed_while_views_of_them_wait(budget: int | None, mo
     monkeypatch.setattr(activations, "LEAST_SPILLED", 1)
     torch.manual_seed(0)
     model, batches = ViewsBlock(16).eval(), list(torch.randn(3, 4, 5, 16))
-    with torch.no_grad():
-        expected = [model(batch) for batch in batches]
     placement = Placement(CPU, activation_budget=budget)
     with evaluating(model):
+        expected = [model(batch) for batch in batches]
         evaluation = prepare_evaluation(find_target(model), collect(batches), placement, sequential_targets=["Linear"])
         found = [returned[""] for returned in outputs(evaluation)]
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))  # type: ignore[arg-type]
