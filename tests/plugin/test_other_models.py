@@ -135,8 +135,12 @@ def test_rows_with_and_without_images(pairs: Path, tmp_path: Path) -> None:
 
 def test_no_plan_for_samples_of_unknown_length(pairs: Path, tmp_path: Path) -> None:
     llava(tmp_path / "model")
-    with pytest.raises(CompressionError, match=r"data.source=multimodal does not say how long its samples are"):
-        run_compress(composed(tmp_path / "model", pairs, "plan=auto"), tmp_path / "out")
+    config = composed(tmp_path / "model", pairs, "plan=auto")
+    with (
+        initialize_config_dir(str(config_dir()), version_base="1.3"),
+        pytest.raises(CompressionError, match=r"data.source=multimodal does not say how long its samples are"),
+    ):
+        run_compress(config, tmp_path / "out")
 
 
 @NEEDS_RECENT
