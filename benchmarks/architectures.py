@@ -78,6 +78,15 @@ def sweep(chosen: list[Family], path: Path, limit_s: int, redo: bool) -> None:
         )
 
 
+def quiet() -> None:
+    """One thread, and nothing said but what a script prints."""
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=(), help="model types")
@@ -88,11 +97,7 @@ def main() -> None:
     parser.add_argument("--limit-s", type=int, default=LIMIT_S)
     parser.add_argument("--markdown", type=Path, default=HERE.parent / "docs" / "architectures.md")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    warnings.filterwarnings("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    quiet()
     everyone = families()
     chosen = [family for family in everyone if family.kind in arguments.kinds]
     if arguments.only:

@@ -10,8 +10,6 @@ counted apart.
 
 import argparse
 import json
-import logging
-import warnings
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +18,10 @@ from typing import Any
 
 import lightning as L
 import torch
-import transformers
 from _architecture_inputs import Sample, sample, with_positions
 from _architecture_kinds import KINDS, Family, families
 from _architecture_run import Result, build, four_bits, tell
-from architectures import in_a_process, results_of
+from architectures import in_a_process, quiet, results_of
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -106,11 +103,7 @@ def main() -> None:
     parser.add_argument("--part", default="1/1", help="of all families: 1/2 and 2/2 run in two processes")
     parser.add_argument("--limit-s", type=int, default=300)
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    warnings.filterwarnings("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    quiet()
     part, parts = map(int, arguments.part.split("/"))
     chosen = [family for family in families() if family.kind in arguments.kinds][part - 1 :: parts]
     if arguments.only:

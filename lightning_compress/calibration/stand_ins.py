@@ -100,13 +100,13 @@ def _of_values(graph: fx.Graph, sizes: Mapping[sympy.Symbol, int | float]) -> It
 def _allowance(modules: Sequence[nn.Module], given: object, output: object) -> int:
     """Bytes for modules that read values: see `footprint`."""
     tensors = tensors_in((given, output))
-    kinds = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-    convolutions = [each for module in modules for each in module.modules() if isinstance(each, kinds)]
+    inside = (each for module in modules for each in module.modules())
+    convolutions = [each for each in inside if isinstance(each, nn.Conv2d | nn.Conv3d)]
     num_tokens = max((_num_tokens(leaf, convolutions) for leaf in tensors if leaf.ndim and leaf.shape[-1]), default=0)
     return 4 * (sum(leaf.numel() for leaf in tensors) + 2 * num_tokens * sum(map(_width, modules)))
 
 
-def _num_tokens(tensor: Tensor, convolutions: Sequence[nn.Conv1d | nn.Conv2d | nn.Conv3d]) -> int:
+def _num_tokens(tensor: Tensor, convolutions: Sequence[nn.Conv2d | nn.Conv3d]) -> int:
     """How many rows it has, or of images [..., C, H, W] how many patches the convolutions make that read such."""
     reading = [each for each in convolutions if tensor.shape[-len(each.stride) - 1 :][:1] == (each.in_channels,)]
     of_patch = min((each.in_channels * math.prod(each.stride) for each in reading), default=1)
