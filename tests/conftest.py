@@ -1,6 +1,7 @@
 """For all tests: one thread and a fixed seed, so that every number is the same wherever this runs."""
 
 import gc
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -14,6 +15,18 @@ from lightning_compress.calibration.recording import trace_on
 from lightning_compress.report import figures, html
 
 _recorded = remembering(trace_on)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test that is `sampled(n)`, all cases but every nth are `slow`."""
+    seen: Counter[object] = Counter()
+    for item in items:
+        marker = item.get_closest_marker("sampled")
+        if marker is not None and isinstance(item, pytest.Function):
+            if seen[item.function] % marker.args[0]:
+                item.add_marker("slow")
+            seen[item.function] += 1
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -41,6 +41,7 @@ def on_disk(model: nn.Module, folder: Path) -> tuple[nn.Module, Placement]:
     return empty, Placement(CPU, weight_source(empty, folder), activation_budget=0)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("dtype", "slow"),
     [
@@ -120,6 +121,7 @@ def test_weights_are_read_once_for_all_batches(tmp_path: Path, monkeypatch: pyte
     assert len(reads) == len(set(reads)) == len(list(model.parameters()))
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_depth(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a device would hold, with one batch's logits at a time. Seen to fail with weights that stay, and with all
     outputs kept in the cache."""

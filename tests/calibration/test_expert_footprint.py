@@ -65,6 +65,7 @@ def test_packing_and_records_are_calls_of_python() -> None:
     assert (alone["packing"], shared["packing"]) == (8 * 256 * 128, 4 * 256 * 128)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", ["staged", "block"])
 def test_never_less_than_the_run_takes_and_not_much_more(schedule: str) -> None:
     """Batches go to the experts in equal parts as far as tensors without values can tell. Seen to fail: without the
@@ -107,6 +108,7 @@ def test_layers_in_parts_that_are_alike_are_run_once(monkeypatch: pytest.MonkeyP
     assert repeated.count(4) >= 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", ["staged", "block"])
 def test_parts_take_what_is_foreseen(schedule: str) -> None:
     """But for what one part is given more of the tokens than another, which no fake tensor tells."""

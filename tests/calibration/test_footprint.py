@@ -100,6 +100,7 @@ SCHEDULES = ("staged", "recompute", "block", "basic")
 DTYPES = (torch.float32, torch.bfloat16)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("how", "schedule", "dtype"),
     [
@@ -138,6 +139,7 @@ def test_what_is_in_the_c_heap(monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(have_small) if least == wide else not any(have_small)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("schedule", ["staged", "block"])
 @pytest.mark.parametrize("how", ["gptq", "static"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "gemma2", "qwen3"])
@@ -175,6 +177,7 @@ def test_batches_to_the_byte(family: str, how: str, schedule: str, monkeypatch: 
     assert all(0 <= size <= (0 if how == "gptq" else 256) for size in more), more
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("schedule", ["staged", "block"])
 @pytest.mark.parametrize("long", [64, 24], ids=["equal", "ragged"])
 def test_batches_that_wait(schedule: str, long: int) -> None:
@@ -189,6 +192,7 @@ def test_batches_that_wait(schedule: str, long: int) -> None:
     assert max(ours) <= 1.25 * max(theirs), (ours, theirs)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("schedule", ["staged", "recompute", "block"])
 def test_a_budget_of_what_is_foreseen_to_wait_is_enough(schedule: str) -> None:
     """Nothing goes to the file. Seen to fail: with results of a batch stored before what made them is dropped."""
@@ -205,6 +209,7 @@ def test_a_budget_of_what_is_foreseen_to_wait_is_enough(schedule: str) -> None:
     assert in_file(most - 1)[1] > 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("depth", [0, 1])
 def test_weights_that_are_brought(monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
     """Onloading copies, as to a device. Seen to fail: with the next subgraph's weights left out at depth 1."""

@@ -67,6 +67,7 @@ def drift_in(statistics: Mapping[type[Statistic], Statistic]) -> Drift:
     return drift
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("schedule", ["staged", "recompute"])
 @pytest.mark.parametrize("correct", ["inputs", "residual"])
 @pytest.mark.parametrize("has_padding", [False, True])

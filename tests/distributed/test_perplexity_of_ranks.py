@@ -2,11 +2,13 @@
 
 from pathlib import Path
 
+import pytest
 from processes import Script
 
 SCRIPT = Path(__file__).with_name("perplexities.py")
 
 
+@pytest.mark.slow
 def test_the_same_at_every_world_size(tmp_path: Path) -> None:
     """Batches of all lengths, padded ones, and fewer than ranks; in memory and layer by layer. Seen to fail: with the
     sums of each rank's own batches; with the sums of ranks added as float32."""

@@ -70,6 +70,7 @@ class Make:
         return prepare(model, token_batches(), recipe(4), output_dir, **given)
 
 
+@pytest.mark.sampled(2)
 def test_room_runs_out_behind_every_subgraph(
     job: Make, disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

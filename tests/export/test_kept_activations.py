@@ -39,6 +39,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 IN_MEMORY = [(case, "memory") for case in CASES if case not in ("recompute", "bf16")]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.filterwarnings("ignore:.* is called several times")
 @pytest.mark.parametrize(("case", "where"), [*IN_MEMORY, ("block", "disk")])
 def test_stopped_after_every_subgraph(case: str, where: str, tmp_path: Path, steps: list[int]) -> None:

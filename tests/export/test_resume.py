@@ -111,6 +111,7 @@ def with_weights(where: str, build: Callable[[], nn.Module], folder: Path) -> Ca
     return lambda *args, **settings: prepare(empty, *args, weights=folder, **settings)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.filterwarnings("ignore:.* is called several times")
 @pytest.mark.parametrize(("case", "where"), [*((case, "memory") for case in CASES), *ON_DISK])
 def test_stopped_after_every_subgraph(case: str, where: str, tmp_path: Path) -> None:
@@ -392,12 +393,14 @@ def test_an_unfinished_folder_is_no_checkpoint(tmp_path: Path) -> None:
         load_compressed(tiny_llama(2), tmp_path / "out")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("where", WHERE)
 def test_killed_after_and_before_every_line(where: str, tmp_path: Path) -> None:
     """Real processes, kill -9: what the manifest holds then is not written again, and the end is the same bytes."""
     assert killed("each", where, tmp_path) == 2 * 7, "five subgraphs, and two shards of what they do not hold"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("where", WHERE)
 def test_killed_at_any_instant(where: str, tmp_path: Path) -> None:
     """20 runs, each killed twice (-9) at random instants and then let finish."""

@@ -101,6 +101,7 @@ def test_every_width_in_several_layouts(tmp_path: Path, num_bits: int, dtype: to
     check(tiny_llama(1, dtype=dtype), tmp_path / "out", {"modifiers": modifiers}, None)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("strategy", ["group", "channel"])
 @pytest.mark.parametrize("num_bits", range(2, 9))

@@ -69,6 +69,7 @@ def worst(phases: list[Phase]) -> dict[str, int]:
     return {name: max(p.peak for p in phases if p.name == name) for name in dict.fromkeys(p.name for p in phases)}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_calibration(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """GPTQ's worst batch and solve, with weights that come from zero to two subgraphs ahead, on a GPU, whatever CPU
@@ -110,6 +111,7 @@ def test_inference(dtype: torch.dtype, job: InferenceJob) -> None:
     assert worst(forms) == pytest.approx(worst(found), rel=0.03)
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("options", FINE_TUNING)
@@ -139,6 +141,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("options", ADAPTERS)
 def test_adapters(dtype: torch.dtype, options: str) -> None:

@@ -81,6 +81,7 @@ def test_a_short_prompt_takes_few_steps() -> None:
     assert decode.cache == 256 * prefill.cache
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("job", JOBS)
 @pytest.mark.parametrize("family", [family for family in FAMILIES if IS_RECENT or family != "opt"])
 def test_fine_tuning(family: str, job: str) -> None:
@@ -165,6 +166,7 @@ def test_without_a_cache() -> None:
         infer(Bag(1, 1), InferenceJob(context=2), LiveMemory())
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("job", ["foreach", "single", "mixed"])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_rehearsal_tells_of_steps_with_and_without_accumulation(family: str, job: str) -> None:

@@ -163,6 +163,7 @@ def test_whether_the_heap_keeps_anything_is_chosen_by_time() -> None:
         assert slow.peaks["host"] <= host
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(("device", "pinning"), [("cpu", math.inf), ("cuda", math.inf), ("cuda", 10.0)])
 @pytest.mark.parametrize(("load", "depth"), [("disk", 1), ("disk", 0), ("memory", 2)])
 @pytest.mark.parametrize("flops", [100, 900])
@@ -263,6 +264,7 @@ def test_more_host_memory_is_not_pinned_where_the_file_is_faster(flops: float, p
     assert all(later <= SLACK * min(times[:number]) for number, later in enumerate(times) if number), times
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_least_is_that_of_the_fastest_plan(device: str) -> None:
     """Seen to fail: with the search ended at the first plan that is found, and with bounds that are too high."""

@@ -68,6 +68,7 @@ def logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return cast(Tensor, model(**batch, use_cache=False).logits)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("num_parts", [1, 3])
 @pytest.mark.parametrize("layout", sorted(name for name in LAYOUTS if IS_RECENT or name != "aria_text"))
 def test_every_layout(layout: str, num_parts: int) -> None:

@@ -64,6 +64,7 @@ if Version(transformers.__version__) < Version("5.20"):
     SHAPE_RUNS["aria_text"] = "model.layers.0.mlp.experts"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", sorted(CAUSAL_LM))
 def test_causal_language_models(family: str) -> None:
     """Equal logits for four shapes; and targets hidden only where the family is known to need it."""

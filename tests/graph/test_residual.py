@@ -189,6 +189,7 @@ def told(term: fx.Node, layer: str = "") -> str:
     return "sum" if term.target in ADD else term.name
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families(name: str) -> None:
     """By the names of modules. Seen to fail without taking operands apart (Cohere, MiniMax), with values that come

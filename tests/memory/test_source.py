@@ -50,6 +50,7 @@ def albert() -> nn.Module:
     return AlbertModel(AlbertConfig(vocab_size=64, intermediate_size=16, **sizes)).eval()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("schedule", ["staged", "block"])
 def test_the_result_is_that_of_the_model_in_memory(tmp_path: Path, schedule: str, dtype: torch.dtype) -> None:

@@ -98,7 +98,6 @@ def alone(folder: Path) -> None:
     assert ended.returncode == 0, ended.stderr
 
 
-@pytest.mark.slow
 def test_two_nodes_and_a_cut_cable(nodes: tuple[str, str], tmp_path: Path) -> None:
     """The files are those of one process, also on the nodes' own disks; a node that is cut off ends the run within the
     timeout, and it goes on."""
@@ -134,6 +133,7 @@ def test_two_nodes_and_a_cut_cable(nodes: tuple[str, str], tmp_path: Path) -> No
     assert contents(tmp_path / "cut") == contents(tmp_path / "alone")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("rates")
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
 def test_a_plan_on_two_nodes(

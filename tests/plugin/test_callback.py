@@ -181,6 +181,7 @@ def test_fast_dev_run_is_one_layer_and_no_files(make_trainer: Any, output_dir: P
     assert not output_dir.exists()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", ["auto", "ddp"])
 def test_fit_can_be_called_again(make_trainer: Any, strategy: str, output_dir: Path) -> None:
     module, callback = TinyModule(), compression(output_dir=output_dir)

@@ -47,6 +47,7 @@ GROUPS = [
 OF_ESTIMATE = ("job", "layout")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("group", "option"), GROUPS, ids=[f"{group}={option}" for group, option in GROUPS])
 def test_every_option_of_every_group_composes(group: str, option: str) -> None:
     command = "estimate" if group in OF_ESTIMATE else "compress"
@@ -62,6 +63,7 @@ def test_every_option_of_every_group_composes(group: str, option: str) -> None:
     load_data_config({key: given.get(key, value) if value in ("???", {}) else value for key, value in data.items()})
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("recipe", options("recipe"))
 def test_every_shipped_recipe_runs_and_loads(recipe: str, checkpoint: Path, tmp_path: Path) -> None:
     """Fails if a shipped recipe does not resolve, solve, pack or load."""

@@ -87,6 +87,7 @@ def of_elements(scale: Tensor, shape: torch.Size) -> Tensor:
     return scale[torch.arange(shape[0]) // BLOCK[0]][:, torch.arange(shape[1]) // BLOCK[1]]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore:transformers' from_pretrained will not read:UserWarning")  # gpt-oss' experts
 @pytest.mark.parametrize("kind", MODELS)
 def test_it_is_the_checkpoint_of_the_floats(make_trainer: Any, tmp_path: Path, kind: str) -> None:

@@ -307,6 +307,7 @@ def test_adapters(estimate: Any) -> None:
     assert shared["rows"][-1]["parts"]["gradients"] == trained
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "given",
     [

@@ -125,6 +125,7 @@ def in_four_parts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     return contents(folder)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("keep", [False, True])
 def test_a_run_is_continued_in_the_parts_that_it_began_with(
     keep: bool, in_four_parts: dict[str, bytes], tmp_path: Path
@@ -162,6 +163,7 @@ def test_weights_come_part_by_part(tmp_path: Path) -> None:
     assert contents(tmp_path / "disk") == contents(tmp_path / "memory")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("rates")
 def test_a_plan_in_parts(command: Command, tmp_path: Path) -> None:
     """Where nothing else fits on the card."""
@@ -208,6 +210,7 @@ def test_a_part_that_no_token_reaches_has_no_static_range() -> None:
         run(prepare(lopsided(), token_batches(2), recipe(scheme=STATIC), expert_parts=2))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore::lightning_compress.export.verify.ReadBackWarning")
 @pytest.mark.parametrize("family", ["gpt_oss", "llama4_text", "mixtral"])
 def test_stacks_on_disk_come_part_by_part(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,6 +266,7 @@ def test_the_search_goes_on_where_the_other_place_is_short() -> None:
     assert tried == [1, 2, 4]
 
 
+@pytest.mark.slow
 def test_other_parts_than_those_of_the_run_that_is_continued(tmp_path: Path) -> None:
     """A smaller budget is refused by its own error; another number, by one that says so."""
     given: dict[str, Any] = {"verify": False}

@@ -166,6 +166,7 @@ def test_estimates(command: Command, folder: Path) -> None:
     assert "num_images=1" in command(*where, *sizes, "job.num_images=1")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("rates")
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
 def test_a_plan_with_images_is_made_and_run(command: Command, folder: Path, tmp_path: Path) -> None:

@@ -75,6 +75,7 @@ def test_a_model_by_its_configuration(command: Command, checkpoint: Path, tmp_pa
     assert len([line for line in text.splitlines() if "- cut -" in line]) == 1
 
 
+@pytest.mark.slow
 def test_layers_of_text_and_of_cross_attention(command: Command, checkpoint: Path, tmp_path: Path) -> None:
     """A Llama 3.2 Vision: each is onloaded by itself, and the tower is left alone."""
     model = MllamaForConditionalGeneration(MllamaConfig(vision_config=VISION, text_config=TEXT, image_token_index=98))

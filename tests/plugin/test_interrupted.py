@@ -74,6 +74,7 @@ def test_sigterm_in_training_is_not_compressed(make_trainer: Any, output_dir: Pa
     assert not output_dir.exists()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("where", ["memory", "disk"])
 def test_sigterm_in_compression_stops_behind_the_subgraph(make_trainer: Any, tmp_path: Path, where: str) -> None:
     """Behind each in turn, and the same run continues there to the same files."""

@@ -120,6 +120,7 @@ def report(module: pl.LightningModule, **options: Any) -> MemoryReport:
     return callback.report
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("module", [Perceptron, Llama])
 def test_foreseen_is_measured(module: Any, optimizer: str) -> None:
@@ -137,6 +138,7 @@ def test_foreseen_is_measured(module: Any, optimizer: str) -> None:
     assert found.num_steps == 2
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "options",
     [

@@ -153,6 +153,7 @@ def test_towers_by_recipe(pairs: Path, tmp_path: Path) -> None:
     assert report.verification.passed
 
 
+@pytest.mark.slow
 def test_methods_of_a_model_on_disk(tmp_path: Path) -> None:
     """What reads values has to be run to be recorded; from disk a layer at a time. The same bytes as from memory."""
     model = tiny_qwen2_vl(32, 1)

@@ -128,6 +128,7 @@ def test_each_run_of_a_multirun_has_its_own_file(command: Command, tmp_path: Pat
     assert ["new_tokens=1" in file.read_text() for file in files] == [True, False]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "given",
     [

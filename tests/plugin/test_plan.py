@@ -141,6 +141,7 @@ def test_compress_makes_its_own_plan(command: Command, checkpoint: Path, tmp_pat
     assert report["memory"]["host_bytes"] > report["memory"]["held_bytes"], "it is foreseen nonetheless"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
 def test_what_is_given_in_another_form_is_the_users_too(command: Command, checkpoint: Path, tmp_path: Path) -> None:
     """A mapping, or a file of one's own. Seen to fail: a plan overruled all of it without a word."""
@@ -211,6 +212,7 @@ def test_recipes_that_run_nothing_are_planned_as_such(command: Command, checkpoi
     assert "Schedule 'datafree' runs nothing, but" in refused(command, *given, "calibration.schedule=datafree")
 
 
+@pytest.mark.slow
 def test_another_machine(command: Command, tmp_path: Path) -> None:
     """With a configuration alone, and with less memory than a layer's batch of 8 takes."""
     LlamaConfig(hidden_size=2048, intermediate_size=4096, num_hidden_layers=2, dtype="bfloat16").save_pretrained(
@@ -383,6 +385,7 @@ def test_a_file_that_is_no_plan(command: Command, checkpoint: Path, tmp_path: Pa
     )
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("activations", "schedule"), [*product((0, 800_000), ("staged", "recompute", "block")), (None, "staged")]
 )
@@ -410,6 +413,7 @@ def test_bytes_that_a_run_moves_are_those_foreseen(schedule: str, activations: i
     assert (sum(ours) > 0) == (activations is not None)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("module", ["plan", "estimate"])
 def test_what_reading_the_data_leaves_in_the_process_is_foreseen(
     module: str, command: Command, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

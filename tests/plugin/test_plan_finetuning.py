@@ -86,6 +86,7 @@ def planned(command: Command, folder: Path, tmp_path: Path) -> Callable[..., dic
     return run
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "options",
     [
@@ -125,6 +126,7 @@ def test_memory_is_that_of_estimate(
         assert sum(step["host_parts"].values()) == step["peaks"]["host"]
 
 
+@pytest.mark.slow
 def test_a_plan_in_words(command: Command, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen to fail: with tokens of one replica."""
     file = tmp_path / "plan.json"

@@ -48,6 +48,7 @@ def on_two_ranks(
     return [rank.wait() for rank in ranks]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
 def test_one_rank_plans_for_all(command: Command, checkpoint: Path, data: Data, tmp_path: Path) -> None:
     """The files are those of one process that was told the same. Seen to fail: with the other rank planning, too, for
@@ -66,6 +67,7 @@ def test_one_rank_plans_for_all(command: Command, checkpoint: Path, data: Data, 
     assert contents(tmp_path / "two") == contents(tmp_path / "one")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
 def test_a_run_that_is_continued_follows_its_plan(
     command: Command, checkpoint: Path, data: Data, tmp_path: Path
@@ -87,6 +89,7 @@ def test_a_run_that_is_continued_follows_its_plan(
     assert contents(out) == contents(tmp_path / "one"), "and the plan is gone"
 
 
+@pytest.mark.slow
 def test_the_least_that_any_rank_has(checkpoint: Path, data: Data, tmp_path: Path) -> None:
     """Is what there is; both end, and one says that nothing fits. Seen to fail: with what rank 0 has alone."""
     given = ("compress", f"model.path={checkpoint}", *data, f"output_dir={tmp_path / 'out'}", "plan=auto")

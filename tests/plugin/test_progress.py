@@ -169,6 +169,7 @@ def test_ordinary_checkpoints_are_loaded_strictly(make_trainer: Any, tmp_path: P
             go_on(make_trainer, tmp_path / "other.ckpt", tmp_path / "out")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("weights_only", [False, True])
 @pytest.mark.parametrize("strategy", ["auto", "sequential_onload"])
 def test_of_a_training_only_the_weights_are_loaded(

@@ -53,6 +53,7 @@ def test_instead_of_training(whole: dict[str, bytes], tmp_path: Path) -> None:
     assert contents(tmp_path / "popen") == contents(tmp_path / "torchrun") == whole
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_sigterm_to_one_rank(rank: int, whole: dict[str, bytes], tmp_path: Path) -> None:
     """All end behind the subgraph at hand (with code 0, as Lightning has it), and the run can be continued. Seen to
@@ -94,6 +95,7 @@ def test_preempted_and_requeued_by_slurm(whole: dict[str, bytes], tmp_path: Path
     assert contents(tmp_path / "out") == whole
 
 
+@pytest.mark.slow
 def test_requeued_after_a_training(tmp_path: Path) -> None:
     """By two ranks, one of which leaves the trained weights: what the requeued job writes is not twice quantized."""
     options = ("--strategy=ddp", "--when=after_train")
@@ -107,6 +109,7 @@ def test_requeued_after_a_training(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.ckpt"))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
 def test_after_a_training(strategy: str, tmp_path: Path) -> None:
     """The calibration data is the training data, undivided; what is spawned takes its report with it."""
@@ -151,6 +154,7 @@ def test_ranks_are_given_the_same(theirs: dict[str, Any], message: str) -> None:
         check_settings(settings, OfTwo(theirs=theirs))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("option", "messages"),
     [

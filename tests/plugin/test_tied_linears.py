@@ -99,6 +99,7 @@ def zamba() -> ZambaForCausalLM:
     return ZambaForCausalLM(config).eval()
 
 
+@pytest.mark.slow
 @NEEDS_RECENT
 @pytest.mark.filterwarnings("ignore:.*recorded as a single call")
 def test_zamba(tmp_path: Path) -> None:

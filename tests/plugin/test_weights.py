@@ -65,6 +65,7 @@ def trained(make_trainer: Any, file: Path, kind: type[TinyModule] = TinyModule) 
     return module
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("source", ["folder", "checkpoint"])
 @pytest.mark.parametrize("way", ["init_module", "configure_model", "parameters_on_meta"])
 def test_every_way_to_a_module_on_meta(
