@@ -12,6 +12,8 @@ from lightning_compress.memory.work import Work
 from lightning_compress.statistics import Statistic
 
 _PER_CALL, _PER_GROUP, _PER_MODULE = 14, 55, 190  # on an H100's host (docs/gpu.md)
+_LEAST_SPLIT_BYTES = 1 << 25
+_MOST_SPLIT = 8
 
 
 def statistics_bytes(gathered: Iterable[Mapping[type[Statistic], Statistic]], below: float = inf) -> int:
@@ -30,6 +32,17 @@ def worst_mixture(before: Sequence[int], after: Sequence[int]) -> int:
     """
     done, left = [0, *accumulate(after)], [0, *accumulate(reversed(before))][::-1]
     return max((done[number] + left[number + 1] for number in range(len(before))), default=0)
+
+
+def num_shards(num_bytes: int, num_modules: int) -> int:
+    """In how many files a subgraph of so many bytes is written, of which so many modules are quantized: one for each 32
+    MiB, eight at most."""
+    return max(min(num_bytes // _LEAST_SPLIT_BYTES, _MOST_SPLIT, num_modules), 1)
+
+
+def work_of_writing(num_bytes: int, num_modules: int, ranks: int) -> Work:
+    """What a rank does of it: one file, or several at the same time."""
+    return {"writing shards" if num_shards(num_bytes, num_modules) > ranks else "writing": num_bytes / ranks}
 
 
 def calls_beside_batch(step: Step) -> int:

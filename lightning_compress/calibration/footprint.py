@@ -32,7 +32,7 @@ from torch import Tensor, fx
 
 from lightning_compress.algorithms.base import result_bytes
 from lightning_compress.algorithms.tiling import tiling_of
-from lightning_compress.calibration.amounts import calls_beside_batch, statistics_bytes, work_of_solves, worst_mixture
+from lightning_compress.calibration import amounts
 from lightning_compress.calibration.batches import num_elements
 from lightning_compress.calibration.flow import Values, run_step
 from lightning_compress.calibration.loop import Calibration
@@ -178,14 +178,15 @@ class _Meter:
                 f"promised: {type(error).__name__}: {error}. Leave host_budget and device_budget out; "
                 "activation_budget and prefetch_depth work without them."
             ) from error
-        peak, statistics = self._memory.peak_bytes, statistics_bytes(self._statistics.values())
-        heap_batch = self._memory.heap_peak_bytes - statistics_bytes(self._statistics.values(), below=LARGEST_IN_HEAP)
+        peak, gathered = self._memory.peak_bytes, self._statistics.values()
+        statistics = amounts.statistics_bytes(gathered)
+        heap_batch = self._memory.heap_peak_bytes - amounts.statistics_bytes(gathered, below=LARGEST_IN_HEAP)
         self._num_cached = self._memory.live_bytes - statistics
         for value in storages(self._flow.cache.load(0, self.cached)):
             self._memory.moved_away(value)
         after = self._waiting()
         self._quantize_inputs(step)
-        large, small = (worst_mixture(earlier, later) for earlier, later in zip(before, after, strict=True))
+        large, small = (amounts.worst_mixture(earlier, later) for earlier, later in zip(before, after, strict=True))
         in_flight = max(before[0], default=0) + max(after[0], default=0)
         workspace, on_host = self._places(self._originals, packed)
         return [
@@ -210,7 +211,7 @@ class _Meter:
     def _work_of_all(self, step: Step) -> Work:
         """The work of all batches, that of the largest being known; the others' is in the ratio of their sizes."""
         ratio = sum(self._numbers) / max(num_elements(self._largest), 1)
-        calls = self._work.work["call"] + (0 if self._is_on_cpu else calls_beside_batch(step))
+        calls = self._work.work["call"] + (0 if self._is_on_cpu else amounts.calls_beside_batch(step))
         return {**times(self._work.work, ratio), "call": calls * len(self._numbers)}
 
     @property
@@ -263,7 +264,7 @@ class _Meter:
     def held(self) -> Held:
         """What is there whatever is done with it."""
         large, small = (sum(sizes) for sizes in self._waiting())
-        return Held(large, small, statistics_bytes(self._statistics.values()))
+        return Held(large, small, amounts.statistics_bytes(self._statistics.values()))
 
     def solve(self, groups: Sequence[Group], packed: int, together: int, held: Held) -> tuple[Moment, int]:
         """The moment at which groups of one kind are solved together or packed, with `packed` bytes there already and
@@ -276,7 +277,7 @@ class _Meter:
         kinds = {kind for found in gathered for kind in found}
         tiling, args = tiling_of(self._run.flow.device), assignment.weights
         workspace = assignment.algorithm.workspace_bytes(num_rows, num_channels, args, kinds, tiling, number)
-        merged = number * statistics_bytes(gathered[:1]) if len(gathered) > 1 else 0
+        merged = number * amounts.statistics_bytes(gathered[:1]) if len(gathered) > 1 else 0
         if any(source.rows is not None or source.inner for source in group.sources):
             merged += 4 * num_channels**2  # what experts that saw few tokens are lent
         stacked = number * num_rows * num_channels * weights[0].itemsize
@@ -289,7 +290,7 @@ class _Meter:
         self._memory.stands_for([merged, stacked, *in_pieces(workspace, piece)])
         self._memory.stands_for([results + added, *in_pieces(packing, packing // PACKING * 4)])
         size = self._run.collective.size
-        work = work_of_solves(assignment.algorithm, num_rows, num_channels, tiling, number, len(weights), size)
+        work = amounts.work_of_solves(assignment.algorithm, num_rows, num_channels, tiling, number, len(weights), size)
         on_cpu = {"solve": work["product float32"], "packing": work["packing"]}
         moment = Moment(
             "solve",
@@ -309,7 +310,7 @@ class _Meter:
         solved = {f"{name}.weight" for name in subgraph.solved}
         kept = [tensor.nbytes for name, tensor in tensors.items() if name not in solved]
         copied = 0 if self._is_on_cpu else sum(kept)
-        workspace, on_host = self._places(self._originals, packed + copied + max([*kept, packed]))
+        workspace, on_host = self._places(self._originals, 2 * packed + copied + max(kept, default=0))
         return Moment(
             "write",
             waiting=held.waiting,
@@ -317,7 +318,7 @@ class _Meter:
             statistics=held.statistics,
             workspace=workspace,
             on_host=on_host,
-            work={"writing": (packed + sum(kept)) / self._run.collective.size},
+            work=amounts.work_of_writing(packed + sum(kept), len(solved), self._run.collective.size),
         )
 
     def requests(self, subgraph: Subgraph) -> Requests:

@@ -220,7 +220,8 @@ def _candidate(choice: Choice, found: Measured, target: Target, device: str, pre
     if not in_memory:  # the checkpoint is read back as it is written
         end = tuple(row for row in end if all(moment.what != "verification" for moment in row.moments))
     shared, rest = (
-        sum(moment.work.get("writing", 0) for row in rows for moment in row.moments) for rows in (table, end)
+        sum(sum(moment.work.values()) for row in rows for moment in row.moments if moment.what == "write")
+        for rows in (table, end)
     )
     return Candidate(
         choice=choice,

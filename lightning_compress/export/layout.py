@@ -6,12 +6,10 @@ from itertools import accumulate, chain
 from torch import Tensor, nn
 
 from lightning_compress.algorithms.base import runs
+from lightning_compress.calibration.amounts import num_shards
 from lightning_compress.graph.stages import Subgraph
 from lightning_compress.recipe.resolve import ResolvedRecipe
 
-_LEAST_SPLIT_BYTES = 1 << 25
-_MOST_SPLIT = 8
-"""A subgraph goes into as many shards as it has of the former, but no more than the latter."""
 _SHARD_BYTES = 1 << 28
 """Of what no subgraph holds, this much is in memory at a time, or one layer if that is more."""
 
@@ -43,7 +41,7 @@ def _split(keys: Sequence[str], state: Mapping[str, Tensor], resolved: ResolvedR
     transformers may join under another name stays together)."""
     sizes = {key: packed_bytes(key, state[key], resolved) for key in keys}
     quantized = [key for key in keys if _is_quantized(key, resolved)]
-    number = max(min(sum(sizes.values()) // _LEAST_SPLIT_BYTES, _MOST_SPLIT, len(quantized)), 1)
+    number = num_shards(sum(sizes.values()), len(quantized))
     shards: list[list[str]] = [[] for _ in range(number)]
     total, so_far = sum(sizes[key] for key in quantized), 0
     for key in quantized:

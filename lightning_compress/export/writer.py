@@ -12,16 +12,14 @@ in memory.
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from stat import S_IMODE
 from typing import final
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
@@ -61,7 +59,7 @@ from lightning_compress.export.packing import (
     quantization_config,
     unpack,
 )
-from lightning_compress.export.verify import read_back
+from lightning_compress.export.shards import write_shards, writing
 from lightning_compress.graph.stages import Subgraph
 from lightning_compress.graph.unfold import Unfolding
 from lightning_compress.memory.files import INDEX, free_bytes
@@ -179,7 +177,7 @@ class CheckpointWriter:
         source = lengths.index(longest)
         lines = self._collective.broadcast(mine or [], what, source)
         if self._is_writing and mine is None:
-            with self._writing("its first files"):
+            with writing(self.folder, "its first files"):
                 self._begin()
         num_here = len(mine or []) if self._is_writing else longest
         fewest = min(self._collective.gather(num_here, what))
@@ -187,14 +185,14 @@ class CheckpointWriter:
             for shard in line.shards:
                 self._copy(shard, source, is_missing=number >= num_here)
             if number >= num_here:
-                with self._writing(MANIFEST):
+                with writing(self.folder, MANIFEST):
                     append_finished(self.folder, line)
         return True, lines
 
     def _copy(self, shard: Shard, source: int, is_missing: bool) -> None:
         """Send a shard from rank `source` to the ranks in whose folders it `is_missing`."""
         path = self.folder / shard.name
-        with self._writing(path.name), ExitStack() as stack:
+        with writing(self.folder, path.name), ExitStack() as stack:
             read = stack.enter_context(path.open("rb")) if self._collective.rank == source else None
             written = stack.enter_context(stack.enter_context(replacing(path)).open("wb")) if is_missing else None
             for _ in range(0, shard.nbytes, _PIECE):
@@ -236,12 +234,12 @@ class CheckpointWriter:
         assert record.index == part
         if not self._is_begun:
             if self._is_writing:
-                with self._writing("its first files"):
+                with writing(self.folder, "its first files"):
                     self._begin()
             self._collective.meet(f"emptying {self.folder}")  # else what others write is removed along with the rest
             self._is_begun = True
         mine = [piece for piece in range(len(self._parts[part])) if self._owner(part, piece) == self._collective.rank]
-        shards = {piece: self._written(part, piece) for piece in mine}
+        shards = self._written(part, mine)
         sizes = {module.module: module.bytes_after for module in record.modules if module.module in self._packed}
         self._packed.clear()
         all_shards: dict[int, Shard] = {}
@@ -261,19 +259,19 @@ class CheckpointWriter:
         if self._is_writing:
             for part in range(len(self._lines), len(self._parts)):
                 with self._store.onload((), list(chain(*self._parts[part]))):
-                    shards = tuple(self._written(part, piece) for piece in range(len(self._parts[part])))
-                self._append(Finished(None, shards))
+                    shards = self._written(part, range(len(self._parts[part])))
+                self._append(Finished(None, tuple(shards.values())))
         what = "writing what no subgraph holds"
         self._collective.meet(what)
         names = self._write_beside(tokenizer) if self._collective.rank == 0 else []  # transformers does so on rank 0
         if self.shared.num_copies > 1:
             files = self._collective.broadcast({name: (self.folder / name).read_bytes() for name in names}, what)
-            with self._writing("index and configuration"):
+            with writing(self.folder, "index and configuration"):
                 for name, content in files.items() if self._is_writing else ():
                     (self.folder / name).parent.mkdir(exist_ok=True)
                     replace_file(self.folder / name, content)
         if self._is_writing:
-            with self._writing(f"its state ({INCOMPLETE})"):
+            with writing(self.folder, f"its state ({INCOMPLETE})"):
                 forget_boundaries(self.folder / ACTIVATIONS)
                 (self.folder / INCOMPLETE).unlink(missing_ok=True)
                 (self.folder / PLAN).unlink(missing_ok=True)
@@ -286,7 +284,7 @@ class CheckpointWriter:
         weight_map = {key: shard.name for shard in shards for key in shard.keys}
         total = sum(shard.nbytes for shard in shards)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        with self._writing("index and configuration"):
+        with writing(self.folder, "index and configuration"):
             _write_json(self.folder / INDEX, index)
             others = [] if tokenizer is None else copied(tokenizer.save_pretrained, self.folder)
             config, beside = config_files(self._root, self.folder)
@@ -326,40 +324,17 @@ class CheckpointWriter:
         """The rank that packs and writes a shard, of those that share this one's folder."""
         return self.shared.ranks[(part + piece) % len(self.shared.ranks)]
 
-    def _written(self, part: int, piece: int) -> Shard:
-        """Write a shard."""
-        path = self.folder / self._names[part, piece]
-        state = self._state(self._parts[part][piece])
-        size = sum(tensor.nbytes for tensor in state.values())
-        with self._writing(f"{path.name} ({size / 1e6:.1f} MB)"), replacing(path) as partial:
-            partial.touch()
-            mode = S_IMODE(partial.stat().st_mode)
-            save_file(state, partial, metadata={"format": "pt"})
-            partial.chmod(mode)  # as any other file; safetensors makes one that its owner alone may read
-            digest = read_back(partial, state)
-        return Shard(path.name, digest, path.stat().st_size, tuple(state))
+    def _written(self, part: int, pieces: Sequence[int]) -> dict[int, Shard]:
+        """Write shards of a part."""
+        paths = {piece: self.folder / self._names[part, piece] for piece in pieces}
+        shards = write_shards({path: self._state(self._parts[part][piece]) for piece, path in paths.items()})
+        return dict(zip(paths, shards, strict=True))
 
     def _append(self, line: Finished) -> None:
         if self._is_writing:
-            with self._writing(MANIFEST):
+            with writing(self.folder, MANIFEST):
                 append_finished(self.folder, line)
         self._lines.append(line)
-
-    @contextmanager
-    def _writing(self, what: str) -> Iterator[None]:
-        """Say what a disk's error means.
-
-        Raises:
-            OutputDirectoryError: in place of what the operating system says.
-        """
-        try:
-            yield
-        except (OSError, SafetensorError) as error:
-            free = free_bytes(self.folder) / 1e6
-            raise OutputDirectoryError(
-                f"{self.folder}: {what} could not be written, {free:.1f} MB are free there: {error}. Make room and "
-                "start the same run again: it continues where this one failed."
-            ) from error
 
     def _state(self, keys: Sequence[str]) -> dict[str, Tensor]:
         """The checkpoint's tensors of these keys of the state dict, under their names in the original checkpoint, or,

@@ -35,11 +35,12 @@ UNITS = {
     "pinning": "B/s",
     "start": "1/s",
 }
-"""By the first word of a rate's name; the second is a dtype. `mapping` is of memory that a CPU gets from the system
-again and again; `solve` is of a CPU, as a GPU's solves are calls and products; `writing` of shards, until they are read
-back and on disk; `disk_read` of weights from a cold disk; `scratch_read` and `disk_write` of activations; `duplex` of
-both directions of the link at once; `pinning` of new host memory that a device can copy from; `start` of what the first
-subgraph's `run` and the first `solve` take more on a GPU, whose libraries are loaded when they are used."""
+"""By the first word of a rate's name; the second is a dtype, or "shards". `mapping` is of memory that a CPU gets from
+the system again and again; `solve` is of a CPU, as a GPU's solves are calls and products; `writing` of a shard, until
+it is read back and on disk, `writing shards` of several at a time; `disk_read` of weights from a cold disk;
+`scratch_read` and `disk_write` of activations; `duplex` of both directions of the link at once; `pinning` of new host
+memory that a device can copy from; `start` of what the first subgraph's `run` and the first `solve` take more on a GPU,
+whose libraries are loaded when they are used."""
 
 _OF_GPUS = {"to_device", "to_host", "duplex", "pinning", "start"}
 UNITS_OF_PLANS = {"between_ranks": "B/s", "cpu_optimizer": "B/s"}
@@ -161,6 +162,7 @@ STARTS = {"start run": Rate(1.0, "assumed"), "start solve": Rate(1.1, "assumed")
 _ASSUMED = {
     "call": 1e5,
     "writing": 5e8,
+    "writing shards": 1e9,
     "disk_read": 2e9,
     "disk_write": 1e9,
     "scratch_read": 2e9,

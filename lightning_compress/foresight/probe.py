@@ -23,7 +23,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention, silu
 from lightning_compress.algorithms.gptq import Gptq
 from lightning_compress.calibration.quantized import QuantizedModule
 from lightning_compress.export.packing import pack
-from lightning_compress.export.verify import read_back
+from lightning_compress.export.shards import write_shards
 from lightning_compress.foresight.machine import STARTS, Machine, Rate
 from lightning_compress.memory.files import read_tensor, stored_tensors
 from lightning_compress.memory.heap import heap_kept, trim_heap
@@ -124,13 +124,13 @@ def _of_disk(folder: Path, rate: Measure) -> dict[str, Rate]:
     large = torch.randint(0, 255, (64 << 20,), dtype=torch.uint8)
     shard = {str(number): large[: 8 << 20].clone() for number in range(8)}
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
-        path = Path(temporary) / "probe.safetensors"
-
-        def write() -> None:
-            save_file(shard, path)
-            read_back(path, shard)
-
-        found = {"writing": rate(large.numel(), write)}
+        path, *others = (Path(temporary) / f"probe{number}.safetensors" for number in range(4))
+        found = {"writing": rate(large.numel(), lambda: write_shards({path: shard}))}
+        half = {key: shard[key] for key in [*shard][:4]}
+        together = dict.fromkeys((path, *others), half)
+        found["writing shards"] = rate(2 * large.numel(), lambda: write_shards(together))
+        for other in others:
+            other.unlink()
         save_file({"large": large}, path)
         stored = stored_tensors(path)["large"]
         with path.open("rb") as file:

@@ -16,10 +16,11 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
+from lightning_compress.calibration import amounts
 from lightning_compress.calibration.batches import collect
 from lightning_compress.distributed.buffers import share_buffers
 from lightning_compress.distributed.collective import Collective, ProcessGroup, closing_all
-from lightning_compress.export import layout, writer
+from lightning_compress.export import shards, writer
 from lightning_compress.graph.stages import Schedule
 from lightning_compress.memory.placement import MemoryConfig
 from lightning_compress.plugin.job import prepare_job
@@ -42,7 +43,7 @@ from helpers import (
     token_batches,
 )
 
-layout._LEAST_SPLIT_BYTES = 1 << 11  # a subgraph takes several shards, which ranks share out
+amounts._LEAST_SPLIT_BYTES = 1 << 11  # a subgraph takes several shards, which ranks share out
 html.error_figure = lambda _: ""  # which takes as long as a fifth of the runs
 STATIC = {
     "weights": {"num_bits": 8, "strategy": "channel"},
@@ -120,7 +121,7 @@ class _Root(nn.Module):
 
 def be_late() -> None:
     """The first rank of a node takes its time to empty the folder, and to put there what it was sent."""
-    before, replacing = writer.written_before, writer.replacing
+    before, replacing = writer.written_before, shards.replacing
 
     def found_late(folder: Path) -> list[Path]:
         time.sleep(1)
@@ -132,7 +133,8 @@ def be_late() -> None:
             yield partial
             time.sleep(0.2)
 
-    writer.written_before, writer.replacing = found_late, replacing_late
+    writer.written_before = found_late
+    writer.replacing = shards.replacing = replacing_late
 
 
 def run(name: str, stop_after: int, folder: Path) -> dict[str, Any]:

@@ -23,13 +23,14 @@ from pathlib import Path
 from helpers import contents, manifest, prepare, recipe, run, saved, tiny_llama, token_batches
 from tqdm import tqdm
 
+from lightning_compress.calibration import amounts
 from lightning_compress.calibration.resume import MANIFEST, Finished
 from lightning_compress.export import layout, writer
 from lightning_compress.plugin.job import Job
 from lightning_compress.report import html
 
 layout._SHARD_BYTES = 1  # what no subgraph holds takes several shards
-layout._LEAST_SPLIT_BYTES = 1 << 11  # and so does a subgraph
+amounts._LEAST_SPLIT_BYTES = 1 << 11  # and so does a subgraph
 tqdm.monitor_interval = 0
 tqdm.set_lock(threading.RLock())
 html.error_figure = lambda _: ""  # which takes longer than the run

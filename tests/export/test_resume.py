@@ -34,7 +34,7 @@ from transformers import AlbertConfig, AlbertModel, AutoModelForCausalLM, T5Conf
 from lightning_compress.calibration.boundary import FOLDER
 from lightning_compress.calibration.resume import MANIFEST
 from lightning_compress.errors import CompressionError, OutputDirectoryError
-from lightning_compress.export import writer
+from lightning_compress.export import shards
 from lightning_compress.export.checkpoint import INCOMPLETE
 from lightning_compress.export.packed import load_compressed
 from lightning_compress.memory.files import INDEX
@@ -342,8 +342,8 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             raise OSError(28, "No space left on device")
         save(state, path, metadata=metadata)
 
-    save = writer.save_file
-    monkeypatch.setattr(writer, "save_file", full)
+    save = shards.save_file
+    monkeypatch.setattr(shards, "save_file", full)
     with pytest.raises(OutputDirectoryError, match=r"model-00003-of-00004.safetensors .* MB are free.*continues"):
         compress(tiny_llama(2), token_batches(), recipe(4), out)
     assert not list(out.glob(".*"))

@@ -8,17 +8,20 @@ checksums that are not compared on continuing.
 import json
 import os
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
 import torch
 from helpers import compress, contents, prepare, recipe, run, saved, tiny_llama, token_batches
+from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from lightning_compress.calibration import amounts
 from lightning_compress.calibration.resume import MANIFEST
 from lightning_compress.errors import OutputDirectoryError
-from lightning_compress.export import layout, writer
+from lightning_compress.export import layout
 from lightning_compress.export.checkpoint import INCOMPLETE
 from lightning_compress.export.verify import READ_BACK, verify_files
 from lightning_compress.memory.files import INDEX
@@ -26,6 +29,7 @@ from lightning_compress.memory.store import WeightStore
 from lightning_compress.memory.tracker import LiveMemory
 from lightning_compress.plugin.run import run_job
 
+SAVE = "lightning_compress.export.shards.save_file"
 FIRST_LAYER = recipe(8, "rtn", targets=["re:.*layers.0.*"])
 
 
@@ -41,15 +45,14 @@ def test_a_shard_that_comes_back_different(place: int, tmp_path: Path, monkeypat
     names = []
 
     def bad(state: Any, path: Path, metadata: Any) -> None:
-        save(state, path, metadata=metadata)
+        save_file(state, path, metadata=metadata)
         names.append(path)
         if len(names) == 3:
             content = bytearray(path.read_bytes())
             content[place] ^= 1
             path.write_bytes(content)
 
-    save = writer.save_file
-    monkeypatch.setattr(writer, "save_file", bad)
+    monkeypatch.setattr(SAVE, bad)
     with pytest.raises(OutputDirectoryError, match=r"00003.* does not hold what was written to it: .* faulty"):
         compress(tiny_llama(2), token_batches(), recipe(4), out)
     assert len(shards(out)) == len(list(out.glob("*.safetensors"))) == 2
@@ -204,7 +207,7 @@ def test_a_number_that_is_not_one(tmp_path: Path) -> None:
 def test_a_large_subgraph_takes_several_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of about equal size, eight at most, with each module in one; read back as from one shard."""
     compress(tiny_llama(2), token_batches(), recipe(4), tmp_path / "one")
-    monkeypatch.setattr(layout, "_LEAST_SPLIT_BYTES", 1 << 11)
+    monkeypatch.setattr(amounts, "_LEAST_SPLIT_BYTES", 1 << 11)
     out = tmp_path / "several"
     report = compress(tiny_llama(2), token_batches(), recipe(4), out)
     assert report.verification is not None
@@ -219,6 +222,35 @@ def test_a_large_subgraph_takes_several_shards(tmp_path: Path, monkeypatch: pyte
     split = AutoModelForCausalLM.from_pretrained(out).state_dict()
     assert split.keys() == whole.keys()
     assert all(torch.equal(split[key], tensor) for key, tensor in whole.items())
-    monkeypatch.setattr(layout, "_LEAST_SPLIT_BYTES", 1)
+    monkeypatch.setattr(amounts, "_LEAST_SPLIT_BYTES", 1)
     compress(tiny_llama(1), token_batches(), recipe(4), tmp_path / "most", verify=False)
     assert 5 <= max(len(line["shards"]) for line in shards(tmp_path / "most")) <= 7
+
+
+def test_shards_are_written_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as torch has threads; one that fails leaves the others whole, and the run goes on. Seen to fail: with one
+    after the other, where none comes to meet the first."""
+    monkeypatch.setattr(amounts, "_LEAST_SPLIT_BYTES", 1 << 11)
+    compress(tiny_llama(2), token_batches(), recipe(4), tmp_path / "alone")
+    lines = [[shard["name"] for shard in line["shards"]] for line in shards(tmp_path / "alone")]
+    first = next(names for names in lines if len(names) > 1)
+    out, together = tmp_path / "out", Barrier(len(first), timeout=60)
+
+    def meet(state: Any, path: Path, metadata: Any) -> None:
+        save_file(state, path, metadata=metadata)
+        if any(name in path.name for name in first):
+            together.wait()
+        if first[1] in path.name and not fails:
+            fails.append(path)
+            raise OSError(28, "No space left on device")
+
+    fails: list[Path] = []
+    monkeypatch.setattr(SAVE, meet)
+    torch.set_num_threads(len(first))
+    with pytest.raises(OutputDirectoryError, match=rf"{first[1]} .* could not be written.*continues"):
+        compress(tiny_llama(2), token_batches(), recipe(4), out)
+    before = [name for names in lines[: lines.index(first)] for name in names]
+    assert {path.name for path in out.glob("*.safetensors")} == {*before, *first} - {first[1]}
+    assert not list(out.glob(".*"))
+    compress(tiny_llama(2), token_batches(), recipe(4), out)
+    assert contents(out) == contents(tmp_path / "alone")

@@ -1,0 +1,62 @@
+"""Shards of a checkpoint: each is written under another name, synced, read back and compared, and renamed.
+
+Most of that is waiting for the disk, so shards that are there together are written side by side. Alternative not taken:
+writing beside the next subgraph, whose end a killed run would then lose, too.
+"""
+
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from stat import S_IMODE
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lightning_compress.calibration.resume import Shard, replacing
+from lightning_compress.errors import OutputDirectoryError
+from lightning_compress.export.verify import read_back
+from lightning_compress.memory.files import free_bytes
+
+
+def write_shards(states: Mapping[Path, Mapping[str, Tensor]]) -> list[Shard]:
+    """Write the tensors of each file, as many files at a time as torch has threads.
+
+    Raises:
+        OutputDirectoryError: one could not be written, or holds something else; the others are whole, or not there.
+    """
+    num_threads = min(len(states), torch.get_num_threads())
+    if num_threads < 2:
+        return [_write_shard(path, state) for path, state in states.items()]
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="shards") as pool:
+        return list(pool.map(_write_shard, states.keys(), states.values()))
+
+
+def _write_shard(path: Path, state: Mapping[str, Tensor]) -> Shard:
+    size = sum(tensor.nbytes for tensor in state.values())
+    with writing(path.parent, f"{path.name} ({size / 1e6:.1f} MB)"), replacing(path) as partial:
+        partial.touch()
+        mode = S_IMODE(partial.stat().st_mode)
+        save_file(dict(state), partial, metadata={"format": "pt"})
+        partial.chmod(mode)  # as any other file; safetensors makes one that its owner alone may read
+        digest = read_back(partial, state)
+    return Shard(path.name, digest, path.stat().st_size, tuple(state))
+
+
+@contextmanager
+def writing(folder: Path, what: str) -> Iterator[None]:
+    """Say what a disk's error means.
+
+    Raises:
+        OutputDirectoryError: in place of what the operating system says.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        free = free_bytes(folder) / 1e6
+        raise OutputDirectoryError(
+            f"{folder}: {what} could not be written, {free:.1f} MB are free there: {error}. Make room and "
+            "start the same run again: it continues where this one failed."
+        ) from error
