@@ -6,8 +6,8 @@ folders of their own, the ranks of each node write a whole checkpoint: all have 
 
 A shard is written under another name, synced, read back and compared, and renamed; then the manifest gets its line
 (`calibration.resume`). `config.json` and the index come last and a file INCOMPLETE is there until then, so no loader
-takes an unfinished folder for a checkpoint, and a run that is started again continues it. Only one shard's tensors are
-in memory.
+takes an unfinished folder for a checkpoint, and a run that is started again continues it. Only one subgraph's tensors
+are in memory, or one shard's of what no subgraph holds.
 """
 
 import json
