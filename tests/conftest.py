@@ -19,7 +19,8 @@ _recorded = remembering(trace_on)
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test that is `sampled(n)`, all cases but every nth are `slow`."""
+    """Of a test that is `sampled(n)`, all cases but every nth are `slow`. The one that takes longest is begun first."""
+    items.sort(key=lambda item: "multinode" not in item.path.parts)
     seen: Counter[object] = Counter()
     for item in items:
         marker = item.get_closest_marker("sampled")

@@ -61,6 +61,7 @@ def test_an_installed_wheel_finds_its_configs(environment: Path, tmp_path: Path)
     assert (num_bits, scheme) == ("4", "W3A16")
 
 
+@pytest.mark.slow
 def test_the_console_script_of_the_wheel_lists_the_groups(environment: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [environment / "bin/lightning-compress", "compress", "--help"],

@@ -192,7 +192,7 @@ def test_batches_that_wait(schedule: str, long: int) -> None:
     assert max(ours) <= 1.25 * max(theirs), (ours, theirs)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["staged", "recompute", "block"])
 def test_a_budget_of_what_is_foreseen_to_wait_is_enough(schedule: str) -> None:
     """Nothing goes to the file. Seen to fail: with results of a batch stored before what made them is dropped."""
@@ -209,7 +209,7 @@ def test_a_budget_of_what_is_foreseen_to_wait_is_enough(schedule: str) -> None:
     assert in_file(most - 1)[1] > 0
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [0, 1])
 def test_weights_that_are_brought(monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
     """Onloading copies, as to a device. Seen to fail: with the next subgraph's weights left out at depth 1."""

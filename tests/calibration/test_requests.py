@@ -50,7 +50,7 @@ class Device:
         return copy
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["staged", "block"])
 def test_reserved_of_a_calibration(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen to fail: without the solves, with values that wait taken to be on the device, and with weights of the

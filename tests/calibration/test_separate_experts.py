@@ -143,6 +143,7 @@ def test_ranges_of_an_unrouted_expert_are_those_of_all(monkeypatch: pytest.Monke
         compress_in_memory(alone, batches(), recipe(scheme=static))
 
 
+@pytest.mark.slow
 def test_switch_transformers() -> None:
     """Its experts are in a dictionary, its router in a module."""
     torch.manual_seed(0)

@@ -246,6 +246,7 @@ def test_what_later_blocks_read_comes_from_quantized_modules(monkeypatch: pytest
     torch.testing.assert_close(gram_sum(seen["layers.1.skip"]), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("block", IN_PLACE)
 @pytest.mark.filterwarnings("ignore:.*recorded as a single call")
@@ -254,6 +255,7 @@ def test_operations_in_place(monkeypatch: pytest.MonkeyPatch, block: type[nn.Mod
     check(monkeypatch, model, dense_batches(), schedule, call=model)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("block", IN_PLACE)
 @pytest.mark.filterwarnings("ignore:.*recorded as a single call")

@@ -129,6 +129,7 @@ def test_outputs_that_values_make_as_large(model: type[nn.Module], tmp_path: Pat
     assert job.memory is not None
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*recorded as a single call")
 def test_a_model_of_images() -> None:
     """Its tower reads values; what it gives goes on as large as it is. Seen to fail: refused, for what the tower gives

@@ -42,6 +42,7 @@ def text_of(batch: Batch, tokenizer: PreTrainedTokenizerFast) -> list[str]:
     return [tokenizer.decode(row) for row in batch["input_ids"]]
 
 
+@pytest.mark.slow
 def test_the_same_configuration_gives_the_same_batches(tokenizer: PreTrainedTokenizerFast) -> None:
     config = DocsConfig(num_samples=10, max_length=32, batch_size=4)
     first, again = batches(config, tokenizer), batches(config, tokenizer)

@@ -79,6 +79,7 @@ def test_nothing_is_kept_behind_the_last_subgraph(tmp_path: Path, monkeypatch: p
     assert kept == list(range(len(report.subgraphs) - 1))
 
 
+@pytest.mark.slow
 def test_killed_between_the_manifest_and_the_activations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then one subgraph is run through again, from what was kept before it."""
 

@@ -111,7 +111,7 @@ def with_weights(where: str, build: Callable[[], nn.Module], folder: Path) -> Ca
     return lambda *args, **settings: prepare(empty, *args, weights=folder, **settings)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 @pytest.mark.filterwarnings("ignore:.* is called several times")
 @pytest.mark.parametrize(("case", "where"), [*((case, "memory") for case in CASES), *ON_DISK])
 def test_stopped_after_every_subgraph(case: str, where: str, tmp_path: Path) -> None:
@@ -393,7 +393,7 @@ def test_an_unfinished_folder_is_no_checkpoint(tmp_path: Path) -> None:
         load_compressed(tiny_llama(2), tmp_path / "out")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("where", WHERE)
 def test_killed_after_and_before_every_line(where: str, tmp_path: Path) -> None:
     """Real processes, kill -9: what the manifest holds then is not written again, and the end is the same bytes."""

@@ -69,7 +69,7 @@ def worst(phases: list[Phase]) -> dict[str, int]:
     return {name: max(p.peak for p in phases if p.name == name) for name in dict.fromkeys(p.name for p in phases)}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_calibration(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """GPTQ's worst batch and solve, with weights that come from zero to two subgraphs ahead, on a GPU, whatever CPU

@@ -64,7 +64,7 @@ if Version(transformers.__version__) < Version("5.20"):
     SHAPE_RUNS["aria_text"] = "model.layers.0.mlp.experts"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("family", sorted(CAUSAL_LM))
 def test_causal_language_models(family: str) -> None:
     """Equal logits for four shapes; and targets hidden only where the family is known to need it."""
@@ -225,6 +225,7 @@ def test_other_architectures(build: Callable[[], tuple[nn.Module, Callable[[int,
         assert_equal(graph, model, batch(*shape), **cache)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("build", [llava, qwen2_vl], ids=lambda build: build.__name__)
 def test_unrolled_images(build: Callable[[], tuple[nn.Module, Callable[[int, int], dict[str, Tensor]]]]) -> None:
     """Models that make a Python list of the images: a graph serves as many rows as it was traced with, and says so."""
@@ -244,6 +245,7 @@ def test_unrolled_images(build: Callable[[], tuple[nn.Module, Callable[[int, int
     assert any("size 0 is 3, not 2" in problem for problem in violated_guards(graph, batch(3, 13)))
 
 
+@pytest.mark.slow
 def test_images_of_several_sizes() -> None:
     """What reads where images are, and how large, are single calls; the graph serves sizes that it has not seen. Seen
     to fail: with sizes taken from one batch (the number of image tokens is a constant then)."""

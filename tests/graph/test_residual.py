@@ -200,6 +200,7 @@ def test_families(name: str) -> None:
     assert terms == {linear: list(expected) for linear, expected in FAMILIES[name].expected.items()}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families_by_values(name: str) -> None:
     """In all layers. Seen to fail with the factor of a term inverted (Granite)."""

@@ -167,6 +167,7 @@ def test_a_process_that_takes_more_is_warned_of(monkeypatch: pytest.MonkeyPatch)
     assert finished_use(beside_others, torch.device("cuda"), 5 << 28) is not None
 
 
+@pytest.mark.slow
 def test_verification_of_a_model_in_memory_counts(tmp_path: Path) -> None:
     """It is loaded a second time. Seen to fail: with that left out."""
     model = tiny_llama(8, **WIDE)

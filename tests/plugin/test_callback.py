@@ -181,7 +181,7 @@ def test_fast_dev_run_is_one_layer_and_no_files(make_trainer: Any, output_dir: P
     assert not output_dir.exists()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["auto", "ddp"])
 def test_fit_can_be_called_again(make_trainer: Any, strategy: str, output_dir: Path) -> None:
     module, callback = TinyModule(), compression(output_dir=output_dir)
@@ -280,6 +280,7 @@ class BatchSizes(BatchSizeFinder):
         self.scale_batch_size(trainer, pl_module)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("finder", [EveryEpoch, BatchSizes])
 def test_a_search_in_mid_training_does_not_compress(make_trainer: Any, finder: type[Any]) -> None:
     """It takes this callback from the trainer's. Compressing there, the second epoch trains quantized weights."""

@@ -113,6 +113,7 @@ def fp8(checkpoint: Path, tmp_path: Path) -> Path:
     return as_released(plain, tmp_path / "released", "fp8")
 
 
+@pytest.mark.slow
 def test_from_the_command(command: Command, fp8: Path, tmp_path: Path) -> None:
     """Planned, compressed and measured; what is written is read without the key."""
     arguments = (f"model.path={fp8}", *SMALL)

@@ -162,6 +162,7 @@ def test_types_on_disk_are_those_in_memory(folder: Path, save: Any, kind: str, k
     assert (torch.float32 in on_disk.values()) is keeps
 
 
+@pytest.mark.slow
 def test_experts(estimate: Any, tmp_path: Path) -> None:
     """Run as a product by groups, and packed. Seen to fail: a copy of an expert's weights for every token, 170 times as
     much; and weights that stayed as they are."""
@@ -241,6 +242,7 @@ def test_models_that_do_not_read_tokens_alone(estimate: Any, tmp_path: Path) -> 
         estimate(*bert)
 
 
+@pytest.mark.slow
 def test_words_for_flags(estimate: Any) -> None:
     """Seen to fail: `no` is a string, and true; of `trust_remote_code` too."""
     options = ("job=finetuning", "job.length=128")
@@ -284,6 +286,7 @@ def test_fine_tuning_on_ranks(estimate: Any) -> None:
     assert totals(offloaded)["step", "device"] < totals(shared)["step", "device"]
 
 
+@pytest.mark.slow
 def test_adapters(estimate: Any) -> None:
     """Seen to fail: with rules of thumb, which are for training all parameters."""
     options = ("job=finetuning", "job.length=128", "job.lora_rank=4")
@@ -307,7 +310,7 @@ def test_adapters(estimate: Any) -> None:
     assert shared["rows"][-1]["parts"]["gradients"] == trained
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "given",
     [

@@ -103,6 +103,7 @@ def test_all_ranks_have_as_many_parts_as_one_of_them_needs() -> None:
         assert job.expert_parts == number
 
 
+@pytest.mark.slow
 def test_a_budget_that_no_parts_can_keep() -> None:
     with pytest.raises(BudgetError, match=r"smallest that can is .* is with the experts of a layer in \d+ parts\.$"):
         prepare(model_of(1), batches(), HOW, memory=MemoryConfig(device_budget="4MiB"))
@@ -125,7 +126,7 @@ def in_four_parts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     return contents(folder)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", [False, True])
 def test_a_run_is_continued_in_the_parts_that_it_began_with(
     keep: bool, in_four_parts: dict[str, bytes], tmp_path: Path
@@ -210,7 +211,7 @@ def test_a_part_that_no_token_reaches_has_no_static_range() -> None:
         run(prepare(lopsided(), token_batches(2), recipe(scheme=STATIC), expert_parts=2))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::lightning_compress.export.verify.ReadBackWarning")
 @pytest.mark.parametrize("family", ["gpt_oss", "llama4_text", "mixtral"])
 def test_stacks_on_disk_come_part_by_part(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,6 +140,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
+@pytest.mark.slow
 def test_estimates(command: Command, folder: Path) -> None:
     where = ("estimate", f"model.path={folder}", *GIVEN)
     sizes = ("job.num_samples=4", "job.max_length=40", "job.batch_size=2")

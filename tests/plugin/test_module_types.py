@@ -88,6 +88,7 @@ def test_gpt2_is_what_it_is_with_linears(tmp_path: Path) -> None:
     assert torch.equal(loaded(**batches[0]).logits, model(**batches[0]).logits)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::lightning_compress.export.verify.ReadBackWarning")
 def test_gpt2_from_disk(tmp_path: Path) -> None:
     """The same bytes as from memory; and perplexity of the checkpoint, a layer at a time, is that of the model."""

@@ -110,6 +110,7 @@ def test_images_with_text(pairs: Path, tmp_path: Path) -> None:
     assert isinstance(AutoProcessor.from_pretrained(tmp_path / "out"), LlavaProcessor)
 
 
+@pytest.mark.slow
 def test_rows_with_and_without_images(pairs: Path, tmp_path: Path) -> None:
     """In one batch they are handled, as many images in each; in batches of their own they are refused, before any work,
     and so are batches of which one has more images."""
@@ -169,6 +170,7 @@ def test_methods_of_a_model_on_disk(tmp_path: Path) -> None:
     assert report.verification.passed
 
 
+@pytest.mark.slow
 def test_sizes_that_are_equal_by_chance() -> None:
     """The largest batch has as many tokens as patches; the next is recorded. Seen to fail: with the largest alone."""
     model = tiny_qwen2_vl(32, 1)
@@ -273,6 +275,7 @@ def test_sounds_with_transcripts(tmp_path: Path) -> None:
     assert report.verification.passed
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("rates")
 def test_plans_for_sounds_are_of_one_in_a_batch(tmp_path: Path, command: Command) -> None:
     """Others are refused with what makes them so. Seen to fail: with a remedy that the plan refused."""

@@ -187,6 +187,7 @@ def load_shipped(group: str, name: str) -> Any:
     return OmegaConf.load(config_dir() / group / f"{name}.yaml")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
 def test_weights_that_are_elsewhere(command: Command, checkpoint: Path, tmp_path: Path) -> None:
     """Are read from there, layer by layer. Seen to fail: with weights in memory, for there are no files in
@@ -413,7 +414,7 @@ def test_bytes_that_a_run_moves_are_those_foreseen(schedule: str, activations: i
     assert (sum(ours) > 0) == (activations is not None)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["plan", "estimate"])
 def test_what_reading_the_data_leaves_in_the_process_is_foreseen(
     module: str, command: Command, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -98,6 +98,7 @@ def test_the_least_that_any_rank_has(checkpoint: Path, data: Data, tmp_path: Pat
     assert "".join(end.stderr for end in ends).count("lightning-compress: No plan fits host=") == 1
 
 
+@pytest.mark.slow
 def test_ranks_that_are_told_different_things(checkpoint: Path, data: Data, tmp_path: Path) -> None:
     given = ("compress", f"model.path={checkpoint}", f"output_dir={tmp_path / 'out'}", "plan=auto")
     *texts, few, length = data

@@ -133,6 +133,7 @@ def test_training_afterwards_saves_its_own_steps(make_trainer: Any, tmp_path: Pa
         assert torch.load(tmp_path / "saved" / name, weights_only=True)["state_dict"]
 
 
+@pytest.mark.slow
 def test_other_runs_are_not_continued(make_trainer: Any, tmp_path: Path, output_dir: Path) -> None:
     """Each of them would start over without being asked to, or take another run's shards."""
     checkpoint = killed(make_trainer, tmp_path)

@@ -84,6 +84,7 @@ def run_by_slurm(folder: Path, *options: str) -> list[str]:
     return [end.stdout for end in ends]
 
 
+@pytest.mark.slow
 def test_preempted_and_requeued_by_slurm(whole: dict[str, bytes], tmp_path: Path) -> None:
     """The requeue signal reaches one rank in the midst of a subgraph; Lightning's handler, which requeues on rank 0,
     is called on both at its end. The requeued job goes on from the shards."""
@@ -154,7 +155,7 @@ def test_ranks_are_given_the_same(theirs: dict[str, Any], message: str) -> None:
         check_settings(settings, OfTwo(theirs=theirs))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("option", "messages"),
     [
