@@ -30,6 +30,7 @@ from lightning_compress.graph.configs import configs_of
 from lightning_compress.graph.leaf import Leaf
 from lightning_compress.graph.synthesize import parts_of
 from lightning_compress.graph.trace import Traced
+from lightning_compress.memory.files import side_by_side
 
 MANIFEST = "manifest.jsonl"
 _SCHEMA = 4
@@ -287,9 +288,8 @@ def read_manifest(folder: Path, given: Mapping[str, str], now: Begun) -> list[Fi
             ) from error
         if not all((folder / shard.name).is_file() for shard in entry.shards):
             break
-        for shard in entry.shards:
-            _check_shard(folder, entry, shard)
         finished.append(entry)
+    side_by_side(lambda of: _check_shard(folder, *of), [(entry, shard) for entry in finished for shard in entry.shards])
     whole = b"\n".join(lines[: 1 + len(finished)]) + b"\n"
     if path.read_bytes() != whole:
         replace_file(path, whole)

@@ -5,12 +5,10 @@ writing beside the next subgraph, whose end a killed run would then lose, too.
 """
 
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from stat import S_IMODE
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -18,20 +16,16 @@ from torch import Tensor
 from lightning_compress.calibration.resume import Shard, replacing
 from lightning_compress.errors import OutputDirectoryError
 from lightning_compress.export.verify import read_back
-from lightning_compress.memory.files import free_bytes
+from lightning_compress.memory.files import free_bytes, side_by_side
 
 
 def write_shards(states: Mapping[Path, Mapping[str, Tensor]]) -> list[Shard]:
-    """Write the tensors of each file, as many files at a time as torch has threads.
+    """Write the tensors of each file.
 
     Raises:
         OutputDirectoryError: one could not be written, or holds something else; the others are whole, or not there.
     """
-    num_threads = min(len(states), torch.get_num_threads())
-    if num_threads < 2:
-        return [_write_shard(path, state) for path, state in states.items()]
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="shards") as pool:
-        return list(pool.map(_write_shard, states.keys(), states.values()))
+    return side_by_side(lambda path: _write_shard(path, states[path]), list(states))
 
 
 def _write_shard(path: Path, state: Mapping[str, Tensor]) -> Shard:

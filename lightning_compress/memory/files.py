@@ -11,11 +11,12 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from huggingface_hub import parse_local_safetensors_file_metadata
@@ -27,6 +28,8 @@ from lightning_compress.memory.buffers import host_buffer
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHARDS = ".metadata"
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 _PIECE = 16 << 20
 _THREADS = 4
 _DTYPES = {
@@ -275,6 +278,18 @@ def read_into(stored: StoredTensor, buffer: Tensor) -> None:
             f"{stored.file} cannot be read: {error}. Download or copy it again; a run that writes to an output_dir "
             "can be started again and continues."
         ) from error
+
+
+def side_by_side(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    """What `work` makes of each, as many at a time as torch has threads: it waits for a disk, or digests files.
+
+    What it raises for the first of those that fail is raised here, when those that have begun have ended.
+    """
+    num_threads = min(len(items), torch.get_num_threads())
+    if num_threads < 2:
+        return [work(item) for item in items]
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="files") as pool:
+        return list(pool.map(work, items))
 
 
 def _read_piece(descriptor: int, view: memoryview, offset: int) -> None:
