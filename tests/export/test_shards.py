@@ -19,11 +19,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from lightning_compress.calibration import amounts
+from lightning_compress.calibration.footprint import footprint
+from lightning_compress.calibration.prepare import calibrating
 from lightning_compress.calibration.resume import MANIFEST
 from lightning_compress.errors import OutputDirectoryError
 from lightning_compress.export import layout
 from lightning_compress.export.checkpoint import INCOMPLETE
 from lightning_compress.export.verify import READ_BACK, verify_files
+from lightning_compress.graph.synthesize import flatten_batch
 from lightning_compress.memory.files import INDEX
 from lightning_compress.memory.store import WeightStore
 from lightning_compress.memory.tracker import LiveMemory
@@ -216,6 +219,12 @@ def test_a_large_subgraph_takes_several_shards(tmp_path: Path, monkeypatch: pyte
     assert [len(written) for written in layers] == [3, 3]
     sizes = [shard["nbytes"] for shard in first]
     assert max(sizes) <= 3 * min(sizes), sizes
+    job = prepare(tiny_llama(2), token_batches(), recipe(4), out)
+    with calibrating(job.target.root):
+        table = footprint(job.run, [flatten_batch(batch)[0] for batch in token_batches()])
+    kinds = ["writing shards" if len(line["shards"]) > 1 else "writing" for line in shards(out) if line["record"]]
+    moments = [moment for row in table for moment in row.moments if moment.what == "write"]
+    assert [kind for moment in moments for kind in moment.work] == kinds
     homes = {key.rpartition(".")[0]: shard["name"] for shard in first for key in shard["keys"]}
     assert all(homes[key.rpartition(".")[0]] == shard["name"] for shard in first for key in shard["keys"])
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "one").state_dict()
