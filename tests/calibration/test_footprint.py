@@ -100,7 +100,7 @@ SCHEDULES = ("staged", "recompute", "block", "basic")
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("how", "schedule", "dtype"),
     [

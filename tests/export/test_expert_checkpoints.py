@@ -61,7 +61,7 @@ def keys_in(folder: Path) -> set[str]:
     return found
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", sorted(READ_BY_TRANSFORMERS))
 def test_transformers_reads_them(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_it_is_said_of_weights_on_disk(tmp_path: Path) -> None:
     assert "(transformers will not read it as it is: it makes no stacks of single experts for" in report.summary()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.filterwarnings("ignore::lightning_compress.export.verify.ReadBackWarning")
 @pytest.mark.parametrize("family", [*sorted(READ_BY_TRANSFORMERS), *sorted(STACKED_ON_DISK)])
 def test_from_disk_as_from_memory(family: str, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def like(model: nn.Module) -> nn.Module:
         return type(model)._from_config(model.config, dtype=model.dtype).eval()  # type: ignore[attr-defined,no-any-return]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("weights", "inputs"),
     [

@@ -178,6 +178,7 @@ def stored_otherwise(model: nn.Module, folder: Path, is_joined: bool) -> list[We
     return [WeightConverter("experts.down_proj", "experts.down_proj", [Transpose(1, 2)])]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:The checkpoint .* was read back with lightning_compress.load_compressed")
 @pytest.mark.filterwarnings("ignore:.*were lent what all")
 @pytest.mark.parametrize("is_joined", [False, True], ids=["transposed", "joined"])

@@ -93,6 +93,7 @@ def test_weights_may_stay_on_disk(checkpoint: Path, tmp_path: Path) -> None:
     assert written["memory"] == written["disk"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("load", ["memory", "disk"])
 def test_perplexity_before_and_after(load: str, checkpoint: Path, tmp_path: Path) -> None:
     """What `evaluate` finds of the model, and of the checkpoint that is written. Seen to fail: with the second taken
@@ -189,6 +190,7 @@ def test_weights_of_a_lightning_checkpoint(checkpoint: Path, tmp_path: Path) -> 
         run_compress(config, tmp_path / "none")
 
 
+@pytest.mark.slow
 def test_multirun_writes_a_folder_per_recipe_and_evaluate_reads_them(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "my-own.yaml").write_text((config_dir() / "recipe" / "w4a16_gptq.yaml").read_text())
     done = run_command(

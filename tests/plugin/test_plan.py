@@ -321,6 +321,7 @@ def test_each_kind_of_gpu_has_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len({*names, record_of("cpu").name}) == 3
 
 
+@pytest.mark.slow
 def test_generation_is_planned_too(command: Command, tmp_path: Path) -> None:
     LlamaConfig(hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, dtype="bfloat16").save_pretrained(
         tmp_path
@@ -386,7 +387,7 @@ def test_a_file_that_is_no_plan(command: Command, checkpoint: Path, tmp_path: Pa
     )
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     ("activations", "schedule"), [*product((0, 800_000), ("staged", "recompute", "block")), (None, "staged")]
 )

@@ -86,7 +86,7 @@ def planned(command: Command, folder: Path, tmp_path: Path) -> Callable[..., dic
     return run
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -110,6 +110,7 @@ def test_ranks_that_are_told_different_things(checkpoint: Path, data: Data, tmp_
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_plan_is_for_the_ranks_that_run_it(command: Command, checkpoint: Path, data: Data, tmp_path: Path) -> None:
     """Lightning starts the other one here. Of one node's memory each of its ranks has its share."""
     where, file = (f"model.path={checkpoint}", *data), tmp_path / "plan.json"

@@ -53,7 +53,7 @@ def test_instead_of_training(whole: dict[str, bytes], tmp_path: Path) -> None:
     assert contents(tmp_path / "popen") == contents(tmp_path / "torchrun") == whole
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_sigterm_to_one_rank(rank: int, whole: dict[str, bytes], tmp_path: Path) -> None:
     """All end behind the subgraph at hand (with code 0, as Lightning has it), and the run can be continued. Seen to

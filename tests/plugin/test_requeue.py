@@ -78,7 +78,7 @@ def preempted(fit: Fit, at: int, *others: Callback, **options: Any) -> None:
         fit(sending(at, signal.SIGUSR1, signal.SIGTERM), *others, **options)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("resume", ["auto", "never"])
 @pytest.mark.parametrize("at", [2, NUM_SUBGRAPHS], ids=["amid", "last"])
 @pytest.mark.parametrize(
