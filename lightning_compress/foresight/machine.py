@@ -193,7 +193,9 @@ def named_gpu(name: str, host: Machine | None) -> Machine:
     }
     of_host = {kind: Rate(value, "assumed") for kind, value in _ASSUMED.items()}
     if host is not None:
-        of_host |= {kind: host.rates[kind] for kind in of_host if kind != "call" and kind in host.rates}
+        measured = {kind: rate for kind, rate in host.rates.items() if kind in of_host and kind != "call"}
+        families = {kind.partition(" ")[0] for kind in measured}
+        of_host = {kind: rate for kind, rate in of_host.items() if kind.partition(" ")[0] not in families} | measured
     known = {kind: Rate(value, "assumed") for kind, value in rates.items()}
     return Machine(name.lower(), "cuda", {**of_host, **known, **STARTS}, int(sheet.gib * 2**30))
 

@@ -93,6 +93,8 @@ def test_named_gpus_say_that_they_are_assumed(name: str) -> None:
     older = replace(host, rates={kind: rate for kind, rate in host.rates.items() if kind != "scratch_read"})
     rate = named_gpu(name, older).rates["scratch_read"]
     assert rate == found.rates["scratch_read"], "an earlier version's probe has no such rate"
+    older = replace(host, rates={kind: rate for kind, rate in host.rates.items() if kind != "writing shards"})
+    assert named_gpu(name, older).rate("writing shards") == 7.0, "several are written as fast as one was seen to be"
 
 
 @pytest.mark.parametrize(
