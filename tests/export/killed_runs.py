@@ -16,21 +16,31 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from helpers import contents, manifest, prepare, recipe, run, saved, tiny_llama, token_batches
 from tqdm import tqdm
 
-from lightning_compress.calibration import amounts
+from lightning_compress.calibration import amounts, resume
 from lightning_compress.calibration.resume import MANIFEST, Finished
-from lightning_compress.export import layout, writer
+from lightning_compress.export import layout, shards, writer
 from lightning_compress.plugin.job import Job
 from lightning_compress.report import html
 
+
+def together(work: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+    """As where torch has three threads; with those of OpenMP a process cannot be forked."""
+    with ThreadPoolExecutor(3) as pool:
+        return list(pool.map(work, items))
+
+
 layout._SHARD_BYTES = 1  # what no subgraph holds takes several shards
 amounts._LEAST_SPLIT_BYTES = 1 << 11  # and so does a subgraph
+shards.side_by_side = resume.side_by_side = together
 tqdm.monitor_interval = 0
 tqdm.set_lock(threading.RLock())
 html.error_figure = lambda _: ""  # which takes longer than the run
