@@ -100,7 +100,7 @@ SCHEDULES = ("staged", "recompute", "block", "basic")
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize(
     ("how", "schedule", "dtype"),
     [
@@ -139,7 +139,7 @@ def test_what_is_in_the_c_heap(monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(have_small) if least == wide else not any(have_small)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("schedule", ["staged", "block"])
 @pytest.mark.parametrize("how", ["gptq", "static"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "gemma2", "qwen3"])

@@ -52,7 +52,7 @@ def small(kind: str) -> nn.Module:
     return model
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.filterwarnings("ignore:too few tokens for many experts")
 @pytest.mark.filterwarnings("ignore::lightning_compress.export.verify.ReadBackWarning")
 @pytest.mark.parametrize(

@@ -201,6 +201,7 @@ def test_streams_that_are_changed_in_place_stay_apart(monkeypatch: pytest.Monkey
         torch.testing.assert_close(missing.double(), cross / 180, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_corrected_weights_are_nearer_to_the_original_model() -> None:
     """On samples that were not calibrated on; and nothing of the run is left behind. Seen to fail: with the correction
     subtracted."""

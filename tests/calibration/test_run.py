@@ -395,7 +395,7 @@ def test_quantized_inputs_act_in_memory() -> None:
     assert all(len(linear._forward_pre_hooks) == (name != "lm_head") for name, linear in linears(both).items())
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["staged", "recompute", "block"])
 def test_memory_does_not_grow_with_depth(monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
     """Live bytes of what a device would hold (onloaded weights, activations, statistics, the cache), counted storage

@@ -61,7 +61,7 @@ def keys_in(folder: Path) -> set[str]:
     return found
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", sorted(READ_BY_TRANSFORMERS))
 def test_transformers_reads_them(family: str, dtype: torch.dtype, tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def foreseen(job: FineTuningJob, family: str = "llama", dtype: torch.dtype = tor
         return finetune(model, job, LiveMemory())
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("job", JOBS)
 @pytest.mark.parametrize("family", FAMILIES)
@@ -74,7 +74,7 @@ def test_fake_is_real(family: str, job: str, dtype: torch.dtype) -> None:
     assert list(dict.fromkeys(phase.name for phase in fake)) == ["forward", "backward", "step"]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["lora", "qlora"])
 def test_models_that_look_at_weights(method: Method) -> None:
     """T5 casts to the type of `wo`, which transformers keeps from bitsandbytes. Seen to fail: with adapters that have

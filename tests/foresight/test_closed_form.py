@@ -141,7 +141,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("options", ADAPTERS)
 def test_adapters(dtype: torch.dtype, options: str) -> None:

@@ -77,6 +77,7 @@ def found() -> dict[tuple[str, str], Policy]:
     return {(run.system, run.model): searches[run.system](OPT[run.model], T4, run.task) for run in runs}
 
 
+@pytest.mark.slow
 def test_order_of_what_was_measured(found: dict[tuple[str, str], Policy]) -> None:
     """Table 2: FlexGen is as fast as Accelerate or faster on each model, the more so the larger the model, and both are
     slower the larger it is.

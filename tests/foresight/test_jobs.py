@@ -81,7 +81,7 @@ def test_a_short_prompt_takes_few_steps() -> None:
     assert decode.cache == 256 * prefill.cache
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("job", JOBS)
 @pytest.mark.parametrize("family", [family for family in FAMILIES if IS_RECENT or family != "opt"])
 def test_fine_tuning(family: str, job: str) -> None:

@@ -39,6 +39,7 @@ def ran(**seconds: float) -> list[dict[str, object]]:
     return [{"name": name, **times, "moved_bytes": {"disk_read": 8}, "peak_bytes": 10} for name in ("a", "b")]
 
 
+@pytest.mark.slow
 def test_every_rate_of_this_machine_is_measured_and_kept(tmp_path: Path) -> None:
     found = probe(torch.device("cpu"), tmp_path, rounds=1)
     of_gpus = {"to_device", "to_host", "duplex", "pinning", "start"}

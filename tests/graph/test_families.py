@@ -64,7 +64,7 @@ if Version(transformers.__version__) < Version("5.20"):
     SHAPE_RUNS["aria_text"] = "model.layers.0.mlp.experts"
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("family", sorted(CAUSAL_LM))
 def test_causal_language_models(family: str) -> None:
     """Equal logits for four shapes; and targets hidden only where the family is known to need it."""
@@ -212,6 +212,7 @@ def qwen2_vl_batch(rows: int, length: int, height: int = 4) -> dict[str, Tensor]
     }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("build", [bert, vit, t5, whisper, gemma3, mllama], ids=lambda build: build.__name__)
 def test_other_architectures(build: Callable[[], tuple[nn.Module, Callable[[int, int], dict[str, Tensor]]]]) -> None:
     """Encoders, encoder-decoders and vision-language models: equal logits for four shapes, nothing falls back."""

@@ -207,6 +207,7 @@ def test_spans_hold_the_calls_of_their_modules() -> None:
         assert not [n for n in outside if isinstance(n.target, Leaf) and n.target.name.startswith(span.name + ".")]
 
 
+@pytest.mark.slow
 def test_looking_repeated_operations_up_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """As models of many layers have it."""
     model, batch = causal_lm("llama"), token_batch(2, 9)

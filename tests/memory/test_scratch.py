@@ -152,6 +152,7 @@ def test_values_that_are_changed_in_place(monkeypatch: pytest.MonkeyPatch) -> No
     assert all(torch.equal(*pair) for pair in zip(*weights, strict=True))
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_samples() -> None:
     """Four times the batches, the same peak but for the batches themselves."""
     peaks = []

@@ -50,7 +50,7 @@ def albert() -> nn.Module:
     return AlbertModel(AlbertConfig(vocab_size=64, intermediate_size=16, **sizes)).eval()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("schedule", ["staged", "block"])
 def test_the_result_is_that_of_the_model_in_memory(tmp_path: Path, schedule: str, dtype: torch.dtype) -> None:
@@ -95,6 +95,7 @@ def test_what_asks_for_gradients_makes_no_difference(tmp_path: Path) -> None:
         assert {parameter.requires_grad for parameter in other.parameters()} == {trained}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.* is called several times")
 def test_tied_embeddings_and_shared_layers(tmp_path: Path) -> None:
     """A weight of many places is read for all of them; a layer that is solved is read from the output afterwards."""
@@ -178,7 +179,7 @@ def stored_otherwise(model: nn.Module, folder: Path, is_joined: bool) -> list[We
     return [WeightConverter("experts.down_proj", "experts.down_proj", [Transpose(1, 2)])]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.filterwarnings("ignore:The checkpoint .* was read back with lightning_compress.load_compressed")
 @pytest.mark.filterwarnings("ignore:.*were lent what all")
 @pytest.mark.parametrize("is_joined", [False, True], ids=["transposed", "joined"])

@@ -84,6 +84,7 @@ def test_inference(estimate: Any) -> None:
     assert "Linear layers but the last, and experts, have 4 bits" in said
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("rates")
 def test_a_configuration_as_a_file(command: Command, folder: Path) -> None:
     """Where no weights are needed; elsewhere it is refused before anything is done. Seen to fail: without the refusal,

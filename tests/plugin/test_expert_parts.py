@@ -68,6 +68,7 @@ def test_the_same_weights_in_parts(tmp_path: Path) -> None:
         assert record.error == pytest.approx(errors[record.module], rel=0.05), record.module
 
 
+@pytest.mark.slow
 def test_a_budget_asks_for_parts(tmp_path: Path) -> None:
     """The experts' Grams of a part and its values are all that is there; seen to fail: with those of all."""
     model = model_of(num_experts=32)
@@ -94,6 +95,7 @@ class Others(SingleProcess):
         return [value, 4] if what == "comparing the parts of experts" else [value, value]
 
 
+@pytest.mark.slow
 def test_all_ranks_have_as_many_parts_as_one_of_them_needs() -> None:
     """Seen to fail: with the fewest."""
     settings = Settings(load_recipe(HOW), None, memory=MemoryConfig(device_budget="100MiB"))
@@ -147,6 +149,7 @@ def test_a_run_is_continued_in_the_parts_that_it_began_with(
     assert again.expert_parts == 1, "a finished run is replaced by one of its own"
 
 
+@pytest.mark.slow
 def test_weights_come_part_by_part(tmp_path: Path) -> None:
     """From disk, and into a shard of their own each."""
     model = model_of(1)

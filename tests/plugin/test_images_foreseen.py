@@ -54,6 +54,7 @@ def processor() -> Any:
     return llava_processor(WORDS)
 
 
+@pytest.mark.slow
 def test_a_calibration_is_foreseen_as_it_is_on_images() -> None:
     """The table is that of a model with weights, prepared on as many images. Seen to fail: on text alone, which knows
     of no tower."""

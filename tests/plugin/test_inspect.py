@@ -115,6 +115,7 @@ def test_layers_of_text_and_of_cross_attention(command: Command, checkpoint: Pat
     assert "It could not be recorded on an image and a word: " in text
 
 
+@pytest.mark.slow
 def test_all_that_it_was_tried_on(command: Command, tmp_path: Path) -> None:
     """Seen to fail: with the last reason alone."""
     model = MllamaForConditionalGeneration(MllamaConfig(vision_config=VISION, text_config=TEXT, image_token_index=98))
@@ -128,6 +129,7 @@ def test_all_that_it_was_tried_on(command: Command, tmp_path: Path) -> None:
     assert "cannot record model.language_model.layers.0.self_attn" in text
 
 
+@pytest.mark.slow
 def test_a_run_onloads_layers_of_text_and_of_cross_attention_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Onloading copies, as to a device: what is not where it was is there. Seen to fail: with weights that stay, and
     with sequential targets that hold all layers."""

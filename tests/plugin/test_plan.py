@@ -199,6 +199,7 @@ def test_weights_that_are_elsewhere(command: Command, checkpoint: Path, tmp_path
     assert "weights from disk," in command("compress", *given, "plan=auto", "calibration.schedule=block")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
 def test_recipes_that_run_nothing_are_planned_as_such(command: Command, checkpoint: Path, tmp_path: Path) -> None:
     given = (
@@ -387,7 +388,7 @@ def test_a_file_that_is_no_plan(command: Command, checkpoint: Path, tmp_path: Pa
     )
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("activations", "schedule"), [*product((0, 800_000), ("staged", "recompute", "block")), (None, "staged")]
 )

@@ -166,6 +166,7 @@ def test_a_plan_in_words(command: Command, folder: Path, tmp_path: Path, monkeyp
     assert ", bubble " in said
 
 
+@pytest.mark.slow
 def test_less_memory_is_slower_and_takes_other_ways(planned: Callable[..., dict[str, Any]]) -> None:
     """Seen to fail: with the slowest plan that fits."""
     few = ("ranks=2", "job.batch_size=4", "layout.tensor=1")
@@ -179,6 +180,7 @@ def test_less_memory_is_slower_and_takes_other_ways(planned: Callable[..., dict[
     assert max(plans[1]["saved_s"].values()) == pytest.approx(plans[1]["best"]["seconds"] - roomiest["seconds"])
 
 
+@pytest.mark.slow
 def test_what_does_not_fit(command: Command, folder: Path) -> None:
     """The budgets that would do are said, and do. Seen to fail: with bytes of tensors for the card's."""
     given = ("plan", f"model.path={folder}", "gpu=rtx4090", *JOB, "ranks=2")

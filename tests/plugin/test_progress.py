@@ -91,6 +91,7 @@ def test_checkpoints_between_subgraphs_are_small_and_plain(make_trainer: Any, tm
         assert (tmp_path / "saved" / name).stat().st_size < 20_000
 
 
+@pytest.mark.slow
 def test_a_checkpoint_continues_its_run(make_trainer: Any, tmp_path: Path, output_dir: Path) -> None:
     """The manifest knows of a subgraph more than the checkpoint does, and is right."""
     make_trainer(compression(output_dir=tmp_path / "whole", when="only")).fit(TinyModule(), loader())

@@ -110,7 +110,7 @@ def test_requeued_after_a_training(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.ckpt"))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
 def test_after_a_training(strategy: str, tmp_path: Path) -> None:
     """The calibration data is the training data, undivided; what is spawned takes its report with it."""

@@ -101,6 +101,7 @@ def test_nothing_is_quantized_twice(fit: Fit, tmp_path: Path, when: str, strateg
     assert checkpoints(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_job_may_be_requeued_again(fit: Fit, tmp_path: Path) -> None:
     how = {"when": "after_train", "strategy": "auto"}
     fit(folder="whole", **how)

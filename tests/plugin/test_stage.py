@@ -173,6 +173,7 @@ def test_a_timer_that_ended_training_does_not_end_compression(make_trainer: Any)
     assert not callback.report.is_partial
 
 
+@pytest.mark.slow
 def test_a_timer_ends_a_compression_behind_a_training(make_trainer: Any) -> None:
     """Seen to fail: with the end of the training as the time that it is by its clock."""
     callback, slow = compression(), Bystander(lambda: time.sleep(2.1), duration={"seconds": 2})

@@ -189,6 +189,7 @@ def test_init_module_takes_the_precision(make_trainer: Any) -> None:
     assert {buffer.device.type for buffer in module.buffers()} == {"cpu"}
 
 
+@pytest.mark.slow
 def test_a_module_with_more_than_a_transformers_model(make_trainer: Any, tmp_path: Path, output_dir: Path) -> None:
     """Folders of transformers name the inner model's tensors; the head is in memory, or in a Lightning checkpoint."""
     reference = trained(make_trainer, tmp_path / "trained.ckpt", Headed)
