@@ -49,6 +49,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "env"
 
 
+@pytest.mark.slow
 def test_an_installed_wheel_finds_its_configs(environment: Path, tmp_path: Path) -> None:
     """Fails if the configs are left out of the wheel, or are found in the source checkout only."""
     done = subprocess.run(

@@ -334,6 +334,7 @@ class Skip(nn.Module):
         return self.layers[0](outputs[-1] + outputs[4])
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.filterwarnings("ignore:.* is called several times")
 @pytest.mark.parametrize("schedule", ["staged", "recompute", "block"])
 @pytest.mark.parametrize("make", [lambda: tiny_llama(5), Skip])

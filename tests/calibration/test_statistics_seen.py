@@ -270,6 +270,7 @@ def test_operations_in_place_with_values_that_wait_in_a_file(
     check(monkeypatch, model, dense_batches(), schedule, call=model, memory=MemoryConfig(activation_budget=0))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.filterwarnings("ignore:.*recorded as a single call")
 def test_opaque_layers(monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
@@ -476,6 +477,7 @@ def test_static_input_ranges_skip_padding(monkeypatch: pytest.MonkeyPatch) -> No
         torch.testing.assert_close(ranges[1][name], expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:.*recorded as a single call", "ignore:.*output shape is taken from a run")
 @pytest.mark.parametrize(("num_padding", "algorithm"), [(0, "gptq"), (150, "gptq"), (150, "rtn")])
 def test_padding_of_sounds_that_is_not_known_in_frames_is_told(num_padding: int, algorithm: str) -> None:

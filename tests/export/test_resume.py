@@ -365,6 +365,7 @@ def test_too_small_a_disk_is_found_before_the_work(tmp_path: Path, monkeypatch: 
     run(prepare(tiny_llama(3), token_batches(), recipe(4), tmp_path / "whole", verify=False))
 
 
+@pytest.mark.slow
 def test_a_source_that_is_cut_off_in_mid_run(tmp_path: Path) -> None:
     """The error names the file; what was finished stays, and the run goes on when the file is whole again."""
     make = with_weights("disk", lambda: tiny_llama(4), tmp_path / "in")

@@ -74,6 +74,7 @@ def wav2vec2() -> tuple[nn.Module, list[Batch]]:
     return Wav2Vec2ForCTC(config), [{"input_values": torch.randn(2, length)} for length in (400, 560, 401, 777)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore:.*recorded as a single call", "ignore:.*output shape is taken from a run")
 @pytest.mark.parametrize("build", [idefics3, mistral3, wav2vec2], ids=lambda build: build.__name__)
 def test_sizes_that_differ_among_batches_are_free(build: Callable[[], tuple[Any, Sequence[Batch]]]) -> None:

@@ -124,6 +124,7 @@ def test_members_called_with_keywords() -> None:
     assert_same(model, graph, toy_batch(3, 4))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("shape", [(1, 7), (2, 1), (1, 1), (3, 9), (4, 4)])
 def test_any_batch_may_be_the_one_that_is_traced(shape: tuple[int, int]) -> None:
     """Also rows that equal the length, one row, one token."""

@@ -109,6 +109,7 @@ def test_tied_embeddings_and_shared_layers(tmp_path: Path) -> None:
         assert contents(tmp_path / f"{name}-out") == contents(tmp_path / f"{name}-memory")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.* is called several times")
 @pytest.mark.filterwarnings("ignore:The checkpoint .* was read back with lightning_compress.load_compressed")
 @pytest.mark.filterwarnings("ignore:.*were lent what all")
@@ -226,6 +227,7 @@ def test_what_bringing_into_another_form_takes(
     assert [budgets.converting for budgets in given] == [source.converting // parts]
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_depth(tmp_path: Path) -> None:
     peaks = []
     for depth in (2, 6):

@@ -298,6 +298,7 @@ def test_a_name_is_shown_and_followed_as_it_is(
     assert list((tmp_path / "café[/bold]:key:_logs").rglob("metrics.csv"))
 
 
+@pytest.mark.slow
 def test_an_unfinished_compression_is_not_read(command: Command, checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "begun").mkdir()
     (tmp_path / "begun" / "INCOMPLETE").touch()
@@ -403,6 +404,7 @@ def test_an_ended_run_is_no_success(run: Callable[[], None], code: int) -> None:
     assert ended.value.code == code
 
 
+@pytest.mark.slow
 def test_a_run_that_is_told_to_stop_is_no_success_and_the_same_command_continues(
     command: Command, checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -413,6 +415,7 @@ def test_a_run_that_is_told_to_stop_is_no_success_and_the_same_command_continues
     assert (tmp_path / "out" / "report.html").is_file()
 
 
+@pytest.mark.slow
 def test_a_trial_names_no_files(command: Command, checkpoint: Path, tmp_path: Path) -> None:
     given = [f"model.path={checkpoint}", f"output_dir={tmp_path / 'out'}", *SMALL, "+trainer.fast_dev_run=true"]
     assert "report: " not in command("compress", *given)

@@ -181,6 +181,7 @@ class TwoModelsWithStep(TwoModels):
         return logits
 
 
+@pytest.mark.slow
 def test_two_models_need_a_calibration_step(compressor: Compressor) -> None:
     with pytest.raises(UnsupportedModelError, match=r"TwoModels holds several.*calibration_step\(self, batch\)"):
         compressor.compress(TwoModels(), recipe=GPTQ, output_dir=None, dataloaders=loader())

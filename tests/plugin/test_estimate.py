@@ -262,6 +262,7 @@ def test_flags_are_those_of_the_command() -> None:
     assert type(config.data.loader.packing) is type(config.data.loader.deep.verify) is int
 
 
+@pytest.mark.slow
 def test_more_tokens_than_positions_are_told(estimate: Any) -> None:
     for options in (("job=inference", "job.context=4096", "job.new_tokens=1"), ("job=finetuning", "job.length=4097")):
         _, said = estimate(*options)

@@ -297,6 +297,7 @@ def test_plans_for_sounds_are_of_one_in_a_batch(tmp_path: Path, command: Command
     assert "has 1 rows, and 2 are needed" in refused(command, *run)
 
 
+@pytest.mark.slow
 @UNREAD_BY_OLDER
 @pytest.mark.usefixtures("rates")
 def test_text_for_an_encoder_and_a_decoder(checkpoint: Path, tmp_path: Path, command: Command) -> None:

@@ -43,6 +43,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     return contents(folder)
 
 
+@pytest.mark.slow
 def test_instead_of_training(whole: dict[str, bytes], tmp_path: Path) -> None:
     """Eleven samples, shuffled: Lightning's own samplers would pad them, and take every second one for a rank. No
     rank draws bars of the checkpoint that is read back (seen to fail: without `no_bars`)."""

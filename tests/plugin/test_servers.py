@@ -27,6 +27,7 @@ def apart(pattern: str) -> list[dict[str, Any]]:
     return [{"modifiers": others}, recipe(4, ignore=["lm_head", pattern])]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore::lightning_compress.export.verify.ReadBackWarning")
 @pytest.mark.parametrize(
     ("make", "pattern", "said"),
@@ -45,6 +46,7 @@ def test_what_servers_fuse_has_one_scheme(
         assert "vLLM" in report.notes[0]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.filterwarnings("ignore::lightning_compress.export.verify.ReadBackWarning")
 @pytest.mark.parametrize(
     ("make", "pattern"),
