@@ -240,10 +240,12 @@ def test_shards_are_written_side_by_side(tmp_path: Path, monkeypatch: pytest.Mon
     """As many as torch has threads; one that fails leaves the others whole, and the run goes on. Seen to fail: with one
     after the other, where none comes to meet the first."""
     monkeypatch.setattr(amounts, "_LEAST_SPLIT_BYTES", 1 << 11)
+    torch.set_num_threads(3)
     compress(tiny_llama(2), token_batches(), recipe(4), tmp_path / "alone")
     lines = [[shard["name"] for shard in line["shards"]] for line in shards(tmp_path / "alone")]
     first = next(names for names in lines if len(names) > 1)
-    out, together = tmp_path / "out", Barrier(len(first), timeout=60)
+    out, together = tmp_path / "out", Barrier(3, timeout=60)
+    assert len(first) == 3
 
     def meet(state: Any, path: Path, metadata: Any) -> None:
         save_file(state, path, metadata=metadata)
@@ -255,7 +257,6 @@ def test_shards_are_written_side_by_side(tmp_path: Path, monkeypatch: pytest.Mon
 
     fails: list[Path] = []
     monkeypatch.setattr(SAVE, meet)
-    torch.set_num_threads(len(first))
     with pytest.raises(OutputDirectoryError, match=rf"{first[1]} .* could not be written.*continues"):
         compress(tiny_llama(2), token_batches(), recipe(4), out)
     before = [name for names in lines[: lines.index(first)] for name in names]
