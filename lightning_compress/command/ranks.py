@@ -13,6 +13,7 @@ from lightning_compress.distributed.bars import bars_of_first
 from lightning_compress.distributed.collective import Collective, SingleProcess, closing_all
 from lightning_compress.errors import CompressionError
 from lightning_compress.plugin import compat
+from lightning_compress.plugin.strategy import check_srun
 
 
 @contextmanager
@@ -21,7 +22,7 @@ def ranks_of(trainer: pl.Trainer) -> Iterator[Collective]:
     are shown by the first.
 
     Raises:
-        CompressionError: a multirun, which every rank would run anew.
+        CompressionError: a multirun, which every rank would run anew; a SLURM job's tasks that srun has not started.
     """
     if compat.starts_scripts(trainer) and HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
         raise CompressionError(
@@ -33,6 +34,7 @@ def ranks_of(trainer: pl.Trainer) -> Iterator[Collective]:
         trainer.accelerator.setup_device(strategy.root_device)  # of several cards the one that is meant
         yield SingleProcess()  # other strategies are refused by `fit`; what is spawned has no script of its own
         return
+    check_srun(strategy.cluster_environment)
     if strategy.launcher is None:
         strategy.setup_environment()
     else:

@@ -4,6 +4,7 @@ What a plain strategy would do to a model that does not fit the device, and what
 each method. Registered as "sequential_onload".
 """
 
+import os
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -12,12 +13,14 @@ from typing import Any, TypeGuard, final
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
-from lightning_compress.errors import UnsupportedModelError
+from lightning_compress.errors import CompressionError, UnsupportedModelError
 from lightning_compress.memory.placement import MemoryConfig
 from lightning_compress.memory.source import is_on_meta, parameters_on_meta
 from lightning_compress.plugin import compat
@@ -70,6 +73,7 @@ class SequentialOnloadStrategy(DDPStrategy):
     def setup_distributed(self) -> None:
         # called before data and model are prepared
         if self._needs_process_group:
+            check_srun(self.cluster_environment)
             try:
                 super().setup_distributed()
             except Exception:  # ranks that this one has started would wait for it
@@ -248,4 +252,20 @@ def check_precision(precision: str, model: nn.Module) -> None:
         raise UnsupportedModelError(
             f"Trainer(precision={precision!r}) contradicts the weights, which are {names}. This strategy never casts "
             f"weights: load the model in {wanted}, or leave `precision` out."
+        )
+
+
+def check_srun(environment: ClusterEnvironment | None) -> None:
+    """Called before ranks look for one another.
+
+    Raises:
+        CompressionError: a SLURM job of several tasks, none of which srun has started: Lightning would wait for them.
+    """
+    if not isinstance(environment, SLURMEnvironment) or "SLURM_STEP_ID" in os.environ:
+        return
+    if (number := environment.world_size()) > 1:
+        raise CompressionError(
+            f"This SLURM job has {number} tasks, but srun did not start this process, so it would wait for "
+            f"{number - 1} others. Put srun before the command, in the batch script too; for one process alone give "
+            "the job --nodes=1 --ntasks-per-node=1."
         )

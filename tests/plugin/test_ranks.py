@@ -25,6 +25,7 @@ from lightning_compress.recipe.load import load_recipe
 from .conftest import TinyModule
 
 SCRIPT = str(Path(__file__).with_name("trainer_of_ranks.py"))
+COMMAND = Path(sys.executable).with_name("lightning-compress")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
@@ -75,7 +76,13 @@ def free_port() -> str:
 def run_by_slurm(folder: Path, *options: str) -> list[str]:
     """The script in the two tasks of a job, whose `scontrol` cannot be found; what they said."""
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2"}
-    job |= {"SLURM_NNODES": "1", "SLURM_NODEID": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    job |= {
+        "SLURM_STEP_ID": "0",
+        "SLURM_NNODES": "1",
+        "SLURM_NODEID": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_port(),
+    }
     tasks = [
         Script(SCRIPT, "out", "--devices=2", *options, cwd=folder, **job, SLURM_PROCID=rank, SLURM_LOCALID=rank)
         for rank in ("0", "1")
@@ -177,8 +184,7 @@ def test_what_is_wrong_with_data_is_known_before_the_training(option: str, messa
 def run_command(*of_ranks: list[str]) -> list[Ended]:
     """The command on as many ranks as it is given arguments for."""
     shared = {"LOCAL_WORLD_SIZE": str(len(of_ranks)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    command = Path(sys.executable).with_name("lightning-compress")
-    ranks = [Script(command, *given, LOCAL_RANK=str(rank), **shared) for rank, given in enumerate(of_ranks)]
+    ranks = [Script(COMMAND, *given, LOCAL_RANK=str(rank), **shared) for rank, given in enumerate(of_ranks)]
     return [rank.wait() for rank in ranks]
 
 
@@ -232,6 +238,20 @@ def test_an_error_is_said_once(checkpoint: Path, texts: tuple[str, str]) -> None
     assert "Rank 0 of 2 could not go on with comparing model and data to be evaluated" in here.stderr
     assert "Rank 1 failed:" in here.stderr
     assert message not in here.stderr
+
+
+def test_a_job_without_srun_waits_for_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Seen in a job of a real cluster: the batch script's own process has the variables of the first task."""
+    job = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "2"}
+    job |= {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "MASTER_ADDR": "127.0.0.1"}
+    message = "This SLURM job has 4 tasks, but srun did not start this process, so it would wait for 3 others."
+    ended = Script(COMMAND, "evaluate", "model.path=/nowhere", "trainer=cpu", **job).wait()
+    assert (ended.returncode, message in ended.stderr) == (1, True), ended.stderr
+    for name, value in job.items():
+        monkeypatch.setenv(name, value)
+    trainer = pl.Trainer(accelerator="cpu", devices=2, num_nodes=2, strategy="sequential_onload", max_epochs=1)
+    with pytest.raises(CompressionError, match=message):
+        trainer.fit(TinyModule())
 
 
 def test_where_the_port_is_taken_nobody_stays(monkeypatch: pytest.MonkeyPatch) -> None:
