@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import contents, padded, prepare, recipe, run, tiny_llama, token_batches
+from helpers import UNREAD_BY_OLDER, contents, padded, prepare, recipe, run, tiny_llama, token_batches
 from test_resume import CASES, stopped, with_weights
 
 from lightning_compress.calibration import boundary, loop
@@ -40,6 +40,7 @@ IN_MEMORY = [(case, "memory") for case in CASES if case not in ("recompute", "bf
 
 
 @pytest.mark.sampled(5)
+@UNREAD_BY_OLDER
 @pytest.mark.filterwarnings("ignore:.* is called several times")
 @pytest.mark.parametrize(("case", "where"), [*IN_MEMORY, ("block", "disk")])
 def test_stopped_after_every_subgraph(case: str, where: str, tmp_path: Path, steps: list[int]) -> None:

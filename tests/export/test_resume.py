@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import (
+    UNREAD_BY_OLDER,
     Skipping,
     compress,
     contents,
@@ -112,6 +113,7 @@ def with_weights(where: str, build: Callable[[], nn.Module], folder: Path) -> Ca
 
 
 @pytest.mark.sampled(9)
+@UNREAD_BY_OLDER
 @pytest.mark.filterwarnings("ignore:.* is called several times")
 @pytest.mark.parametrize(("case", "where"), [*((case, "memory") for case in CASES), *ON_DISK])
 def test_stopped_after_every_subgraph(case: str, where: str, tmp_path: Path) -> None:
