@@ -106,9 +106,11 @@ def test_a_job_that_is_requeued(on_cluster: Run, checkpoint: Path, texts: tuple[
 
     (tmp_path / "job.sbatch").write_text(batch_script(*options, f"output_dir={out}"))
     submit = ("sbatch", "--parsable", "--open-mode=append", f"--output={said}", str(tmp_path / "job.sbatch"))
-    job = on_cluster(*submit)
+    said.touch()
+    job, until = on_cluster(*submit), time.monotonic() + 300
     while not (out / MANIFEST).is_file() or (out / MANIFEST).read_bytes().count(b"\n") < 4:
         assert on_cluster(*STATE, job) in ("PD", "CF", "R"), said.read_text()
+        assert time.monotonic() < until, said.read_text()
         time.sleep(0.05)
     on_cluster("scancel", "--signal=USR1", job)
     until = time.monotonic() + 300

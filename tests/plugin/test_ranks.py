@@ -240,7 +240,7 @@ def test_an_error_is_said_once(checkpoint: Path, texts: tuple[str, str]) -> None
     assert message not in here.stderr
 
 
-def test_a_job_without_srun_waits_for_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_job_without_srun_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen in a job of a real cluster: the batch script's own process has the variables of the first task."""
     job = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "2"}
     job |= {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "MASTER_ADDR": "127.0.0.1"}
