@@ -140,7 +140,8 @@ def truth(model: nn.Module, do: Callable[[], object]) -> tuple[int, int | None]:
         do()
         return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     held = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profiler:
         do()
     results = profiler.profiler.kineto_results
     events = sorted((event.start_ns(), event.nbytes()) for event in results.events() if event.name() == "[memory]")

@@ -29,6 +29,13 @@ def ranks_of(trainer: pl.Trainer) -> Iterator[Collective]:
             f"A multirun with trainer.devices={trainer.num_devices} would start the whole sweep anew in every rank. "
             "Start the ranks from outside (torchrun, srun), or run the recipes one by one."
         )
+    with compat.holding_requeue(trainer), _met(trainer) as ranks:
+        yield ranks
+
+
+@contextmanager
+def _met(trainer: pl.Trainer) -> Iterator[Collective]:
+    """The trainer's ranks, which have met."""
     strategy = trainer.strategy
     if trainer.world_size == 1 or not isinstance(strategy, DDPStrategy) or compat.spawns(trainer):
         trainer.accelerator.setup_device(strategy.root_device)  # of several cards the one that is meant

@@ -7,10 +7,9 @@ import inspect
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
-from pathlib import Path
 from types import FrameType
 from typing import Any, Self, cast, final
 
@@ -18,7 +17,6 @@ import lightning
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.fabric.utilities.data import _update_dataloader
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.wrappers import _FabricModule
@@ -44,7 +42,6 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_compress.distributed.collective import Collective, ProcessGroup, SingleProcess
 from lightning_compress.errors import CalibrationDataError
-from lightning_compress.graph.restore import owning
 
 TESTED_MINOR = (2, 6)
 
@@ -140,23 +137,38 @@ def collective(trainer: pl.Trainer) -> Collective:
 
 
 @final
+class _Held(_HandlersCompose):
+    """What Lightning answers to a signal, kept for later."""
+
+    def __init__(self, handlers: list[Any]) -> None:
+        super().__init__(handlers)
+        self.is_received = False
+
+    def __call__(self, signum: int, frame: FrameType | None) -> None:
+        self.is_received = True
+
+
+@final
 class HeldSignals:
     """Inside, what ranks get of the signals that Lightning answers to waits until all are at the same place.
 
     Lightning's handler of SIGTERM meets the other ranks, at once; where those wait for this rank in another operation,
-    none would go on. That of SLURM's requeue signal does something on rank 0 only, whichever rank got it.
-    One rank has nobody to meet, and answers at once.
+    none would go on. That of SLURM's requeue signal does something on rank 0 only, whichever rank got it, and SLURM
+    ends the job then: what waits is not computed in vain.
     """
 
     def __init__(self, trainer: pl.Trainer, collective: Collective) -> None:
-        found = {signum: signal.getsignal(signum) for signum in signal.valid_signals() if collective.size > 1}
+        found = {signum: signal.getsignal(signum) for signum in signal.valid_signals()}
         self._handlers = {signum: of for signum, of in found.items() if isinstance(of, _HandlersCompose)}
+        self._held = {
+            signum: of if isinstance(of, _Held) else _Held(cast(list[Any], of.signal_handlers))
+            for signum, of in self._handlers.items()
+        }
         self._connector, self._collective = trainer._signal_connector, collective
-        self._received: list[signal.Signals] = []
 
     def __enter__(self) -> Self:
-        for signum in self._handlers:
-            signal.signal(signum, lambda number, _: self._received.append(signal.Signals(number)))
+        for signum, held in self._held.items():
+            signal.signal(signum, held)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -165,19 +177,38 @@ class HeldSignals:
                 self.answer(requeues=False)  # what is finished needs no continuing
         finally:
             for signum, handler in self._handlers.items():
-                signal.signal(signum, cast(Callable[[int, FrameType | None], None], handler))
-            self._connector.received_sigterm |= signal.SIGTERM in self._received
+                self._connector._register_signal(signum, handler)
+            held = self._held.get(signal.SIGTERM)
+            self._connector.received_sigterm |= held is not None and held.is_received
 
     def answer(self, *, requeues: bool = True) -> None:
         """Called by all ranks together; what one of them got, all answer, or of it only SIGTERM."""
-        received, self._received = self._received, []
+        received = [signum for signum, held in self._held.items() if held.is_received]
+        for signum in received:
+            self._held[signum].is_received = False
         for signum in sorted(set(chain(*self._collective.gather(received, "the signals that they got")))):
             if not requeues and signum != signal.SIGTERM:
                 continue
             self._connector.received_sigterm |= signum == signal.SIGTERM
-            handlers = self._handlers[signum].signal_handlers
+            handlers = self._held[signum].signal_handlers
             others = [handler for handler in handlers if handler != self._connector._sigterm_notifier_fn]
             _HandlersCompose(others)(signum, sys._getframe())
+
+
+@contextmanager
+def holding_requeue(trainer: pl.Trainer) -> Iterator[None]:
+    """Inside, SLURM's requeue signal waits for a subgraph that is finished, where a run goes on from; if none follows,
+    it is forgotten. Outside of the trainer's functions, nothing would handle it, so that it would end the process."""
+    environment, connector = trainer._accelerator_connector.cluster_environment, trainer._signal_connector
+    signum = environment.requeue_signal if isinstance(environment, SLURMEnvironment) else None
+    if signum is None or not requeues(trainer) or connector._has_already_handler(signum):
+        yield
+        return
+    connector._register_signal(signum, _Held([connector._slurm_sigusr_handler_fn]))
+    try:
+        yield
+    finally:
+        connector._register_signal(signum, signal.SIG_DFL)
 
 
 def requeues(trainer: pl.Trainer) -> bool:
@@ -198,27 +229,6 @@ def save_beside(trainer: pl.Trainer, added: Mapping[str, Any]) -> str:
     checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False) | dict(added)
     trainer.strategy.save_checkpoint(checkpoint, path)
     return path
-
-
-def rename_checkpoint(trainer: pl.Trainer, path: str, to: str) -> None:
-    """Called by all ranks, of which the first does it."""
-    if trainer.is_global_zero:
-        get_filesystem(path).mv(path, to)
-
-
-@contextmanager
-def saving_for_requeued(trainer: pl.Trainer, save: Callable[[str], None]) -> Iterator[None]:
-    """Inside, Lightning calls `save` with the path of the checkpoint that it would save for a requeued job."""
-    save_checkpoint = trainer.save_checkpoint
-
-    def save_other(filepath: str | Path, *args: Any, **options: Any) -> None:
-        if Path(filepath).name.startswith("hpc_ckpt_"):
-            save(str(filepath))
-        else:
-            save_checkpoint(filepath, *args, **options)
-
-    with owning(trainer, {"save_checkpoint": save_other}):
-        yield
 
 
 def restore_weights_only(trainer: pl.Trainer) -> None:

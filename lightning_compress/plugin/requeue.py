@@ -11,13 +11,17 @@ under Lightning's own name from the start, since any job that starts in that fol
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_compress.graph.restore import owning
 from lightning_compress.plugin import compat
 
 TRAINED_KEY = "lightning_compress.trained"
@@ -88,11 +92,11 @@ def _left_to_requeued(trainer: pl.Trainer, trained: str | None) -> Iterator[None
         kept = "" if trained is None else f" and the trained weights in {path}"
         rank_zero_info(f"No half quantized weights are saved: a requeued job goes on from the output_dir{kept}.")
         if trained is not None:
-            compat.rename_checkpoint(trainer, trained, path)
+            _rename(trainer, trained, path)
             trained = path
 
     try:
-        with compat.saving_for_requeued(trainer, leave):
+        with _saving_instead(trainer, leave):
             yield
     except BaseException as error:
         if trained is not None:
@@ -100,3 +104,24 @@ def _left_to_requeued(trainer: pl.Trainer, trained: str | None) -> Iterator[None
         raise
     if trained is not None and not is_requeued and not trainer.received_sigterm:
         trainer.strategy.remove_checkpoint(trained)
+
+
+def _rename(trainer: pl.Trainer, path: str, to: str) -> None:
+    """Called by all ranks, of which the first does it."""
+    if trainer.is_global_zero:
+        get_filesystem(path).mv(path, to)
+
+
+@contextmanager
+def _saving_instead(trainer: pl.Trainer, save: Callable[[str], None]) -> Iterator[None]:
+    """Inside, Lightning calls `save` with the path of the checkpoint that it would save for a requeued job."""
+    save_checkpoint = trainer.save_checkpoint
+
+    def save_other(filepath: str | Path, *args: Any, **options: Any) -> None:
+        if Path(filepath).name.startswith("hpc_ckpt_"):
+            save(str(filepath))
+        else:
+            save_checkpoint(filepath, *args, **options)
+
+    with owning(trainer, {"save_checkpoint": save_other}):
+        yield

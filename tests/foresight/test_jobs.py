@@ -149,7 +149,8 @@ def test_an_independent_witness(job: InferenceJob | FineTuningJob) -> None:
     with on_fakes(model):
         foreseen = max(phase.peak for phase in run())
     held = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profiler:
         run()
     events = profiler.profiler.kineto_results.events()
     changes = [size for _, size in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")]

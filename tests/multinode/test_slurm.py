@@ -92,10 +92,14 @@ def batch_script(*options: str) -> str:
     return re.sub(r"(per-node|per-task)=8", lambda found: f"{found[1]}={2 if found[1] == 'per-node' else 1}", changed)
 
 
+def num_lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.is_file() else 0
+
+
 @pytest.mark.slow
 def test_a_job_that_is_requeued(on_cluster: Run, checkpoint: Path, texts: tuple[str, str], tmp_path: Path) -> None:
-    """Two nodes, two tasks each. The requeue signal comes amid; the job goes on when Slurm starts it again, and the
-    files are those of one process."""
+    """Two nodes, two tasks each. The requeue signal comes before the model is loaded, and amid; the job goes on when
+    Slurm starts it again, and the files are those of one process."""
     model, out, said = tmp_path / "model", tmp_path / "out", tmp_path / "said"
     larger = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 12}
     LlamaForCausalLM(LlamaConfig.from_pretrained(checkpoint, **larger)).save_pretrained(model)
@@ -107,16 +111,21 @@ def test_a_job_that_is_requeued(on_cluster: Run, checkpoint: Path, texts: tuple[
     (tmp_path / "job.sbatch").write_text(batch_script(*options, f"output_dir={out}"))
     submit = ("sbatch", "--parsable", "--open-mode=append", f"--output={said}", str(tmp_path / "job.sbatch"))
     said.touch()
-    job, until = on_cluster(*submit), time.monotonic() + 300
-    while not (out / MANIFEST).is_file() or (out / MANIFEST).read_bytes().count(b"\n") < 4:
-        assert on_cluster(*STATE, job) in ("PD", "CF", "R"), said.read_text()
-        assert time.monotonic() < until, said.read_text()
-        time.sleep(0.05)
-    on_cluster("scancel", "--signal=USR1", job)
+    job = on_cluster(*submit)
+
+    def preempt(is_time: Callable[[], bool]) -> None:
+        until = time.monotonic() + 300
+        while not is_time():
+            assert on_cluster(*STATE, job) not in ("CD", "F") and time.monotonic() < until, said.read_text()
+            time.sleep(0.05)
+        on_cluster("scancel", "--signal=USR1", job)
+
+    preempt(lambda: said.read_text().count("GLOBAL_RANK") == 4)
+    preempt(lambda: "Requeued SLURM job" in said.read_text() and num_lines(out / MANIFEST) > 4)
     until = time.monotonic() + 300
     while (state := on_cluster(*STATE, job)) not in ("CD", "F") and time.monotonic() < until:
         time.sleep(0.5)
     assert state == "CD", said.read_text()
-    assert "Requeued SLURM job" in said.read_text()
-    assert re.search(r"continued an interrupted run, which had finished \d+ subgraphs", said.read_text())
+    assert said.read_text().count("Requeued SLURM job") == 2
+    assert re.search(r"continued an interrupted run, which had finished [3-9] subgraphs", said.read_text())
     assert contents(out) == contents(tmp_path / "alone")

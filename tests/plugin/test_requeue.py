@@ -14,6 +14,9 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_compress import CompressionCallback
+from lightning_compress.calibration.resume import MANIFEST
+from lightning_compress.command import compress as compress_module
+from lightning_compress.command import evaluation
 from lightning_compress.plugin.requeue import TRAINED_KEY
 
 from .conftest import Bystander, Command, TinyModule, compression, loader, same, weights_of
@@ -190,3 +193,38 @@ def test_commands_find_no_other_job(
     small = ("data.num_samples=4", "data.max_length=32", "trainer=cpu")
     command("compress", f"model.path={checkpoint}", "recipe=w4a16_rtn", "output_dir=out", *small)
     assert (tmp_path / "out" / "report.json").is_file()
+
+
+@pytest.mark.parametrize("command_name", ["compress", "evaluate"])
+def test_a_signal_before_and_behind_the_stage(
+    command: Command, command_name: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It has SLURM requeue the job behind the first subgraph, from which it goes on; with nothing to go on from, it is
+    not answered. Seen to fail without a handler: it ends the process."""
+    out, scontrol = tmp_path / "out", tmp_path / "bin" / "scontrol"
+    scontrol.parent.mkdir()
+    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\nwc -l < {out}/{MANIFEST} >> {tmp_path}/asked\n')
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{scontrol.parent}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+
+    def preempted(module: Any, name: str) -> None:
+        called = getattr(module, name)
+
+        def signalled(*args: Any, **options: Any) -> Any:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            return called(*args, **options)
+
+        monkeypatch.setattr(module, name, signalled)
+
+    preempted(compress_module, "load_model")
+    preempted(evaluation, "perplexity")
+    small = ("data.num_samples=4", "data.max_length=32", "trainer=cpu")
+    if command_name == "evaluate":
+        assert "perplexity" in command("evaluate", f"model.path={checkpoint}", *small)
+        assert not (tmp_path / "asked").exists()
+        return
+    held_out = ("data@held_out=docs_test", "held_out.num_samples=4", "held_out.max_length=32")
+    command("compress", f"model.path={checkpoint}", "recipe=w4a16_rtn", f"output_dir={out}", *held_out, *small)
+    assert (tmp_path / "asked").read_text().split() == ["requeue", "7", "2"], "the head of the manifest and a subgraph"
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
