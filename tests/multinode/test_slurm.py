@@ -116,7 +116,8 @@ def test_a_job_that_is_requeued(on_cluster: Run, checkpoint: Path, texts: tuple[
     def preempt(is_time: Callable[[], bool]) -> None:
         until = time.monotonic() + 300
         while not is_time():
-            assert on_cluster(*STATE, job) not in ("CD", "F") and time.monotonic() < until, said.read_text()
+            assert on_cluster(*STATE, job) not in ("CD", "F"), said.read_text()
+            assert time.monotonic() < until, said.read_text()
             time.sleep(0.05)
         on_cluster("scancel", "--signal=USR1", job)
 
