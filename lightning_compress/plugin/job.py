@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from lightning_compress.calibration.batches import CalibrationSet
-from lightning_compress.calibration.loop import Calibration
 from lightning_compress.calibration.prepare import calibrating, check_layout
 from lightning_compress.calibration.resume import fingerprints
 from lightning_compress.calibration.target import Target, find_target
@@ -19,39 +18,33 @@ from lightning_compress.export.beside import check_exported
 from lightning_compress.export.checkpoint import check_output_dir
 from lightning_compress.export.layout import added_to_state
 from lightning_compress.export.verify import ReadBackWarning, why_unreadable
-from lightning_compress.graph.stages import Schedule
-from lightning_compress.graph.unfold import Unfolded, unfolded
-from lightning_compress.memory.budget import MemoryUse
-from lightning_compress.memory.source import WeightSource, is_on_meta
+from lightning_compress.graph.unfold import unfolded
+from lightning_compress.memory.source import is_on_meta
 from lightning_compress.plugin.agreement import check_same
-from lightning_compress.plugin.layout import in_parts
+from lightning_compress.plugin.layout import LaidOut, in_parts
 from lightning_compress.plugin.settings import Settings
 from lightning_compress.recipe.resolve import ResolvedRecipe, named_by, resolve
 
 
-@dataclass(frozen=True)
-class Job:
+@dataclass(frozen=True, kw_only=True)
+class Job(LaidOut):
     """A compression that is prepared and checked, and has not changed anything yet.
 
     Attributes:
+        target: the model, and how it is called.
+        resolved: what happens to each module that it calls.
+        data: the calibration set.
+        settings: what the user chose.
         fingerprints: of everything that decides the result, where it is written; see `calibration.resume`.
-        modules: of the model, which are Linears while it runs.
-        expert_parts: in how many parts the experts of a layer are run.
-        memory: what the run is expected to take, where there are budgets.
+        prepare_s: seconds that all this took.
     """
 
     target: Target
     resolved: ResolvedRecipe
     data: CalibrationSet | None
-    run: Calibration
     settings: Settings
-    schedule: Schedule
-    source: WeightSource | None
     fingerprints: Mapping[str, str]
     prepare_s: float
-    modules: Unfolded
-    expert_parts: int = 1
-    memory: MemoryUse | None = None
 
 
 def plan_recipe(module: nn.Module, settings: Settings) -> tuple[Target, ResolvedRecipe]:
@@ -112,16 +105,21 @@ def prepare_job(
         torch.cuda.empty_cache()  # of what was trained there; copies have a pool of their own
     place = next((name for name, part in module.named_modules() if part is target.root), "")
     laid_out = in_parts(target, resolved, data, settings, device, place, collective or SingleProcess())
-    run, schedule, source = laid_out.run, laid_out.schedule, laid_out.source
-    resolved = run.resolved  # without what the model never calls
+    ranks = laid_out.run.collective
     given: Mapping[str, str] = {}
     with calibrating(target.root), laid_out.modules.in_place():
-        if settings.output_dir is not None or run.collective.size > 1:
-            given = _fingerprints(target, resolved, data, run, schedule, source)
-            check_same(given, run.collective, "comparing recipe, model and data")
-    prepare_s = time.perf_counter() - start
-    rest = (laid_out.modules, laid_out.expert_parts, laid_out.memory)
-    return Job(target, resolved, data, run, settings, schedule, source, given, prepare_s, *rest)
+        if settings.output_dir is not None or ranks.size > 1:
+            given = _fingerprints(target, data, laid_out)
+            check_same(given, ranks, "comparing recipe, model and data")
+    return Job(
+        **vars(laid_out),
+        target=target,
+        resolved=laid_out.run.resolved,  # without what the model never calls
+        data=data,
+        settings=settings,
+        fingerprints=given,
+        prepare_s=time.perf_counter() - start,
+    )
 
 
 def _check_weights(root: nn.Module, settings: Settings) -> None:
@@ -145,19 +143,14 @@ def _check_weights(root: nn.Module, settings: Settings) -> None:
         )
 
 
-def _fingerprints(
-    target: Target,
-    resolved: ResolvedRecipe,
-    data: CalibrationSet | None,
-    run: Calibration,
-    schedule: Schedule,
-    source: WeightSource | None,
-) -> dict[str, str]:
+def _fingerprints(target: Target, data: CalibrationSet | None, laid_out: LaidOut) -> dict[str, str]:
+    flow, source = laid_out.run.flow, laid_out.source
     layout = {
-        "schedule": schedule.value,
-        "subgraphs": [(part.name, part.solved) for part in run.flow.subgraphs],
-        "device": run.flow.device.type,
+        "schedule": laid_out.schedule.value,
+        "subgraphs": [(part.name, part.solved) for part in flow.subgraphs],
+        "device": flow.device.type,
     }
     batches = data.batches if data is not None else ()
     weights = "" if source is None else source.fingerprint
-    return fingerprints(resolved.recipe.to_dict(), layout, target.root, weights, batches, run.flow.traced)
+    recipe = laid_out.run.resolved.recipe.to_dict()
+    return fingerprints(recipe, layout, target.root, weights, batches, flow.traced)
