@@ -151,7 +151,7 @@ def already_quantized(root: nn.Module) -> list[str]:
 
 
 def describe_scheme(scheme: QuantizationScheme) -> str:
-    """A scheme in a word, e.g. `W4A16 int group 128`."""
+    """A scheme in a word, e.g. `W4A16 group 128`."""
     weights, inputs = scheme.weights, scheme.input_activations
     assert weights is not None
     activations = "" if inputs is None else f", {'dynamic' if inputs.dynamic else 'static'} {_name(inputs)}"

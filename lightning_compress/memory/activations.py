@@ -175,7 +175,7 @@ class ActivationCache:
             for key, value in values.items()
         }
         again = _together(storages, values.keys() - unchanged)
-        self._keep(batch, {key: values[key] for key in again}, spill=True)
+        self._keep(batch, {key: value for key, value in values.items() if key in again}, spill=True)
 
     def rename(self, batch: int, names: Mapping[Key, Key]) -> None:
         """Keep the values under other keys."""
@@ -291,7 +291,8 @@ class ActivationCache:
         """Those of `keys` that are cached, and what shares memory with them."""
         waiting = self._values[batch]
         storages = {key: {leaf.held for leaf in self._leaves(value)} for key, value in waiting.items()}
-        return {key: waiting[key] for key in _together(storages, keys & waiting.keys())}
+        together = _together(storages, keys & waiting.keys())
+        return {key: value for key, value in waiting.items() if key in together}  # in one order, as memory is taken
 
     def _leaves(self, value: object) -> list[_View]:
         return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, _View)]

@@ -51,9 +51,10 @@ class MemoryConfig:
     def __post_init__(self) -> None:
         for name in ("device_budget", "host_budget", "device_activation_budget", "activation_budget"):
             self._num_bytes(name, of=lambda: 0)
-        if not isinstance(self.prefetch_depth, int) or self.prefetch_depth < 0:
+        depth = self.prefetch_depth
+        if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
             raise CompressionError(
-                f"prefetch_depth={self.prefetch_depth} is no number of subgraphs: 0, 1, 2, ...; 0 reads nothing ahead."
+                f"prefetch_depth={depth} is no number of subgraphs: 0, 1, 2, ...; 0 reads nothing ahead."
             )
 
     def num_bytes(self, name: str, device: torch.device) -> int | None:

@@ -66,6 +66,9 @@ class Compressor:
 
         Raises:
             CompressionError: see `CompressionCallback`.
+            ValueError: both `dataloaders` and `datamodule`.
+            TypeError: a `trainer` or `model` that is none, or of the `pytorch_lightning` package.
+            RuntimeError: the run was interrupted, or its report stayed in processes that the strategy spawned.
         """
         if dataloaders is not None and datamodule is not None:
             raise ValueError("Give either `dataloaders` or `datamodule`, not both.")

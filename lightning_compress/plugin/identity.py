@@ -22,7 +22,7 @@ def model_path(root: nn.Module) -> str:
 
 def versions() -> dict[str, str]:
     """Of what decides the result."""
-    return {name: version(name) for name in ("lightning-compress", "torch", "transformers")}
+    return {name: version(name) for name in ("lightning-compress", "torch", "transformers", "compressed-tensors")}
 
 
 def num_samples_and_tokens(batches: Iterable[Any]) -> tuple[int, int] | tuple[None, None]:

@@ -22,6 +22,7 @@ from lightning_compress.errors import CompressionError, listed
 from lightning_compress.foresight.jobs import Phase
 from lightning_compress.memory.tracker import LiveMemory
 from lightning_compress.plugin.rehearsal import STEPS, leaves, num_bytes, rehearse, track
+from lightning_compress.plugin.settings import check_number
 
 _MIB = 1 << 20
 
@@ -111,8 +112,7 @@ class MemoryReportCallback(Callback):
     """
 
     def __init__(self, num_steps: int = STEPS, foresee: bool = True) -> None:
-        if num_steps < 1:
-            raise CompressionError(f"num_steps={num_steps}: at least one step is measured.")
+        check_number("num_steps", num_steps, 1)
         self.num_steps = num_steps
         self.foresee = foresee
         self.report: MemoryReport | None = None

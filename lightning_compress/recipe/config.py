@@ -23,6 +23,7 @@ from lightning_compress.errors import RecipeError
 
 DEFAULT_TARGETS = ("Linear",)
 DEFAULT_IGNORE = ("lm_head",)
+NO_MODIFIERS = "A recipe needs `modifiers`, a list with at least one entry such as {algorithm: gptq, scheme: W4A16}."
 
 
 @dataclass(frozen=True)
@@ -70,11 +71,13 @@ class Recipe:
     def __post_init__(self) -> None:
         """
         Raises:
-            RecipeError: they are no list, or a modifier is something else, as Hydra makes of a `_target_` inside of a
-                list.
+            RecipeError: they are no list or none, or a modifier is something else, as Hydra makes of a `_target_`
+                inside of a list.
         """
         if not isinstance(self.modifiers, Sequence):
             raise RecipeError(f"A Recipe has a list of modifiers, not a {type(self.modifiers).__name__} alone.")
+        if not self.modifiers:
+            raise RecipeError(NO_MODIFIERS)
         others = [type(modifier).__name__ for modifier in self.modifiers if not isinstance(modifier, Modifier)]
         if others:
             raise RecipeError(

@@ -25,7 +25,7 @@ from yaml import YAMLError
 from lightning_compress.algorithms.base import Algorithm
 from lightning_compress.algorithms.catalog import ALGORITHMS
 from lightning_compress.errors import RecipeError, RunWarning, nearest
-from lightning_compress.recipe.config import DEFAULT_IGNORE, DEFAULT_TARGETS, Modifier, Recipe, patterns
+from lightning_compress.recipe.config import DEFAULT_IGNORE, DEFAULT_TARGETS, NO_MODIFIERS, Modifier, Recipe, patterns
 
 RecipeLike = Recipe | str | Path | Mapping[str, object]
 
@@ -61,9 +61,7 @@ def load_recipe(recipe: RecipeLike) -> Recipe:
     _check_keys(recipe, ("modifiers",), "the recipe")
     modifiers = recipe.get("modifiers")
     if not isinstance(modifiers, Sequence) or isinstance(modifiers, str) or not modifiers:
-        raise RecipeError(
-            "A recipe needs `modifiers`, a list with at least one entry such as {algorithm: gptq, scheme: W4A16}."
-        )
+        raise RecipeError(NO_MODIFIERS)
     return Recipe(tuple(_modifier(entry, position) for position, entry in enumerate(modifiers)))
 
 
