@@ -74,7 +74,11 @@ def _chosen(
     if num_held in (0, count):
         default_strength, default_ridge = WITHOUT_CHOICE
         return default_strength if strength is None else strength, default_ridge if ridge is None else ridge, None
-    rows = torch.linspace(0, len(weight) - 1, min(len(weight), JUDGED), device=weight.device).round().long()
+    rows = (
+        torch.linspace(0, len(weight) - 1, min(len(weight), JUDGED), dtype=torch.float32, device=weight.device)
+        .round()
+        .long()
+    )
     judged, rest = weight[rows], count - num_held
     missing, before = _said(drift.lack(held_out=True), judged, rows)
     held_gram = drift.inputs.matrix_held_out()

@@ -99,7 +99,7 @@ def cholesky(matrix: Tensor, added: float, by_rows: ByRows = here) -> Tensor | N
             lower[start:end, start:end] = corner
             if end == size:
                 break
-            inverse = torch.linalg.solve_triangular(corner, torch.eye(end - start), upper=False)
+            inverse = torch.linalg.solve_triangular(corner, torch.eye(end - start, dtype=torch.float32), upper=False)
         below = partial(_below, lower, slice(start, end), done, inverse.t())
         by_rows(below, _tiles(end, size), lower[:, start:end])
         lower[start:end, end:] = 0

@@ -117,7 +117,7 @@ class Grid:
             return rounded.masked_fill_(rounded == 0, least)
         rounded = (scale * self.global_scale).clamp_(-_LARGEST_SCALE, _LARGEST_SCALE).to(_FLOAT8).float()
         # By a tensor, as readers do: CUDA multiplies by the reciprocal of a number, which ends in other last bits.
-        divisor = torch.full((), self.global_scale, device=rounded.device)
+        divisor = torch.full((), self.global_scale, dtype=torch.float32, device=rounded.device)
         return rounded.masked_fill_(rounded == 0, _LEAST_SCALE) / divisor
 
     def over(self, weight: Tensor) -> "Grid":

@@ -162,7 +162,7 @@ def usable(tensor: Tensor) -> bool:
 
 @cache
 def _launches(device: torch.device) -> bool:
-    one = torch.ones(1, 1, 1, device=device)
+    one = torch.ones(1, 1, 1, dtype=torch.float32, device=device)
     try:
         moments(one[0], one[0, 0], one, None, Grid(-8, 7, True, 1, 1, torch.float32))
     except torch.OutOfMemoryError:

@@ -49,7 +49,7 @@ def refitted(target: Tensor, gram: Tensor, codes: Tensor, scales: Scales, grid: 
     if scales.zero_point is not None:
         values = values - scales.zero_point[..., None].float()
     flat = values.reshape(num_rows, num_channels)
-    normal = torch.empty(num_rows, num_groups, num_groups, device=codes.device)
+    normal = torch.empty(num_rows, num_groups, num_groups, dtype=torch.float32, device=codes.device)
     for group in range(num_groups):
         rows = gram[group * size : (group + 1) * size]
         normal[:, group] = ((values[:, group] @ rows) * flat).view(num_rows, num_groups, size).sum(-1)

@@ -82,12 +82,14 @@ def search_scales(weight: Tensor, weighting: Tensor | None, grid: Grid, shrinks:
     """
     start = minmax_scales(weight, grid)
     if weighting is None:
-        weighting = torch.ones(weight.shape[1], device=weight.device)
+        weighting = torch.ones(weight.shape[1], dtype=torch.float32, device=weight.device)
     first = start.scale.float()
     if grid.signed_scales:
         low, high = _ranges(weight, grid)
         first = torch.where(high > -low, -first, first)
-    candidates = grid.stored(first * torch.tensor(shrinks, device=weight.device)[:, None, None]).float()
+    candidates = grid.stored(
+        first * torch.tensor(shrinks, dtype=torch.float32, device=weight.device)[:, None, None]
+    ).float()
     cross, square = moments(weight, weighting, candidates, start.zero_point, grid)
     cross, square = (_of_rows_together(total, grid, torch.sum) for total in (cross, square))
     refitted = grid.stored(cross / square.clamp_min(torch.finfo(torch.float32).tiny)).float()

@@ -45,6 +45,7 @@ from lightning_compress.memory.activations import ActivationCache
 from lightning_compress.memory.placement import Placement
 from lightning_compress.memory.store import WeightStore
 from lightning_compress.memory.transfer import Lane
+from lightning_compress.recipe.attention import Attention
 from lightning_compress.recipe.config import Recipe
 from lightning_compress.recipe.parts import transformers_models
 from lightning_compress.recipe.resolve import Assignment, ResolvedRecipe, without
@@ -221,6 +222,9 @@ def evaluating(root: nn.Module) -> Iterator[None]:
             module.training = training
         for parameter in trained:
             parameter.requires_grad_()
+        for module in root.modules():
+            if isinstance(module, Attention):  # which stays in place where it quantizes its inputs
+                module.ask_for_gradients()
 
 
 def cached_inputs(

@@ -99,7 +99,8 @@ class InputQuantizer(InputHook):
         scale, zero_point, global_scale = static.scale, static.zero_point, static.global_scale
         if is_dynamic:  # compressed-tensors takes the first two dimensions for those of tokens
             scale, zero_point = compute_dynamic_scales_and_zp(rows, self.args, module, global_scale)
-        quantized: Tensor = fake_quantize(rows, scale, zero_point, self.args, global_scale).reshape(x.shape)
+        found: Tensor = fake_quantize(rows, scale, zero_point, self.args, global_scale)
+        quantized = found.reshape(x.shape).to(x.dtype)  # static scales have that of the calibration
         if not torch.is_grad_enabled():
             return quantized
         rounded: Tensor = _StraightThrough.apply(x, quantized)  # type: ignore[no-untyped-call]

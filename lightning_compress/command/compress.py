@@ -20,7 +20,7 @@ from lightning_compress.command.models import (
 )
 from lightning_compress.command.planned_run import keep_plan, plan_for_run, with_plan
 from lightning_compress.command.ranks import is_first_rank, ranks_of
-from lightning_compress.data.batches import calibration_batches, evaluation_dataloader, tokenizer_of
+from lightning_compress.data.batches import calibration_batches, evaluation_dataloader
 from lightning_compress.data.config import CustomConfig, load_data_config
 from lightning_compress.distributed.collective import Collective
 from lightning_compress.distributed.folder import shared_folder
@@ -98,7 +98,7 @@ def _compress_among(ranks: Collective, trainer: pl.Trainer, config: DictConfig, 
     held_out: list[Mapping[str, Tensor]] = []
     before = None
     if config.get("held_out") is not None:
-        held_out = list(evaluation_dataloader(load_data_config(config.held_out), tokenizer_of(processor)))
+        held_out = list(evaluation_dataloader(load_data_config(config.held_out), processor))
         before = measured_perplexity(model, held_out, weights, config.memory, device, ranks)
     report = Compressor(trainer).compress(model, dataloaders=dataloader, tokenizer=processor, **options)
     if planned is not None and not report.is_partial:

@@ -16,7 +16,7 @@ from lightning_compress.calibration.resume import fingerprints
 from lightning_compress.command.models import agreed_from_disk, load_model, memory_options, weights_place
 from lightning_compress.command.plan import device_kind
 from lightning_compress.command.ranks import ranks_of
-from lightning_compress.data.batches import evaluation_dataloader, tokenizer_of
+from lightning_compress.data.batches import evaluation_dataloader
 from lightning_compress.data.config import load_data_config
 from lightning_compress.data.perplexity import Batch, perplexity
 from lightning_compress.distributed.collective import Collective
@@ -53,7 +53,7 @@ def run_evaluate(config: DictConfig) -> float:
         if is_ours and not from_disk:
             _check_read_by_transformers(config.model)
         model, processor = load_model(config.model, from_disk)
-        batches = list(evaluation_dataloader(load_data_config(config.data), tokenizer_of(processor)))
+        batches = list(evaluation_dataloader(load_data_config(config.data), processor))
         for note in beyond_made_for(model, batches) if ranks.rank == 0 else ():
             warnings.warn(note, RunWarning, stacklevel=2)
         weights = weights_place(config.model) if from_disk else None

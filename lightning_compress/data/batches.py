@@ -71,8 +71,8 @@ def tokenizer_of(processor: Any) -> PreTrainedTokenizerBase:
     tokenizer: Any = getattr(processor, "tokenizer", processor)
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise CalibrationDataError(
-            f"this data is text, and the model has no tokenizer ({_title(processor)}): use data=custom with batches "
-            "that the model takes."
+            f"this data is text, and the model has no tokenizer ({_title(processor)}): name one with model.tokenizer=; "
+            "or, to calibrate, use data=custom with batches that the model takes."
         )
     if tokenizer.chat_template is None and getattr(processor, "chat_template", None) is not None:
         tokenizer = copy(tokenizer)  # what is saved with a checkpoint stays as it is
@@ -127,7 +127,7 @@ def calibration_dataloader(
     return _dataloader(samples, config, tokenizer, decoder)
 
 
-def evaluation_dataloader(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> DataLoader[Batch]:
+def evaluation_dataloader(config: DataConfig, processor: Any) -> DataLoader[Batch]:
     """The first `num_samples` samples in the order of the text (all there are, where there are fewer), in batches.
 
     Packed windows follow one another without overlap. Shapes and errors as in `calibration_dataloader`; `seed` has
@@ -137,6 +137,7 @@ def evaluation_dataloader(config: DataConfig, tokenizer: PreTrainedTokenizerBase
         raise CalibrationDataError(
             f"perplexity is of text, not of data.source={config.source!r}: use docs, text or hf."
         )
+    tokenizer = tokenizer_of(processor)
     documents = load_documents(config)
     encoded = _encode((documents[i] for i in range(len(documents))), tokenizer)
     if config.packing:

@@ -72,7 +72,7 @@ def pack(quantized: QuantizedModule) -> PackedModule:
         state["weight_zero_point"] = solved.zero_point
     if solved.global_scale is not None:  # in FP8, of which torch computes nothing, scales are a little later
         state["weight_scale"] = (scale * solved.global_scale).to(torch.float8_e4m3fn).float()
-        state["weight_global_scale"] = torch.tensor([solved.global_scale], device=weight.device)
+        state["weight_global_scale"] = torch.tensor([solved.global_scale], dtype=torch.float32, device=weight.device)
     # members of a group share what is known of their inputs, but safetensors stores no tensor twice
     state |= {name: tensor.clone() for name, tensor in quantized.inputs.tensors.items()}
     compressor = BaseCompressor.get_value_from_registry(scheme_format(quantized.scheme))

@@ -162,8 +162,10 @@ class Packed(nn.Module):
         device, blocks = linear.weight.device, -(-linear.weight.numel() // BLOCK)
         self.register_buffer("weight", torch.zeros(-(-linear.weight.numel() // 2), 1, dtype=torch.uint8, device=device))
         self.register_buffer("scales", torch.zeros(blocks, dtype=torch.uint8, device=device))
-        self.register_buffer("scales_of_scales", torch.zeros(-(-blocks // SCALES_BLOCK), device=device))
-        self.register_buffer("tables", torch.zeros(16 + 256 + 1, device=device))
+        self.register_buffer(
+            "scales_of_scales", torch.zeros(-(-blocks // SCALES_BLOCK), dtype=torch.float32, device=device)
+        )
+        self.register_buffer("tables", torch.zeros(16 + 256 + 1, dtype=torch.float32, device=device))
         self.register_buffer("bias", linear.bias)
 
     def forward(self, inputs: Tensor) -> Tensor:

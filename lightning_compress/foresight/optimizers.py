@@ -55,11 +55,11 @@ class AdamW8bitMemory(torch.optim.Optimizer):
         if parameter.numel() < MIN_NUMEL:
             return {name: torch.zeros_like(parameter, dtype=torch.float32) for name in ("state1", "state2")}
         if not self._tables:
-            self._tables = [torch.zeros(256, device=parameter.device) for _ in range(2)]
+            self._tables = [torch.zeros(256, dtype=torch.float32, device=parameter.device) for _ in range(2)]
         blocks = -(-parameter.numel() // BLOCK)
         state: dict[str, Any] = {}
         for number, table in enumerate(self._tables, 1):
             state[f"state{number}"] = torch.zeros_like(parameter, dtype=torch.uint8)
             state[f"qmap{number}"] = table
-            state[f"absmax{number}"] = torch.zeros(blocks, device=parameter.device)
+            state[f"absmax{number}"] = torch.zeros(blocks, dtype=torch.float32, device=parameter.device)
         return state

@@ -89,6 +89,8 @@ class Recorder(PythonKeyTracer):
         """As in fx, but a bare tensor is looked up by identity."""
         if isinstance(a, torch.Generator):
             raise TypeError("an operation draws from a generator of the model's own")
+        if isinstance(a, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(a):
+            raise TypeError("an operation is inside of a transformation of torch.func (vmap, grad, jvp)")
         return self._attribute(a) if isinstance(a, Tensor) else super().create_arg(a)
 
     def _attribute(self, tensor: Tensor) -> fx.Node:
@@ -98,8 +100,7 @@ class Recorder(PythonKeyTracer):
                 raise UnrecordedTensorError(
                     f"a tensor of shape {tuple(tensor.shape)} was kept on a module by one call and used by another"
                 )
-            known = (key for key, value in self.constants.items() if value is tensor)
-            name = next(known, f"constant_{len(self.constants)}")
+            name = next((k for k, v in self.constants.items() if v is tensor), f"constant_{len(self.constants)}")
             self.constants[name] = tensor
         node = fx.proxy.TracerBase.create_node(self, "get_attr", name, (), {})
         node.meta["val"] = tensor if isinstance(tensor, FakeTensor) else fake_like(self.fake_mode, tensor)
@@ -119,9 +120,8 @@ class _GradAndAutocast(PreDispatchTorchFunctionMode):
             if args[2]:
                 raise AutocastError(f"autocast to {args[1]} is switched on between two modules")
             return None
-        if func is torch.amp.autocast_mode._exit_autocast:
-            return None
-        return super().__torch_function__(func, types, args, kwargs)
+        is_exit = func is torch.amp.autocast_mode._exit_autocast
+        return None if is_exit else super().__torch_function__(func, types, args, kwargs)
 
 
 class Shapes(ShapeEnv):

@@ -1,12 +1,16 @@
 """Leave modules, and what else is changed for a while, as they were."""
 
+import random
+import sys
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache, partial
 from itertools import chain
-from math import inf
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -93,31 +97,101 @@ _CONTAINERS = (OrderedDict, dict, list, set, deque)
 _Container = OrderedDict[Any, Any] | dict[Any, Any] | list[Any] | set[Any] | deque[Any]
 
 
+def containers_restored(module: nn.Module) -> AbstractContextManager[None]:
+    """Within: what modules keep may change as `state_restored` has it (outputs kept for the epoch's end, meters)."""
+    # torch's own, which begin so, are restored as attributes; what stands for a method may be who records
+    values = [value for each in module.modules() for name, value in vars(each).items() if not name.startswith("_")]
+    return state_restored(value for value in values if not isinstance(value, FunctionType | MethodType | partial))
+
+
 @contextmanager
-def containers_restored(module: nn.Module) -> Iterator[None]:
-    """Within: lists, dicts and sets that modules keep may be filled (outputs kept for the epoch's end), and attributes
-    set of other objects there (meters)."""
-    saved: dict[int, tuple[_Container, list[Any]]] = {}
-
-    def save(value: object, depth: float = inf) -> None:
-        if isinstance(value, _CONTAINERS) and id(value) not in saved:
-            saved[id(value)] = (value, _content(value))
-            for item in (value.values() if isinstance(value, dict) else value) if depth else ():
-                save(item, depth - 1)
-
-    for each in module.modules():
-        for name, value in vars(each).items():
-            if not name.startswith("_"):  # torch's own are restored as attributes
-                save(vars(value), depth=1) if _is_plain(value) else save(value)  # which may be a dataset
+def state_restored(owners: Iterable[object]) -> Iterator[None]:
+    """Within: code may draw from generators, fill lists, dicts and sets, and set attributes of objects of classes that
+    are not installed, wherever it reaches them from `owners`. Of objects of libraries, and what those alone have, only
+    generators are looked for: a library may not expect to find itself as it was (files that it has read to their end).
+    """
+    saved, restore = list[tuple[_Container, list[Any]]](), list[Callable[[], object]]()
+    empty: list[tuple[dict[str, Any], str]] = []  # where transformers' collators put a generator when they need it
+    for value, is_own in _reached(owners):
+        if is_own and isinstance(value, _CONTAINERS):
+            saved.append((value, _content(value)))
+        elif _is_plain(value):
+            saved.append((vars(value), _content(vars(value))))
+        elif (restoring := _restoring(value)) is not None:
+            restore.append(restoring)
+        elif hasattr(value, "__dict__") and not isinstance(value, type | ModuleType):
+            empty += [(vars(value), name) for name, each in vars(value).items() if each is None]
     try:
         yield
     finally:
-        for container, content in saved.values():
+        for each in restore:
+            each()
+        for attributes, name in empty:
+            if _restoring(attributes.get(name)) is not None:
+                attributes[name] = None
+        for container, content in saved:
             now = _content(container)
             if len(now) != len(content) or any(map(_is_another, now, content)):
                 kind: Any = next(kind for kind in _CONTAINERS if isinstance(container, kind))
                 kind.clear(container)  # not its own: a ModelOutput has none
                 (kind.extend if kind in (list, deque) else kind.update)(container, content)
+
+
+_MOST_ITEMS = 10_000
+"""Of a container that is looked into: more are data."""
+
+
+def _reached(owners: Iterable[object]) -> Iterator[tuple[object, bool]]:
+    """What code reaches from the owners through attributes, items, and what functions enclose; and whether without
+    objects of libraries on the way, which may be told later."""
+    ahead = deque((owner, True) for owner in owners)
+    seen: dict[int, tuple[object, bool]] = {}  # alive, so that no other has its id
+    while ahead:
+        value, is_own = ahead.popleft()
+        if id(value) in seen and (seen[id(value)][1] or not is_own):
+            continue
+        seen[id(value)] = (value, is_own)
+        yield value, is_own
+        passes = isinstance(value, (*_CONTAINERS, tuple, frozenset, partial, MethodType, FunctionType))
+        ahead.extend((part, is_own if passes else _is_plain(value)) for part in _parts(value))
+
+
+def _parts(value: object) -> Iterable[object]:
+    match value:
+        case partial():
+            return (value.func, *value.args, *value.keywords.values())
+        case MethodType():
+            return (value.__self__, value.__func__)
+        case FunctionType():
+            names = [name for name in value.__code__.co_names if name in value.__globals__]
+            used = [each for name in names if _restoring(each := value.__globals__[name]) is not None]
+            cells = [cell for cell in value.__closure__ or () if cell != CellType()]
+            return (*used, *(cell.cell_contents for cell in cells))
+        case dict():
+            return list(value.values()) if len(value) <= _MOST_ITEMS else ()
+        case list() | tuple() | set() | frozenset() | deque():
+            return list(value) if len(value) <= _MOST_ITEMS else ()
+        case type() | ModuleType() | Tensor():
+            return ()
+    if not hasattr(value, "__dict__") or _library(value) in _CLOSED:
+        return ()
+    of_classes = [vars(kind).values() for kind in type(value).__mro__ if not is_installed(kind.__module__)]
+    methods = [each for each in chain(*of_classes) if isinstance(each, FunctionType)]
+    return (*vars(value).values(), *methods)
+
+
+def _restoring(generator: object) -> Callable[[], object] | None:
+    """What gives a generator the state that it has now; None: it is none, or has no state."""
+    match generator:
+        case torch.Generator():
+            return partial(generator.set_state, generator.get_state())
+        case np.random.RandomState():
+            return partial(generator.set_state, generator.get_state())
+        case np.random.Generator():
+            return partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
+        case random.Random() if not isinstance(generator, random.SystemRandom):
+            return partial(generator.setstate, generator.getstate())
+    return None
 
 
 def _content(container: _Container) -> list[Any]:
@@ -133,19 +207,35 @@ def _is_another(now: Any, before: Any) -> bool:
 
 def _is_plain(value: object) -> bool:
     """An object of a class of the user's own."""
-    library = type(value).__module__.partition(".")[0]
-    return hasattr(value, "__dict__") and not isinstance(value, (nn.Module, Tensor, type)) and library not in _LIBRARIES
+    if not hasattr(value, "__dict__") or isinstance(value, (nn.Module, Tensor, type, ModuleType, FunctionType)):
+        return False
+    return not is_installed(type(value).__module__)
 
 
-_LIBRARIES = {"builtins", "functools", "lightning", "torch", "transformers", "torchmetrics", "types"}
+def _library(value: object) -> str:
+    return type(value).__module__.partition(".")[0]
+
+
+@cache
+def is_installed(module: str) -> bool:
+    """Whether a module is of Python itself, an installed package or this one, and not the user's code beside these."""
+    if module.partition(".")[0] in (*sys.stdlib_module_names, __name__.partition(".")[0]):
+        return True
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    return "site-packages" in file or "dist-packages" in file
+
+
+_CLOSED = (sys.stdlib_module_names | {"lightning"}) - {"builtins", "collections", "types"}
+"""Libraries whose objects are not looked into: a Trainer reaches everything."""
 
 
 @contextmanager
 def contents_restored(root: nn.Module) -> Iterator[None]:
     """Within: what modules keep beside their parameters may be written to in place (counters, metrics, lists)."""
     attributes = [value for module in root.modules() for value in vars(module).values()]
-    kept = [*root.buffers(), *attributes, *chain(*(vars(each).values() for each in attributes if _is_plain(each)))]
-    saved = [(tensor, tensor.detach().clone()) for tensor in kept if isinstance(tensor, Tensor) and not tensor.is_meta]
+    found = [*root.buffers(), *attributes, *chain(*(vars(each).values() for each in attributes if _is_plain(each)))]
+    tensors = [each for each in found if isinstance(each, Tensor) and not each.is_meta]
+    saved = [(tensor, tensor.detach().clone()) for tensor in tensors]
     try:
         with containers_restored(root):
             yield

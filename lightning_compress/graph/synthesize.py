@@ -10,6 +10,7 @@ themselves; so are sizes of images and sounds of which the batches have several,
 batches: the number of image tokens has to fit. All other dimensions (mel bins, classes) are constants of the graph.
 """
 
+from collections import UserDict
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -105,7 +106,7 @@ def _rebuilt(value: Any, next_tensor: Callable[[], Tensor]) -> Any:
     if isinstance(value, Mapping):
         # UserDict (BatchEncoding), OrderedDict (ModelOutput): a shallow copy keeps the type and what else it carries
         duplicate: Any = copy(value)
-        if hasattr(duplicate, "data") and isinstance(duplicate.data, dict):
+        if isinstance(duplicate, UserDict):
             duplicate.data = dict(duplicate.data)
         for key, item in new.items():
             duplicate[key] = item
@@ -206,12 +207,24 @@ def synthesize(
     made = []
     few = only_tokens and not repeats_rows
     given = {group: length[0] for group, length in lengths.items()}
-    for rows in ROWS:
+    for rows in ROWS if few else _times(tensors, places):
         new = _new_lengths(given, taken) if only_tokens else given
         factor = (rows, given_rows if few else 1)
         resized = [_resized(tensor, of_tensor, new, factor) for tensor, of_tensor in zip(tensors, places, strict=True)]
         made.append(Synthetic(tuple(resized), places, few and given_rows > 1, staying=staying))
     return made[0], made[1]
+
+
+def _times(tensors: Sequence[Tensor], places: Sequence[Sequence[str | None]]) -> Sequence[int]:
+    """How often rows are repeated in the two batches: such that none are as many as there are of something else, which
+    would be taken for the same (a graph with three edges for each node)."""
+    sizes = [
+        pair for tensor, dims in zip(tensors, places, strict=True) for pair in zip(tensor.shape, dims, strict=True)
+    ]
+    rows = {size for size, place in sizes if place == _ROWS}
+    others = {size for size, place in sizes if place != _ROWS}
+    free = [times for times in (*ROWS, 5, 7, 11) if others.isdisjoint(size * times for size in rows)]
+    return free[:2] if len(free) > 1 else ROWS
 
 
 def _most_different(
@@ -333,6 +346,6 @@ def _resized(
     for dim, place in enumerate(places):
         if place is not None:
             size = tensor.shape[dim]
-            wanted = max(1, size * factor[0] // factor[1]) if place == _ROWS else lengths[place]
+            wanted = max(min(size, 2), size * factor[0] // factor[1]) if place == _ROWS else lengths[place]
             tensor = tensor.index_select(dim, torch.arange(wanted, device=tensor.device) % size)
     return tensor

@@ -98,7 +98,7 @@ class Mxfp4Stack:
     def read(self) -> Tensor:
         """Their floats, exact in any dtype of 16 bits and more."""
         blocks, scales = self.blocks.read(), self.scales.read()
-        table = torch.tensor(_E2M1)
+        table = torch.tensor(_E2M1, dtype=torch.float32)
         result = _buffer(self.shape, self.dtype)
         for at, (packed, exponents) in enumerate(zip(blocks, scales, strict=True)):
             pairs = torch.stack((packed & 15, packed >> 4), dim=-1)  # [O, I / 32, 16, 2]

@@ -4,7 +4,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.utilities import move_data_to_device, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
@@ -80,7 +80,7 @@ def try_step(module: nn.Module, data: CalibrationSet, precision: str) -> None:
         return
     device = next((parameter.device for parameter in target.root.parameters()), torch.device("cpu"))
     tensors, structure = flatten_batch(data.batches[0])
-    batch = structure.build([tensor.clone() for tensor in tensors])  # which a step may change
+    batch = structure.build([tensor.to(device, copy=True) for tensor in tensors])  # a step may change it
     with (
         isolate_rng(),
         evaluating(module),
@@ -89,7 +89,7 @@ def try_step(module: nn.Module, data: CalibrationSet, precision: str) -> None:
         rows_checked(module),
     ):
         try:
-            target.step(move_data_to_device(batch, device))
+            target.step(batch)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # an error of the device is one of this step
         except torch.OutOfMemoryError as error:

@@ -8,10 +8,9 @@ default for them repeats samples), each up to its share; a batch is what one of 
 import random
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from copy import copy
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -28,7 +27,7 @@ from lightning_compress.calibration.batches import CalibrationSet, collect, in_h
 from lightning_compress.calibration.target import fields_of, find_target, takes_any_field
 from lightning_compress.errors import CalibrationDataError, CalibrationWarning
 from lightning_compress.graph.compat import pytree
-from lightning_compress.graph.restore import attributes_restored, contents_restored
+from lightning_compress.graph.restore import attributes_restored, contents_restored, state_restored
 from lightning_compress.graph.synthesize import flatten_batch
 from lightning_compress.plugin import compat
 from lightning_compress.recipe.parts import transformers_models
@@ -55,7 +54,9 @@ def calibration_set(
         CalibrationDataError: empty, streaming without a limit, a loader that cannot be iterated, or unequal batches; or
             training would lack what is read.
     """
+    owners = (module, trainer.lightning_module, getattr(trainer, "datamodule", None))
     with isolate_rng(), ExitStack() as stack:
+        stack.enter_context(state_restored(owners))  # training goes on from where its own would
         _seed(seed)
         loaders = _source(trainer, module, calibration, trains)
         if loaders is None:
@@ -63,7 +64,7 @@ def calibration_set(
         flattened = [compat.of_all_ranks(loader) for loader in _flattened(loaders)]
         for loader in flattened:
             _check_bounded(loader, trainer.limit_train_batches, max_samples)
-            stack.enter_context(kept_generators(loader))
+            stack.enter_context(state_restored([loader]))
         share = -(-(max_samples or DEFAULT_SAMPLES) // len(flattened))
         with attributes_restored(module), contents_restored(module):  # which its hooks may change
             batches = [batch for loader in flattened for batch in _read(trainer, loader, share)]
@@ -152,45 +153,6 @@ def _seed(seed: int) -> None:
     torch.manual_seed(seed)
     np.random.seed(seed)
     random.seed(seed)
-
-
-@contextmanager
-def kept_generators(loader: Any) -> Iterator[None]:
-    """Generators that a loader, its dataset or its samplers carry are as before afterwards: training draws what it
-    would have."""
-    sampler = getattr(loader, "sampler", None)
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    samplers = (sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
-    carriers = (loader, *samplers, *_datasets(getattr(loader, "dataset", None)))
-    carried = (value for carrier in carriers for value in getattr(carrier, "__dict__", {}).values())
-    restore = [restoring for restoring in map(_restoring, carried) if restoring is not None]
-    try:
-        yield
-    finally:
-        for each in restore:
-            each()
-
-
-def _datasets(dataset: Any) -> Iterator[Any]:
-    """A dataset and those that it is a part of, or consists of."""
-    if isinstance(dataset, Dataset):
-        yield dataset
-        for inner in (getattr(dataset, "dataset", None), *(getattr(dataset, "datasets", None) or ())):
-            yield from _datasets(inner)
-
-
-def _restoring(generator: object) -> Callable[[], object] | None:
-    """What gives a generator the state that it has now; None: it is none, or has no state."""
-    match generator:
-        case torch.Generator():
-            return partial(generator.set_state, generator.get_state())
-        case np.random.RandomState():
-            return partial(generator.set_state, generator.get_state())
-        case np.random.Generator():
-            return partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
-        case random.Random() if not isinstance(generator, random.SystemRandom):
-            return partial(generator.setstate, generator.getstate())
-    return None
 
 
 def _flattened(loaders: Any) -> list[Iterable[Any]]:

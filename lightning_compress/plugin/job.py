@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 
 from lightning_compress.calibration.batches import CalibrationSet
-from lightning_compress.calibration.prepare import calibrating, check_layout
+from lightning_compress.calibration.prepare import calibrating, check_layout, evaluating
 from lightning_compress.calibration.resume import fingerprints
 from lightning_compress.calibration.target import Target, find_target
 from lightning_compress.distributed.collective import Collective, SingleProcess
@@ -54,7 +55,8 @@ def plan_recipe(module: nn.Module, settings: Settings) -> tuple[Target, Resolved
     _check_weights(target.root, settings)
     if settings.output_dir is not None:
         check_output_dir(settings.output_dir)
-    with unfolded(target.root, named_by(settings.recipe)):
+    # weights may be computed when they are read, and by a parametrization that counts or draws
+    with isolate_rng(), evaluating(target.root), unfolded(target.root, named_by(settings.recipe)):
         resolved = resolve(settings.recipe, target.root)
         check_layout(target, resolved, settings.schedule, settings.sequential_targets)
         reason = why_unreadable(target.root, resolved) if settings.output_dir is not None else None

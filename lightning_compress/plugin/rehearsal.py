@@ -31,12 +31,12 @@ from lightning_compress.graph.compat import (
     replace_by_fakes,
     traceable_transformers,
 )
-from lightning_compress.graph.restore import attributes_restored, containers_restored
+from lightning_compress.graph.restore import attributes_restored, containers_restored, contents_restored, state_restored
 from lightning_compress.graph.trees import storage_bytes
 from lightning_compress.memory.tracker import LiveMemory
 from lightning_compress.memory.workspaces import cublas_workspace_bytes
 from lightning_compress.plugin.compat import batch_on_device, callbacks
-from lightning_compress.plugin.data import begins_once, kept_generators
+from lightning_compress.plugin.data import begins_once
 
 STEPS = 2
 """The second one has the optimizer's state, and gradients, from the start."""
@@ -87,7 +87,7 @@ def _check(trainer: pl.Trainer, module: pl.LightningModule) -> None:
 def first_batch(trainer: pl.Trainer) -> Any:
     """Of the training dataloader, on the device; the run itself will see it again.
 
-    Read without workers, and with the generators of samplers and dataset put back.
+    Read without workers, and with what the data and its hooks keep put back.
 
     Raises:
         CompressionError: there are several loaders, or one that cannot be begun twice.
@@ -97,14 +97,16 @@ def first_batch(trainer: pl.Trainer) -> Any:
         raise CompressionError("there are several training dataloaders.")
     if begins_once(loader):
         raise CompressionError("the training dataloader cannot be begun twice.")
-    with kept_generators(loader):
+    module: pl.LightningModule = trainer.lightning_module
+    owners = (loader, module, getattr(trainer, "datamodule", None))
+    with state_restored(owners), attributes_restored(module), contents_restored(module):  # which hooks may change
         if isinstance(loader, DataLoader):
             loader = copy.copy(loader)
             loader.num_workers, loader.timeout = 0, 0
         batch = next(iter(loader), None)
-    if batch is None:
-        raise CompressionError("the training dataloader has no batch.")
-    return batch_on_device(trainer, batch)
+        if batch is None:
+            raise CompressionError("the training dataloader has no batch.")
+        return batch_on_device(trainer, batch)
 
 
 def _rehearsed(trainer: pl.Trainer, module: pl.LightningModule, batch: Any) -> dict[str, Phase]:

@@ -57,6 +57,13 @@ class Attention(nn.Module):
         """A parameter as checkpoints of ours have it: as it is here."""
         return tensor
 
+    def ask_for_gradients(self) -> None:
+        """As the parameters do that the ones here are views of."""
+        for key in self.stacks:
+            stack = self.folded.get_parameter(key)
+            for path in self.split(key, stack):
+                self.get_parameter(path).requires_grad_(stack.requires_grad)
+
     def __getattr__(self, name: str) -> Any:
         """What else it has: models read its number of heads."""
         is_in_parts = name in _STACKS and "folded" in self.__dict__  # it is not while it is copied

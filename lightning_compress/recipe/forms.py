@@ -7,7 +7,8 @@ same memory as parameters, under the same names: a `Conv1D` (GPT-2's, which stor
 class, too (torch_geometric's).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast, final
 
 import torch
@@ -205,6 +206,8 @@ def why_not(module: nn.Module) -> str | None:
             "parametrization), which can be folded into it first: torch.nn.utils.parametrize.remove_parametrizations, "
             "remove_weight_norm or prune.remove"
         )
+    if isinstance(module, Storable) and module.weight.is_complex():
+        return "its weight is complex, and formats have real numbers only"
     if isinstance(module, Convolving | pytorch_utils.Conv1D) and not _is_as_it_says(module):
         return "its class has a forward of its own"
     if isinstance(module, nn.Linear) and not is_product(module):
@@ -243,7 +246,7 @@ def is_linear(module: nn.Module) -> bool:
     values = {name: torch.randn(shape, generator=generator).to(weight.dtype) for name, shape in shapes.items()}
     x = torch.randn(3, weight.shape[1], generator=generator).to(weight.dtype)
     try:
-        with torch.no_grad():
+        with _tried(module):
             found = functional_call(_Forward(module), {f"module.{key}": each for key, each in values.items()}, (x,))
             return torch.equal(found, functional.linear(x, **values))
     except Exception:  # whatever code makes of what is not meant for it
@@ -275,7 +278,7 @@ def _multiplies_input(module: nn.Linear, num_outputs: int) -> bool:
         values["module.bias"] = random(num_outputs)
     x, *rows = random(3, module.in_features), random(1, module.in_features), random(1, module.in_features)
     try:
-        with torch.no_grad():
+        with _tried(module):
             of_rows = [
                 functional_call(_Forward(module), {**values, "module.weight": row.expand(num_outputs, -1)}, (x,))
                 for row in rows
@@ -285,6 +288,23 @@ def _multiplies_input(module: nn.Linear, num_outputs: int) -> bool:
         return found.shape == expected.shape and bool((found - expected).norm() < 0.05 * expected.norm())
     except Exception:  # whatever code makes of values that are not quite its own
         return False
+
+
+@contextmanager
+def _tried(module: nn.Module) -> Iterator[None]:
+    """Within: a module's own code may run, as it does in eval mode, and leaves nothing behind."""
+    modes = {each: each.training for each in module.modules()}
+    attributes = dict(module.__dict__)
+    try:
+        for each in modes:
+            each.training = False
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        module.__dict__.clear()
+        module.__dict__.update(attributes)
+        for each, training in modes.items():
+            each.training = training
 
 
 @final

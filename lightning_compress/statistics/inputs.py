@@ -81,7 +81,7 @@ class InputGram(Statistic):
         starved = [gram for gram in grams if gram.num_tokens < width]
         if not starved:
             return
-        prior = torch.zeros(width, width, device=grams[0]._grams[0].sum.values.device)
+        prior = torch.zeros(width, width, dtype=torch.float32, device=grams[0]._grams[0].sum.values.device)
         if not total:
             prior.diagonal().fill_(1)
         for gram in grams:
@@ -123,8 +123,8 @@ class MinMax(Statistic):
 
     def __init__(self, num_channels: int, device: torch.device | str, num_outputs: int = 0) -> None:
         self._num_tokens = torch.zeros((), dtype=torch.int64)
-        self.minimum = torch.full((1,), float("inf"), device=device)
-        self.maximum = torch.full((1,), float("-inf"), device=device)
+        self.minimum = torch.full((1,), float("inf"), dtype=torch.float32, device=device)
+        self.maximum = torch.full((1,), float("-inf"), dtype=torch.float32, device=device)
 
     @property
     def num_tokens(self) -> int:

@@ -99,7 +99,7 @@ class GramSum:
     def mean(self, count: int) -> Tensor:
         """Over so many tokens, float32 [I, I], exactly symmetric; all zeros when there were none."""
         self.sum.read()
-        gram = torch.empty(self.num_channels, self.num_channels, device=self.sum.values.device)
+        gram = torch.empty(self.num_channels, self.num_channels, dtype=torch.float32, device=self.sum.values.device)
         for (start, end), block in zip(self.spans, self.blocks, strict=True):
             torch.div(block, max(count, 1), out=gram[start:end, :end])
             gram[:start, start:end] = gram[start:end, :start].t()

@@ -520,3 +520,27 @@ def test_numbers_from_a_generator_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
     """No graph can hold it; a single call makes it anew."""
     report = check_inputs(Layers(Drawing), values(), monkeypatch)
     assert "draws from a generator of the model's own" in report.fallbacks[0].reason
+
+
+class Transformed(nn.Module):
+    """Called by a transformation, outside of any module that could be one call."""
+
+    def __init__(self, transformed: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.transformed = linear(), transformed
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.transformed(self.layer, x)
+
+
+@pytest.mark.parametrize(
+    "transformed",
+    [
+        lambda layer, x: torch.func.vmap(layer)(x),
+        lambda layer, x: torch.func.grad(lambda y: layer(y).sum())(x),
+    ],
+)
+def test_transformations_are_named(transformed: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    """Seen to fail: with what torch says when a tensor is used outside of them."""
+    with pytest.raises(UntraceableModelError, match=r"layer \(Linear\).* transformation of torch\.func .*own"):
+        compress_in_memory(Transformed(transformed), values(), recipe(4, strategy="channel"))

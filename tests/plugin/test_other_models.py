@@ -179,6 +179,48 @@ def test_sizes_that_are_equal_by_chance() -> None:
     assert [record.num_tokens for record in report.modules] == [32 + 12 + 19] * 14
 
 
+class OfNodes(nn.Module):
+    """Sums what the edges bring."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.message, self.out = nn.Linear(32, 16), nn.Linear(16, 8)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        x, edges = batch["x"], batch["edge_index"]
+        messages = self.message(torch.cat([x[edges[0]], x[edges[1]]], -1)).relu()
+        return self.out(torch.zeros_like(x).index_add(0, edges[1], messages))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("num_edges", [2, 3, 6])
+def test_as_many_edges_for_each_node(num_edges: int) -> None:
+    """Seen to fail of three: nodes repeated as often were taken to be edges."""
+    batches = [
+        {"x": torch.randn(nodes, 16), "edge_index": torch.randint(0, nodes, (2, num_edges * nodes))}
+        for nodes in (50, 61, 72)
+    ]
+    report = compress(OfNodes(), batches, recipe(4, strategy="channel"), None)
+    assert [record.num_tokens for record in report.modules] == [num_edges * (50 + 61 + 72), 50 + 61 + 72]
+
+
+class OfBags(nn.Module):
+    """As PyTorch's tutorial on texts has it: all tokens one behind the other, and where each text begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags, self.out = nn.EmbeddingBag(50, 16), nn.Linear(16, 4)
+
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return self.out(self.bags(*batch))  # type: ignore[no-any-return]
+
+
+def test_texts_one_behind_the_other() -> None:
+    """Seen to fail: of 4 beginnings beside 40 tokens one was left, which is taken for a constant."""
+    batch = (torch.randint(0, 50, (40,)), torch.tensor([0, 5, 12, 20]))
+    report = compress(OfBags(), [batch, batch], recipe(4, strategy="channel"), None)
+    assert [record.num_tokens for record in report.modules] == [8]
+
+
 class Digits(pl.LightningModule):
     """Convolutions, norms, pooling, an MLP: as a user has it, with a training step of its own."""
 
