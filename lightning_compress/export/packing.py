@@ -316,12 +316,19 @@ def _initializes_packed(root: nn.Module, resolved: ResolvedRecipe) -> bool:
         for name in packed:
             if name.startswith(prefix) and root.get_submodule(name) not in stacked:
                 copied.get_submodule(name.removeprefix(prefix))._parameters.pop("weight")
-        try:
-            with torch.random.fork_rng(devices=[]), torch.no_grad():
-                for path, module in copied.named_modules():
-                    _responsible(copied, path)._init_weights(module)
-        except AttributeError:
-            return True
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            if any(_lacks_weight(_responsible(copied, path), module) for path, module in copied.named_modules()):
+                return True
+    return False
+
+
+def _lacks_weight(model: PreTrainedModel, module: nn.Module) -> bool:
+    try:
+        model._init_weights(module)
+    except AttributeError:
+        return True
+    except RuntimeError:  # of buffers that grow when they are used (SeamlessM4T's positions), as new ones have not
+        return False
     return False
 
 

@@ -6,7 +6,15 @@ import pytest
 import torch
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, preset_name_to_scheme
 from helpers import IS_RECENT, modifier, recipe, tiny_llama, tiny_mixtral, weights
-from transformers import FalconConfig, FalconForCausalLM, T5Config, T5ForConditionalGeneration
+from torch import nn
+from transformers import (
+    FalconConfig,
+    FalconForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from lightning_compress.algorithms.base import split
 from lightning_compress.algorithms.rtn import Rtn
@@ -14,6 +22,7 @@ from lightning_compress.calibration.quantized import QuantizedModule
 from lightning_compress.calibration.static_inputs import static_input
 from lightning_compress.export.packing import (
     checkpoint_names,
+    fails_to_initialize,
     nbytes,
     pack,
     quantization_config,
@@ -159,6 +168,27 @@ def test_what_is_initialized_packed_is_known_before(given: dict[str, Any], is_sa
     model = T5ForConditionalGeneration(T5Config(**sizes)).to(torch.bfloat16)
     found = why_unreadable(model, resolve(load_recipe(given), model))
     assert ("initializes weights that are packed" in str(found)) is is_said
+
+
+class Growing(LlamaForCausalLM):
+    """As SeamlessM4T's positions do: a buffer grows when it is used, and is initialized in the size that it had."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.register_buffer("positions", torch.zeros(3))
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if module is self:
+            self.positions.copy_(torch.zeros(3))
+
+
+def test_buffers_that_have_grown_say_nothing_of_what_is_packed() -> None:
+    """Seen to fail: with the error of the initializer, of a model that had been run."""
+    model = Growing(tiny_llama(1).config)
+    resolved = resolve(load_recipe(recipe(scheme="W8A8")), model)
+    for size in (3, 5):
+        model.positions = torch.zeros(size)
+        assert not fails_to_initialize(model, resolved)
 
 
 def test_routers_are_ignored_by_both_names() -> None:
