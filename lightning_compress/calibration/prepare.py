@@ -207,7 +207,7 @@ def evaluating(root: nn.Module) -> Iterator[None]:
     `torch.matmul` multiplies by one that does with other kernels, even where none are computed.
     """
     modes = {module: module.training for module in root.modules()}
-    trained = [parameter for parameter in root.parameters() if parameter.requires_grad]
+    trained = [each for each in root.parameters() if each.requires_grad and not each.is_inference()]
     fused = torch.backends.mha.get_fastpath_enabled()
     root.eval()
     for parameter in trained:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from os import PathLike
 from typing import Any, final
 
 import lightning.pytorch as pl
@@ -76,7 +77,7 @@ class Compressor:
             compat.check_class_tree(given)
         for name, given, kind in (("trainer", self._trainer, pl.Trainer), ("model", model, nn.Module)):
             if not isinstance(given, kind):
-                raise TypeError(f"The {name} is a {kind.__name__}, not {given!r}; a model is loaded before.")
+                raise TypeError(f"The {name} is a {kind.__name__}, not {_said(given)}; a model is loaded before.")
         callback = CompressionCallback(recipe, output_dir, when="only", calibration=dataloaders, **options)
         others = [other for other in compat.callbacks(self._trainer) if not isinstance(other, _OF_TRAINING)]
         with (
@@ -95,6 +96,11 @@ class Compressor:
                 )
             raise RuntimeError("The run was interrupted before it ended; nothing was written.")
         return callback.report
+
+
+def _said(given: object) -> str:
+    """What was given, without all of its values."""
+    return repr(given) if isinstance(given, str | PathLike | None) else f"a {type(given).__name__}"
 
 
 @contextmanager

@@ -85,7 +85,7 @@ def resolve(recipe: Recipe, root: nn.Module) -> ResolvedRecipe:
         UnsupportedModelError: nothing matches; a scheme does not fit a module's shape; a tied or quantized module.
         NonFiniteError: a weight that is to be quantized holds NaN or Inf.
     """
-    _check_initialized(root)
+    _check_writable(root)
     _check_not_quantized(root)
     check_merged(root)
     check_compiled(root)
@@ -220,7 +220,7 @@ def _bare_matrices(root: nn.Module) -> list[Excluded]:
     ]
 
 
-def _check_initialized(root: nn.Module) -> None:
+def _check_writable(root: nn.Module) -> None:
     found = [name for name, parameter in root.named_parameters() if is_lazy(parameter)]
     if found:
         module = type(root.get_submodule(found[0].rpartition(".")[0])).__name__
@@ -228,6 +228,14 @@ def _check_initialized(root: nn.Module) -> None:
             f"{found[0]} ({module}) has no shape before the model has run: run a batch through it first, for instance "
             "in `setup` or `configure_model`."
         )
+    for name, parameter in root.named_parameters():
+        is_one = any(size > 1 and stride == 0 for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+        if is_one or parameter.is_inference():
+            why = "is one number at several places (`expand`)" if is_one else "was made under `torch.inference_mode()`"
+            raise UnsupportedModelError(
+                f"{name} {list(parameter.shape)} {why}, so it cannot be written to. Give the model parameters of its "
+                "own: `module.weight = nn.Parameter(module.weight.clone())`, outside of `inference_mode`."
+            )
 
 
 def _check_not_quantized(root: nn.Module) -> None:

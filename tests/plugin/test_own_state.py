@@ -282,6 +282,23 @@ def test_complex_weights_are_refused_by_name() -> None:
         compress_in_memory(model, [DATA], RECIPE)
 
 
+def test_weights_that_cannot_be_written_to() -> None:
+    """Seen to fail: with errors of torch, amid the run and at its end."""
+    with torch.inference_mode():
+        made_there = nn.Sequential(nn.Linear(16, 8))
+    with pytest.raises(UnsupportedModelError, match=r"0\.weight \[8, 16\] was made under .*inference_mode"):
+        compress_in_memory(made_there, [DATA], RECIPE)
+    expanded = nn.Sequential(nn.Linear(16, 8))
+    expanded[0].weight = nn.Parameter(torch.randn(1, 16).expand(8, 16))
+    with pytest.raises(UnsupportedModelError, match=r"0\.weight \[8, 16\] is one number at several places.*clone"):
+        compress_in_memory(expanded, [DATA], RECIPE)
+
+
+def test_what_is_no_model_is_said_shortly(make_trainer: Any) -> None:
+    with pytest.raises(TypeError, match=r"^The model is a Module, not a OrderedDict; a model is loaded before\.$"):
+        Compressor(make_trainer()).compress(Net().state_dict(), recipe=RECIPE, output_dir=None)  # type: ignore[arg-type]
+
+
 @dataclass(frozen=True)
 class Frozen:
     x: Tensor
