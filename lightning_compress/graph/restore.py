@@ -137,6 +137,8 @@ def state_restored(owners: Iterable[object]) -> Iterator[None]:
                 (kind.extend if kind in (list, deque) else kind.update)(container, content)
 
 
+_PASSING = (*_CONTAINERS, tuple, frozenset, partial, MethodType, FunctionType)
+_SIMPLE = {int, float, str, bool, bytes, type(None), torch.dtype, torch.device, Tensor, nn.Parameter}
 _MOST_ITEMS = 10_000
 """Of a container that is looked into: more are data."""
 
@@ -144,7 +146,7 @@ _MOST_ITEMS = 10_000
 def _reached(owners: Iterable[object]) -> Iterator[tuple[object, bool]]:
     """What code reaches from the owners through attributes, items, and what functions enclose; and whether without
     objects of libraries on the way, which may be told later."""
-    ahead = deque((owner, True) for owner in owners)
+    ahead = deque((owner, True) for owner in owners if type(owner) not in _SIMPLE)
     seen: dict[int, tuple[object, bool]] = {}  # alive, so that no other has its id
     while ahead:
         value, is_own = ahead.popleft()
@@ -152,8 +154,8 @@ def _reached(owners: Iterable[object]) -> Iterator[tuple[object, bool]]:
             continue
         seen[id(value)] = (value, is_own)
         yield value, is_own
-        passes = isinstance(value, (*_CONTAINERS, tuple, frozenset, partial, MethodType, FunctionType))
-        ahead.extend((part, is_own if passes else _is_plain(value)) for part in _parts(value))
+        own = is_own if isinstance(value, _PASSING) else _is_plain(value)
+        ahead.extend((part, own) for part in _parts(value) if type(part) not in _SIMPLE)
 
 
 def _parts(value: object) -> Iterable[object]:
@@ -175,9 +177,16 @@ def _parts(value: object) -> Iterable[object]:
             return ()
     if not hasattr(value, "__dict__") or _library(value) in _CLOSED:
         return ()
+    if isinstance(value, nn.Module):
+        own = [each for name, each in vars(value).items() if name not in MODULE_DICTS]
+        return (*own, *value._modules.values(), *_methods(value))
+    return (*vars(value).values(), *_methods(value))
+
+
+def _methods(value: object) -> list[FunctionType]:
+    """Of the classes that are the user's own."""
     of_classes = [vars(kind).values() for kind in type(value).__mro__ if not is_installed(kind.__module__)]
-    methods = [each for each in chain(*of_classes) if isinstance(each, FunctionType)]
-    return (*vars(value).values(), *methods)
+    return [each for each in chain(*of_classes) if isinstance(each, FunctionType)]
 
 
 def _restoring(generator: object) -> Callable[[], object] | None:

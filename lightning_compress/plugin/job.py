@@ -19,6 +19,7 @@ from lightning_compress.export.beside import check_exported
 from lightning_compress.export.checkpoint import check_output_dir
 from lightning_compress.export.layout import added_to_state
 from lightning_compress.export.verify import ReadBackWarning, why_unreadable
+from lightning_compress.graph.restore import contents_restored
 from lightning_compress.graph.unfold import unfolded
 from lightning_compress.memory.source import is_on_meta
 from lightning_compress.plugin.agreement import check_same
@@ -55,8 +56,9 @@ def plan_recipe(module: nn.Module, settings: Settings) -> tuple[Target, Resolved
     _check_weights(target.root, settings)
     if settings.output_dir is not None:
         check_output_dir(settings.output_dir)
-    # weights may be computed when they are read, and by a parametrization that counts or draws
-    with isolate_rng(), evaluating(target.root), unfolded(target.root, named_by(settings.recipe)):
+    # weights may be computed when they are read, by code that counts or draws, and forwards of Linears are tried
+    kept = contents_restored(target.module)
+    with isolate_rng(), kept, evaluating(target.root), unfolded(target.root, named_by(settings.recipe)):
         resolved = resolve(settings.recipe, target.root)
         check_layout(target, resolved, settings.schedule, settings.sequential_targets)
         reason = why_unreadable(target.root, resolved) if settings.output_dir is not None else None

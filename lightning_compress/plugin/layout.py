@@ -15,6 +15,7 @@ from lightning_compress.distributed.collective import Collective
 from lightning_compress.errors import BudgetError, CompressionError, OutputDirectoryError
 from lightning_compress.export.checkpoint import is_unfinished
 from lightning_compress.export.packed import original_source
+from lightning_compress.graph.restore import contents_restored
 from lightning_compress.graph.stages import Schedule
 from lightning_compress.graph.unfold import Unfolded, most_experts, unfold
 from lightning_compress.memory.budget import MemoryUse
@@ -133,7 +134,8 @@ def _laid_out(
     schedule: Schedule,
     expert_parts: int,
 ) -> LaidOut:
-    modules = unfold(target.root, named_by(settings.recipe), expert_parts)
+    with contents_restored(target.module):  # forwards of Linears are tried
+        modules = unfold(target.root, named_by(settings.recipe), expert_parts)
     with calibrating(target.root), modules.in_place():
         source = None if settings.weights is None else original_source(target.root, settings.weights, place)
         run = prepare(

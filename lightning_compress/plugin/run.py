@@ -22,6 +22,7 @@ from lightning_compress.errors import RunWarning, UnreachedModulesWarning, liste
 from lightning_compress.export.claim import claimed
 from lightning_compress.export.verify import Verification, of_all, verify, verify_files, why_unreadable
 from lightning_compress.export.writer import CheckpointWriter, Unwritten
+from lightning_compress.graph.restore import contents_restored
 from lightning_compress.plugin.budget import finished_use
 from lightning_compress.plugin.identity import (
     beyond_made_for,
@@ -75,7 +76,8 @@ def run_job(
     """
     output_dir = job.settings.output_dir if max_subgraphs is None else None
     claim = nullcontext() if output_dir is None else claimed(output_dir, job.run.collective)
-    with calibrating(job.target.root), job.modules.in_place(), claim:
+    # what modules keep for the epoch's end is not to hold calibration's
+    with contents_restored(job.target.module), calibrating(job.target.root), job.modules.in_place(), claim:
         return (yield from _run(job, output_dir, max_subgraphs, continues))
 
 

@@ -282,6 +282,43 @@ def test_complex_weights_are_refused_by_name() -> None:
         compress_in_memory(model, [DATA], RECIPE)
 
 
+class Keeps(nn.Module):
+    """What it is called with, for the epoch's end."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.kept, self.names = inner, list[Tensor](), dict[int, int]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept.append(x)
+        self.names[len(self.names)] = len(x)
+        return self.inner(x)  # type: ignore[no-any-return]
+
+
+class KeepingLinear(nn.Linear):
+    """Its own forward is tried, too."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 16)
+        self.kept, self.names = list[Tensor](), dict[int, int]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept.append(x)
+        self.names[len(self.names)] = len(x)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("make", [lambda: Keeps(nn.ReLU()), lambda: Keeps(nn.Linear(16, 16)), KeepingLinear])
+def test_what_modules_keep_is_of_no_calibration(make: Callable[[], Any]) -> None:
+    """Seen to fail: with an entry for each batch."""
+    keeping = make()
+    model = nn.Sequential(nn.Linear(16, 16), keeping, nn.Linear(16, 8))
+    keeping.kept.append(DATA)
+    compress_in_memory(model, [DATA] * 3, RECIPE)
+    assert keeping.kept == [DATA]
+    assert keeping.names == {}
+
+
 def test_weights_that_cannot_be_written_to() -> None:
     """Seen to fail: with errors of torch, amid the run and at its end."""
     with torch.inference_mode():
