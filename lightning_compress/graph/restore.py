@@ -185,7 +185,7 @@ def _parts(value: object) -> Iterable[object]:
 
 def _methods(value: object) -> list[FunctionType]:
     """Of the classes that are the user's own."""
-    of_classes = [vars(kind).values() for kind in type(value).__mro__ if not is_installed(kind.__module__)]
+    of_classes = [vars(kind).values() for kind in type(value).__mro__ if not _is_installed(kind.__module__)]
     return [each for each in chain(*of_classes) if isinstance(each, FunctionType)]
 
 
@@ -218,7 +218,7 @@ def _is_plain(value: object) -> bool:
     """An object of a class of the user's own."""
     if not hasattr(value, "__dict__") or isinstance(value, (nn.Module, Tensor, type, ModuleType, FunctionType)):
         return False
-    return not is_installed(type(value).__module__)
+    return not _is_installed(type(value).__module__)
 
 
 def _library(value: object) -> str:
@@ -226,7 +226,7 @@ def _library(value: object) -> str:
 
 
 @cache
-def is_installed(module: str) -> bool:
+def _is_installed(module: str) -> bool:
     """Whether a module is of Python itself, an installed package or this one, and not the user's code beside these."""
     if module.partition(".")[0] in (*sys.stdlib_module_names, __name__.partition(".")[0]):
         return True
