@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.parameter import is_lazy
 
 from lightning_compress.algorithms.grids import has_global_scale
 from lightning_compress.calibration.batches import CalibrationSet, num_elements
@@ -207,7 +208,7 @@ def evaluating(root: nn.Module) -> Iterator[None]:
     `torch.matmul` multiplies by one that does with other kernels, even where none are computed.
     """
     modes = {module: module.training for module in root.modules()}
-    trained = [each for each in root.parameters() if each.requires_grad and not each.is_inference()]
+    trained = [each for each in root.parameters() if each.requires_grad and (is_lazy(each) or not each.is_inference())]
     fused = torch.backends.mha.get_fastpath_enabled()
     root.eval()
     for parameter in trained:
