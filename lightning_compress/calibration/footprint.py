@@ -396,6 +396,5 @@ class _Meter:
         """What is solved computes with quantized inputs from then on."""
         for name in (name for group in step.solve for name in group.members):
             if (inputs := self._run.resolved.assignments[name].scheme.input_activations) is not None:
-                self._root.get_submodule(name).register_forward_pre_hook(
-                    LikeQuantizing(torch.ones(2, dtype=torch.float32), inputs)
-                )
+                hook = LikeQuantizing(torch.ones(2, dtype=torch.float32), inputs)
+                self._root.get_submodule(name).register_forward_pre_hook(hook)

@@ -208,7 +208,8 @@ def evaluating(root: nn.Module) -> Iterator[None]:
     `torch.matmul` multiplies by one that does with other kernels, even where none are computed.
     """
     modes = {module: module.training for module in root.modules()}
-    trained = [each for each in root.parameters() if each.requires_grad and (is_lazy(each) or not each.is_inference())]
+    there = [each for each in root.parameters() if not is_lazy(each)]
+    trained = [each for each in there if each.requires_grad and not each.is_inference()]
     fused = torch.backends.mha.get_fastpath_enabled()
     root.eval()
     for parameter in trained:
