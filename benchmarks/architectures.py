@@ -78,6 +78,24 @@ def sweep(chosen: list[Family], path: Path, limit_s: int, redo: bool) -> None:
         )
 
 
+def families_asked_for(doc: str | None, results: str) -> tuple[argparse.Namespace, list[Family]]:
+    """Of a script beside this one, which keeps `results`: its arguments, and the families that they mean."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=(), help="model types")
+    parser.add_argument("--kinds", nargs="+", default=tuple(KINDS), choices=tuple(KINDS))
+    parser.add_argument("--results", type=Path, default=HERE.parent / "outputs" / results)
+    parser.add_argument("--part", default="1/1", help="of all families: 1/2 and 2/2 run in two processes")
+    parser.add_argument("--limit-s", type=int, default=300)
+    arguments = parser.parse_args()
+    quiet()
+    part, parts = map(int, arguments.part.split("/"))
+    chosen = [family for family in families() if family.kind in arguments.kinds][part - 1 :: parts]
+    if arguments.only:
+        chosen = [family for family in chosen if family.model_type in arguments.only]
+    arguments.results.parent.mkdir(parents=True, exist_ok=True)
+    return arguments, chosen
+
+
 def quiet() -> None:
     """One thread, and nothing said but what a script prints."""
     torch.set_num_threads(1)

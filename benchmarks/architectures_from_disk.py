@@ -8,7 +8,6 @@ Families that do not find all their weights in what they save themselves, or can
 counted apart.
 """
 
-import argparse
 import json
 from collections import Counter
 from dataclasses import dataclass
@@ -19,9 +18,9 @@ from typing import Any
 import lightning as L
 import torch
 from _architecture_inputs import Sample, sample, with_positions
-from _architecture_kinds import KINDS, Family, families
+from _architecture_kinds import Family
 from _architecture_run import Result, build, four_bits, tell
-from architectures import in_a_process, quiet, results_of
+from architectures import families_asked_for, in_a_process, results_of
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -29,7 +28,6 @@ from lightning_compress import Compressor, parameters_on_meta
 from lightning_compress.errors import UntraceableModelError
 from lightning_compress.graph.unfold import unfolded
 
-HERE = Path(__file__).resolve().parent
 SAME, DIFFERENT, REFUSED, NOT_SAVED, NOT_IN_MEMORY = "same", "different", "refused", "not saved", "not in memory"
 
 
@@ -96,19 +94,7 @@ def _compare(family: Family, folder: Path, result: Result) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=(), help="model types")
-    parser.add_argument("--kinds", nargs="+", default=tuple(KINDS), choices=tuple(KINDS))
-    parser.add_argument("--results", type=Path, default=HERE.parent / "outputs" / "architectures_from_disk.jsonl")
-    parser.add_argument("--part", default="1/1", help="of all families: 1/2 and 2/2 run in two processes")
-    parser.add_argument("--limit-s", type=int, default=300)
-    arguments = parser.parse_args()
-    quiet()
-    part, parts = map(int, arguments.part.split("/"))
-    chosen = [family for family in families() if family.kind in arguments.kinds][part - 1 :: parts]
-    if arguments.only:
-        chosen = [family for family in chosen if family.model_type in arguments.only]
-    arguments.results.parent.mkdir(parents=True, exist_ok=True)
+    arguments, chosen = families_asked_for(__doc__, "architectures_from_disk.jsonl")
     done = {} if arguments.only else results_of(arguments.results)
     for number, family in enumerate(chosen, 1):
         if family.key not in done:

@@ -8,7 +8,6 @@ that was stopped behind its first subgraph and started again, and by two ranks: 
 way; families that are in it are not run again.
 """
 
-import argparse
 import json
 import os
 import socket
@@ -21,9 +20,9 @@ from typing import Any
 
 import lightning as L
 from _architecture_inputs import Sample, sample, with_positions
-from _architecture_kinds import KINDS, Family, families
+from _architecture_kinds import Family
 from _architecture_run import Result, build, four_bits, tell
-from architectures import in_a_process, quiet
+from architectures import families_asked_for, in_a_process
 from lightning.pytorch.callbacks import Timer
 from torch import nn
 
@@ -32,7 +31,6 @@ from lightning_compress.errors import UntraceableModelError
 from lightning_compress.graph.unfold import unfolded
 from lightning_compress.report.report import Report
 
-HERE = Path(__file__).resolve().parent
 SAME = "same"
 WAYS = ("recompute", "resumed", "two ranks", "w8a8")
 
@@ -154,19 +152,7 @@ def _read_back(case: Case) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=(), help="model types")
-    parser.add_argument("--kinds", nargs="+", default=tuple(KINDS), choices=tuple(KINDS))
-    parser.add_argument("--results", type=Path, default=HERE.parent / "outputs" / "architectures_ways.jsonl")
-    parser.add_argument("--part", default="1/1", help="of all families: 1/2 and 2/2 run in two processes")
-    parser.add_argument("--limit-s", type=int, default=300)
-    arguments = parser.parse_args()
-    quiet()
-    part, parts = map(int, arguments.part.split("/"))
-    chosen = [family for family in families() if family.kind in arguments.kinds][part - 1 :: parts]
-    if arguments.only:
-        chosen = [family for family in chosen if family.model_type in arguments.only]
-    arguments.results.parent.mkdir(parents=True, exist_ok=True)
+    arguments, chosen = families_asked_for(__doc__, "architectures_ways.jsonl")
     lines = arguments.results.read_text().splitlines() if arguments.results.exists() else []
     found = {row["family"]: row for row in map(json.loads, lines)}
     for number, family in enumerate(chosen, 1):
