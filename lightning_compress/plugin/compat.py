@@ -168,7 +168,7 @@ class HeldSignals:
 
     def __enter__(self) -> Self:
         for signum, held in self._held.items():
-            signal.signal(signum, held)
+            self._connector._register_signal(signum, held)  # does nothing in other threads than the main one
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

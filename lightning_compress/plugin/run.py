@@ -22,7 +22,7 @@ from lightning_compress.errors import RunWarning, UnreachedModulesWarning, liste
 from lightning_compress.export.claim import claimed
 from lightning_compress.export.verify import Verification, of_all, verify, verify_files, why_unreadable
 from lightning_compress.export.writer import CheckpointWriter, Unwritten
-from lightning_compress.graph.restore import contents_restored
+from lightning_compress.graph.restore import containers_restored
 from lightning_compress.plugin.budget import finished_use
 from lightning_compress.plugin.identity import (
     beyond_made_for,
@@ -77,7 +77,7 @@ def run_job(
     output_dir = job.settings.output_dir if max_subgraphs is None else None
     claim = nullcontext() if output_dir is None else claimed(output_dir, job.run.collective)
     # what modules keep for the epoch's end is not to hold calibration's
-    with contents_restored(job.target.module), calibrating(job.target.root), job.modules.in_place(), claim:
+    with containers_restored(job.target.module), calibrating(job.target.root), job.modules.in_place(), claim:
         return (yield from _run(job, output_dir, max_subgraphs, continues))
 
 
