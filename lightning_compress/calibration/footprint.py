@@ -144,9 +144,8 @@ class _Meter:
             known.update({Shadow(node): known[node] for node in placeholders if node in reference.diverging})
             reference = replace(reference, originals={})
         cache = ActivationCache([known], device=_CPU, rewritten=self._run.flow.cache.rewritten)
-        placement = replace(self._run.flow.placement, device=_CPU)
-        given = replace(self._run.flow, cache=cache, placement=placement, masks={}, reference=reference)
-        self._flow = replace(given, buffers=None)  # no values to keep
+        given = replace(self._run.flow, cache=cache, masks={}, reference=reference, buffers=None)  # no values to keep
+        self._flow = replace(given, placement=replace(given.placement, device=_CPU))
         with attributes_restored(self._root):
             replace_by_fakes(self._root, mode)
             self._memory.ignore(*self._root.parameters(), *self._root.buffers(), *inputs)

@@ -99,9 +99,14 @@ _Container = OrderedDict[Any, Any] | dict[Any, Any] | list[Any] | set[Any] | deq
 
 def containers_restored(module: nn.Module) -> AbstractContextManager[None]:
     """Within: what modules keep may change as `state_restored` has it (outputs kept for the epoch's end, meters)."""
+    return state_restored(kept_by(module))
+
+
+def kept_by(module: nn.Module) -> list[object]:
+    """What modules have beside tensors and one another."""
     # torch's own, which begin so, are restored as attributes; what stands for a method may be who records
     values = [value for each in module.modules() for name, value in vars(each).items() if not name.startswith("_")]
-    return state_restored(value for value in values if not isinstance(value, FunctionType | MethodType | partial))
+    return [each for each in values if not isinstance(each, FunctionType | MethodType | partial | nn.Module)]
 
 
 @contextmanager

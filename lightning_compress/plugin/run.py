@@ -3,7 +3,7 @@ drives."""
 
 import time
 import warnings
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,7 +22,7 @@ from lightning_compress.errors import RunWarning, UnreachedModulesWarning, liste
 from lightning_compress.export.claim import claimed
 from lightning_compress.export.verify import Verification, of_all, verify, verify_files, why_unreadable
 from lightning_compress.export.writer import CheckpointWriter, Unwritten
-from lightning_compress.graph.restore import containers_restored
+from lightning_compress.graph.restore import kept_by, state_restored
 from lightning_compress.plugin.budget import finished_use
 from lightning_compress.plugin.identity import (
     beyond_made_for,
@@ -76,13 +76,13 @@ def run_job(
     """
     output_dir = job.settings.output_dir if max_subgraphs is None else None
     claim = nullcontext() if output_dir is None else claimed(output_dir, job.run.collective)
-    # what modules keep for the epoch's end is not to hold calibration's
-    with containers_restored(job.target.module), calibrating(job.target.root), job.modules.in_place(), claim:
-        return (yield from _run(job, output_dir, max_subgraphs, continues))
+    owners = kept_by(job.target.module)  # without the modules that are in place of others
+    with calibrating(job.target.root), job.modules.in_place(), claim:
+        return (yield from _run(job, owners, output_dir, max_subgraphs, continues))
 
 
 def _run(
-    job: Job, output_dir: Path | None, max_subgraphs: int | None, continues: Progress | None
+    job: Job, owners: Sequence[object], output_dir: Path | None, max_subgraphs: int | None, continues: Progress | None
 ) -> Generator[SubgraphRecord, bool | None, Report]:
     start = time.perf_counter()
     bytes_before = _num_bytes(job.target.root)
@@ -104,7 +104,7 @@ def _run(
     stop: bool | None = False
     try:
         keep_in = writer.shared.child(FOLDER) if writer is not None and job.settings.keep_activations else None
-        for record in calibrate(job.run, writer or Unwritten(), keep_in):
+        for record in _leaving_nothing(calibrate(job.run, writer or Unwritten(), keep_in), owners):
             records.append(record)
             stop = yield record
             if stop or len(records) == max_subgraphs:
@@ -129,6 +129,17 @@ def _run(
     if writer is not None and not partial and writer.shared.is_first:
         _save(report, writer.folder)
     return report
+
+
+def _leaving_nothing(steps: Iterator[SubgraphRecord], owners: Sequence[object]) -> Iterator[SubgraphRecord]:
+    """The steps, of which none leaves anything in what modules keep for the epoch's end; who is called between them
+    may."""
+    while True:
+        with state_restored(owners):
+            record = next(steps, None)
+        if record is None:
+            return
+        yield record
 
 
 def _warn_of_unreached(modules: Sequence[ModuleRecord]) -> None:

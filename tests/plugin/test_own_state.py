@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import compress_in_memory
+from lightning.pytorch.callbacks import Timer
 from tokenizers import Tokenizer, models
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
@@ -317,6 +318,22 @@ def test_what_modules_keep_is_of_no_calibration(make: Callable[[], Any]) -> None
     compress_in_memory(model, [DATA] * 3, RECIPE)
     assert keeping.kept == [DATA]
     assert keeping.names == {}
+
+
+class Noting(Timer):
+    """A bystander that keeps what it sees where the module has a place for it."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *args: Any, **kwargs: Any) -> None:
+        super().on_train_batch_end(trainer, pl_module, *args, **kwargs)
+        pl_module.losses.append(float(trainer.global_step))
+
+
+def test_who_is_called_between_subgraphs_may_keep_things(make_trainer: Any) -> None:
+    """Seen to fail: with what modules keep put back behind the whole run."""
+    module = Net()
+    make_trainer(compression(RECIPE, when="only"), Noting()).fit(module, DataLoader(OfRows(), 8))
+    assert module.losses
+    assert module.losses == sorted(module.losses)
 
 
 def test_weights_that_cannot_be_written_to() -> None:
