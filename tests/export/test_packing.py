@@ -136,6 +136,10 @@ def test_static_inputs_as_they_are_stored() -> None:
 def test_formats() -> None:
     assert scheme_format(load_recipe("w4a16_gptq").modifiers[0].scheme) == "pack-quantized"
     assert scheme_format(load_recipe("w8a8_gptq").modifiers[0].scheme) == "int-quantized"
+    with_floats = preset_name_to_scheme("W4AFP8", [])
+    assert scheme_format(with_floats) == "pack-quantized"  # which vLLM's kernel reads; compressed-tensors infers bytes
+    assert scheme_format(with_floats.model_copy(update={"format": "int-quantized"})) == "int-quantized"
+    assert scheme_format(preset_name_to_scheme("W4A8", [])) == "int-quantized"
 
 
 def test_models_that_initialize_what_is_packed_say_dequantize() -> None:
