@@ -158,6 +158,10 @@ def load_model(config: DictConfig, from_disk: bool) -> tuple[nn.Module, Any]:
         CompressionError: no such folder or class, or transformers cannot read it, or not all of it.
     """
     auto_class, extra = _class_and_options(config)
+    if Path(config.path).is_file():
+        raise CompressionError(
+            f"model.path={config.path} is a file: give the folder that has the model's config.json and safetensors."
+        )
     if _dequantizes(config) and not from_disk:
         raise CompressionError("model.dequantize=true reads a layer at a time, and this command reads them all.")
     if config.get("weights") is not None and not from_disk:

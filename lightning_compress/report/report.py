@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from rich import box
@@ -124,13 +124,18 @@ class Report:
         table.add_column("scheme", no_wrap=True)
         for heading in ("shape", "error", "size"):
             table.add_column(heading, justify="right", no_wrap=True)
-        has_notes = any(record.notes for record in self.modules)
-        if has_notes:
+        noted = [record.notes for record in self.modules]
+        common = [note for note in noted[0] if all(note in notes for notes in noted)] if len(noted) > 1 else []
+        others = [tuple(note for note in notes if note not in common) for notes in noted]
+        if any(others):
             table.add_column("notes", overflow="fold")
-        for row in collapsed([asdict(record) for record in self.modules]):
+        records = [replace(record, notes=notes) for record, notes in zip(self.modules, others, strict=True)]
+        for row in collapsed([asdict(record) for record in records]):
             shape, size = "x".join(map(str, row["shape"])), f"{row['bytes_after'] / row['bytes_before']:.0%}"
-            notes = ["; ".join(row["notes"])] if has_notes else []
+            notes = ["; ".join(row["notes"])] if any(others) else []
             table.add_row(row["module"], row["scheme"], shape, f"{row['error']:.2e}", size, *notes)
+        if common:
+            table.caption, table.caption_justify = "all modules: " + "; ".join(common), "left"
         return table
 
     def summary(self) -> str:

@@ -129,7 +129,8 @@ def test_a_narrow_table_breaks_names_of_modules_alone(saved: tuple[Report, Path]
     report, _ = saved
     notes = ("a note of some words that takes more room than there is",)
     parts = [
-        replace(part, modules=tuple(replace(each, notes=notes) for each in part.modules)) for part in report.subgraphs
+        replace(part, modules=tuple(replace(each, notes=(*notes, each.module)) for each in part.modules))
+        for part in report.subgraphs
     ]
     name = "model.layers.11.block_sparse_moe.experts.*.down_proj (64)"
     module = replace(report.modules[0], module=name, scheme="W4A16 group 128", notes=notes)
@@ -185,6 +186,23 @@ def test_table(saved: tuple[Report, Path]) -> None:
     assert all(record.module in text for record in report.modules)
     assert "1 of 32 input channels were always zero" in text
     assert "64x32" in text
+
+
+def test_a_note_of_all_modules_is_told_once(saved: tuple[Report, Path]) -> None:
+    report, _ = saved
+    parts = [
+        replace(part, modules=tuple(replace(each, notes=("of all",)) for each in part.modules))
+        for part in report.subgraphs
+    ]
+    other = replace(parts[1].modules[0], notes=("of one", "of all"))
+    for modules, heading in (((parts[1].modules), 0), ((other, *parts[1].modules[1:]), 1)):
+        console = Console(width=120)
+        with console.capture() as capture:
+            console.print(replace(report, subgraphs=(replace(parts[1], modules=modules), *parts[2:])).table())
+        printed = capture.get()
+        assert printed.count("of all") == 1
+        assert "all modules: of all" in printed
+        assert printed.count("of one") == printed.count("notes") == heading
 
 
 def test_partial_runs_say_so() -> None:
