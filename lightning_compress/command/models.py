@@ -256,7 +256,8 @@ def _told(error: Exception, config: DictConfig) -> str:
     """What went wrong; where it is the Auto class, which ones know the model."""
     if "Unrecognized configuration class" not in str(error):
         here = Path(config.path).exists()
-        return str(error) if here else f"there is no such folder, and taken for a name on the Hub: {error}"
+        told = f"{error} (model.trust_remote_code=true)" if "trust_remote_code" in str(error) else str(error)
+        return told if here else f"there is no such folder, and taken for a name on the Hub: {told}"
     kind = type(transformers.AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code))
     autos = ((name, getattr(transformers, name, None)) for name in _AUTO_CLASSES)
     known = [name for name, auto in autos if auto is not None and kind in auto._model_mapping]
