@@ -220,3 +220,19 @@ def test_a_callers_autocast_changes_no_sum(dtype: torch.dtype) -> None:
     with torch.autocast("cpu", dtype):
         inside.update(x)
     assert torch.equal(plain.matrix(), inside.matrix())
+
+
+@pytest.mark.parametrize("precision", ["high", "medium"])
+def test_a_callers_precision_of_products_changes_no_sum(precision: str) -> None:
+    """Seen to fail with "medium" where the CPU multiplies in bfloat16 (AMX): entries were off by 7e-4."""
+    x = correlated(512, 512)
+    plain, inside = InputGram(512, "cpu"), InputGram(512, "cpu")
+    plain.update(x)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        inside.update(x)
+        assert torch.get_float32_matmul_precision() == precision
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert torch.equal(plain.matrix(), inside.matrix())

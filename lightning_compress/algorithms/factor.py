@@ -1,4 +1,4 @@
-"""Cholesky factors of Grams: damped, in GPTQ's order of channels, and the same at any number of threads.
+"""Cholesky factors of Grams: damped, in GPTQ's order of channels.
 
 On a CPU the factor is made panel by panel, and what is below a panel's corner tile by tile, which ranks may share out:
 a tile has the same shape, and so the same last bits, wherever it is made. What each of them does itself are the
@@ -80,8 +80,8 @@ def cholesky(matrix: Tensor, added: float, by_rows: ByRows = here) -> Tensor | N
     """The lower Cholesky factor of `matrix` [I, I] + added * identity, in its place; None if not positive definite.
 
     On a CPU in panels, because LAPACK's last bits depend on the number of threads: corners are factorized by one
-    thread, and products do the rest. Theirs were the same at 1 to 4 threads wherever 128 divides I (at I = 1000, at 1
-    to 3 only). It is also faster than LAPACK, and no less accurate.
+    thread, and products do the rest. Theirs depend on it less: not at all where 128 divides I on some processors, up to
+    I = 768 on one with AMX. It is also faster than LAPACK, and no less accurate.
     """
     matrix.diagonal().add_(added)
     if matrix.device.type != "cpu":

@@ -30,7 +30,8 @@ from lightning_compress.algorithms import kernels
 from lightning_compress.algorithms.grids import Grid, width_of_groups
 from lightning_compress.algorithms.tiling import Tiling, tiling_of
 
-SHRINKS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)  # the small ones for groups with an outlier
+SHRINKS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
+"""Factors of the min-max scale to start from; the small ones are for groups with an outlier."""
 
 
 @final
@@ -71,14 +72,13 @@ def _of_rows_together(values: Tensor, grid: Grid, reduced: Callable[..., Tensor]
     return torch.cat([reduced(part, -2, keepdim=True).expand_as(part) for part in parts], -2)
 
 
-def search_scales(weight: Tensor, weighting: Tensor | None, grid: Grid, shrinks: Sequence[float] = SHRINKS) -> Scales:
+def search_scales(weight: Tensor, weighting: Tensor | None, grid: Grid) -> Scales:
     """Scales that minimize the weighted squared rounding error of every group.
 
     Args:
         weight: [R, I], any float dtype.
         weighting: [I], not negative; None weighs all input channels equally.
         grid: the scheme. If rows share scales, `weight` is one module.
-        shrinks: the factors of the min-max scale to start from.
     """
     start = minmax_scales(weight, grid)
     if weighting is None:
@@ -87,9 +87,8 @@ def search_scales(weight: Tensor, weighting: Tensor | None, grid: Grid, shrinks:
     if grid.signed_scales:
         low, high = _ranges(weight, grid)
         first = torch.where(high > -low, -first, first)
-    candidates = grid.stored(
-        first * torch.tensor(shrinks, dtype=torch.float32, device=weight.device)[:, None, None]
-    ).float()
+    shrinks = torch.tensor(SHRINKS, dtype=torch.float32, device=weight.device)
+    candidates = grid.stored(first * shrinks[:, None, None]).float()
     cross, square = moments(weight, weighting, candidates, start.zero_point, grid)
     cross, square = (_of_rows_together(total, grid, torch.sum) for total in (cross, square))
     refitted = grid.stored(cross / square.clamp_min(torch.finfo(torch.float32).tiny)).float()

@@ -145,7 +145,8 @@ def run_step(
         values = flow.cache.load(batch, loaded, copy=not step.keep)
         before = {key: versions(value) for key, value in values.items()}
         seed = flow.numbers[batch] if traced.draws else None
-        with _as_called(flow, keeping, traced):
+        kept_buffers = nullcontext() if flow.buffers is None else flow.buffers.restored()
+        with kept_buffers, _as_called(flow, keeping, traced):
             for (shared, own), sources in pieces:
                 with in_float32(flow.in_float32), _random_state_kept(flow.device, traced):
                     execute(shared, values, flow.root, traced.constants, flow.device, drop_after, seed)
@@ -154,9 +155,8 @@ def run_step(
                             run_original(own, values, flow.root, traced, flow.device, reference, drop_after, seed)
                     with watch(batch, sources, values):
                         execute(own, values, flow.root, traced.constants, flow.device, drop_after, seed)
-        if flow.buffers is not None:
-            values = flow.buffers.apart(values)
-            flow.buffers.restore()
+            if flow.buffers is not None:
+                values = flow.buffers.apart(values)
         if step.keep:
             kept = {key: value for key, value in values.items() if key in outliving}
             unchanged = {key for key, value in kept.items() if before.get(key) == versions(value)}

@@ -111,8 +111,13 @@ def fingerprints(
             *(part for name, value in {**state, **constants}.items() for part in _described(name, value, _SAMPLES)),
         ),
         "data": data_fingerprint(batches),
-        "software": _digest(_json({name: version(name) for name in _SOFTWARE})),
+        "software": _digest(_json(versions())),
     }
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that decide the result."""
+    return {name: version(name) for name in _SOFTWARE}
 
 
 def _settings(config: PreTrainedConfig) -> dict[str, object]:

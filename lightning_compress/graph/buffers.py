@@ -30,11 +30,15 @@ class KeptBuffers:
             buffer = root.get_buffer(name)
             self._kept.append((root.get_submodule(owner)._buffers, key, buffer, buffer.detach().clone()))
 
-    def restore(self) -> None:
-        """All of them."""
-        for buffers, key, buffer, before in self._kept:
-            if buffers[key] is buffer:
-                buffer.copy_(before)
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Within: a batch may write to them; all of them hold what they did after it, also where it fails."""
+        try:
+            yield
+        finally:
+            for buffers, key, buffer, before in self._kept:
+                if buffers[key] is buffer:
+                    buffer.copy_(before)
 
     @contextmanager
     def undone(self) -> Iterator[None]:

@@ -6,7 +6,8 @@ computed the next one's are read and copied to the device.
 
 What is kept are storages: what shares one in the model shares one here, so that a write to one value in place is seen
 in all its views. They are therefore loaded together, and stored together when one of them is new or was written to. Of
-a value that is a small part of its storage a copy is kept instead, unless something is written there later.
+a value that is a small part of its storage, or its conjugate, a copy is kept instead, unless something is written there
+later.
 """
 
 from collections import Counter
@@ -223,9 +224,10 @@ class ActivationCache:
         return [leaf for leaf, stays in zip(replaced, again, strict=True) if stays]
 
     def _is_apart(self, key: Key, leaf: Tensor) -> bool:
-        """Whether a copy is kept of a tensor, which is a small part of its storage."""
+        """Whether a copy is kept of a tensor, which is a small part of its storage, or not what that holds but what it
+        holds conjugated or negated."""
         is_part = leaf.untyped_storage().nbytes() > 1.5 * leaf.nbytes
-        return is_part and node_of(key) not in self.rewritten
+        return (is_part or leaf.is_conj() or leaf.is_neg()) and node_of(key) not in self.rewritten
 
     def _held(self, storage: Tensor, spill: bool) -> _Held:
         """A storage where there is room for it: on the device, else in host memory, else in the file."""

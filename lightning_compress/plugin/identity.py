@@ -1,7 +1,6 @@
 """What a run was of, and what is to be said of it beyond its results."""
 
 from collections.abc import Iterable, Mapping
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -18,11 +17,6 @@ def model_path(root: nn.Module) -> str:
     """The folder that transformers has read it, or the model in it, from; "" where that is not known."""
     paths = (model.config.name_or_path for model in transformers_models(root).values())
     return next((str(path) for path in paths if path), "")
-
-
-def versions() -> dict[str, str]:
-    """Of what decides the result."""
-    return {name: version(name) for name in ("lightning-compress", "torch", "transformers", "compressed-tensors")}
 
 
 def num_samples_and_tokens(batches: Iterable[Any]) -> tuple[int, int] | tuple[None, None]:

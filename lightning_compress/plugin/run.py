@@ -16,7 +16,7 @@ from lightning_compress.calibration.boundary import FOLDER
 from lightning_compress.calibration.loop import calibrate
 from lightning_compress.calibration.prepare import calibrating
 from lightning_compress.calibration.records import UNREACHED, ModuleRecord, SubgraphRecord
-from lightning_compress.calibration.resume import Begun
+from lightning_compress.calibration.resume import Begun, versions
 from lightning_compress.distributed.bars import no_bars
 from lightning_compress.errors import RunWarning, UnreachedModulesWarning, listed
 from lightning_compress.export.claim import claimed
@@ -29,7 +29,6 @@ from lightning_compress.plugin.identity import (
     model_path,
     num_samples_and_tokens,
     unlike_where_fused,
-    versions,
 )
 from lightning_compress.plugin.job import Job
 from lightning_compress.plugin.progress import Progress, check_continues

@@ -165,14 +165,16 @@ def _spans(num_channels: int, block: int) -> list[tuple[int, int]]:
 
 @contextmanager
 def full_float32(device: torch.device) -> Iterator[None]:
-    """Products in true float32, also under a caller's autocast: TF32 keeps 10 bits of mantissa, too few for a Gram that
-    will be factorized."""
-    before = torch.backends.cuda.matmul.fp32_precision
+    """Products in true float32, also under a caller's autocast and `torch.set_float32_matmul_precision`: TF32 keeps 10
+    bits of mantissa, and bfloat16, which some CPUs multiply in at "medium", 7; too few for a Gram that will be
+    factorized."""
+    backend = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
+    products = backend.matmul
+    before = products.fp32_precision
     autocast = torch.amp.is_autocast_available(device.type)
     with torch.autocast(device.type, enabled=False) if autocast else nullcontext():
-        if device.type == "cuda":
-            torch.backends.cuda.matmul.fp32_precision = "ieee"
+        products.fp32_precision = "ieee"
         try:
             yield
         finally:
-            torch.backends.cuda.matmul.fp32_precision = before
+            products.fp32_precision = before

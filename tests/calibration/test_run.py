@@ -242,6 +242,17 @@ def test_batches_do_not_see_what_others_wrote_to_buffers(schedule: str, tmp_path
     assert torch.equal(model.last.weight, again.last.weight), "all batches went the way of the first"
 
 
+@pytest.mark.filterwarnings("ignore:The model writes to its buffers")
+def test_a_batch_that_fails_leaves_buffers_as_they_were() -> None:
+    """Seen to fail: a count of one, and a mean."""
+    model = Counting().eval()
+    model.last.bfloat16()
+    with pytest.raises(RuntimeError, match="dtype"):
+        compress_in_memory(model, [torch.randn(4, 3, 16)], recipe(8, strategy="channel"), schedule="basic")
+    assert model.count == 0
+    assert not model.mean.any()
+
+
 def test_a_run_with_written_buffers_says_so() -> None:
     with pytest.warns(CalibrationWarning, match="writes to its buffers count, mean, in eval mode too"):
         compress_in_memory(Counting().eval(), list(torch.randn(3, 4, 3, 16)), recipe(4, strategy="channel"))
