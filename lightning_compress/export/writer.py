@@ -268,7 +268,7 @@ class CheckpointWriter:
             files = self._collective.broadcast({name: (self.folder / name).read_bytes() for name in names}, what)
             with writing(self.folder, "index and configuration"):
                 for name, content in files.items() if self._is_writing else ():
-                    (self.folder / name).parent.mkdir(exist_ok=True)
+                    (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
                     replace_file(self.folder / name, content)
         if self._is_writing:
             with writing(self.folder, f"its state ({INCOMPLETE})"):
