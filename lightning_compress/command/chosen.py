@@ -1,6 +1,6 @@
 """What the user has chosen of a command's configuration, and a plan therefore may not."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, cast
 
 from hydra import compose
@@ -8,6 +8,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_compress.errors import CompressionError
 from lightning_compress.recipe.load import config_dir
 
 CHOICES = {
@@ -25,7 +26,7 @@ def chosen_keys(config: DictConfig) -> set[str]:
     are not the shipped ones.
 
     Args:
-        config: of `compress` or `plan`.
+        config: of `compress`, `plan` or `estimate`.
     """
     if not HydraConfig.initialized():
         return set()
@@ -37,13 +38,29 @@ def chosen_keys(config: DictConfig) -> set[str]:
     return typed | {key for key, value in found if key not in known or known[key] != value}
 
 
+def check_idle(config: DictConfig, groups: Collection[str], remedy: str) -> None:
+    """
+    Args:
+        config: as of `chosen_keys`.
+        groups: of keys that play no part in the job at hand.
+        remedy: what does, as a sentence.
+
+    Raises:
+        CompressionError: one of them was given.
+    """
+    idle = sorted(key for key in chosen_keys(config) if key.partition(".")[0] in groups)
+    if idle:
+        raise CompressionError(f"{', '.join(idle)}: of a calibration alone. {remedy}")
+
+
 def _shipped(config: DictConfig, choices: Mapping[str, str]) -> dict[str, Any]:
     """The configuration of a command as it is shipped, with the user's choice of data and job, or, where they are the
     user's own, with those of their kind."""
     own = {"data": OmegaConf.select(config, "data.source"), "job": _kind(OmegaConf.select(config, "job._target_"))}
     names = {group: [name for name in (choices.get(group), kind) if _ships(group, name)] for group, kind in own.items()}
     overrides = [f"{group}={name}" for group, found in names.items() for name in found[:1]]
-    shipped = compose("plan" if "choices" in config else "compress", overrides=overrides)
+    command = "plan" if "choices" in config else "estimate" if "job" in config else "compress"
+    shipped = compose(command, overrides=overrides)
     return cast(dict[str, Any], OmegaConf.to_container(shipped))
 
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, pytorch_utils
 
 from lightning_compress.algorithms.gptq import Gptq
 from lightning_compress.calibration.target import find_target
+from lightning_compress.command.chosen import check_idle
 from lightning_compress.command.measure import READING, measured
 from lightning_compress.command.samples import processor_for, prompts
 from lightning_compress.errors import CompressionError, check_options
@@ -79,6 +80,11 @@ def estimate(model: PreTrainedModel, config: DictConfig, memory: MemoryConfig, f
     """
     job, layout = instantiated(config.job), cast(Layout, instantiated(config.layout))
     if not isinstance(job, CalibrationJob):
+        check_idle(
+            config,
+            ["recipe"],
+            "job.weight_bits=4 is of quantized weights in job=inference, job.method=qlora in job=finetuning.",
+        )
         check_unquantized(model, config.model)
         check_takes_tokens(model, job)
         if memory.device_budget is not None or memory.host_budget is not None:

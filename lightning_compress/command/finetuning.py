@@ -13,11 +13,11 @@ import torch
 from omegaconf import DictConfig
 from transformers import PreTrainedModel
 
-from lightning_compress.command.chosen import chosen_keys
+from lightning_compress.command.chosen import check_idle, chosen_keys
 from lightning_compress.command.estimate import check_unquantized, foreseeing, instantiated
 from lightning_compress.command.models import load_config_only
 from lightning_compress.command.plan import machine_for, size_of
-from lightning_compress.command.planning import check_ranks
+from lightning_compress.command.planning import CALIBRATIONS, check_ranks
 from lightning_compress.errors import CompressionError
 from lightning_compress.foresight.adapters import saved_by_packing
 from lightning_compress.foresight.finetuning_cost import CPU_OPTIMIZER, FineTuningTask, MicroBatch
@@ -54,13 +54,12 @@ def run_finetuning_plan(config: DictConfig) -> PlannedFineTuning:
     job = instantiated(config.job)
     assert isinstance(job, FineTuningJob)
     check_ranks(config)
-    given = chosen_keys(config)
-    idle = sorted(key for key in given if key.startswith("choices."))
-    if idle:
-        raise CompressionError(
-            f"{', '.join(idle)}: choices are those of a calibration. Of job=finetuning, layout.data, layout.zero, "
-            "layout.offload, layout.tensor, layout.pipeline and job.gradient_checkpointing fix what is given."
-        )
+    check_idle(
+        config,
+        CALIBRATIONS,
+        "The samples of job=finetuning are job.length and job.batch_size; layout.data, layout.zero, layout.offload, "
+        "layout.tensor, layout.pipeline and job.gradient_checkpointing fix what else is given.",
+    )
     fixed = {str(name): value for name, value in config.layout.items() if value is not None}
     machine = machine_for(config.gpu, config.run_on, Path(config.output_dir))
     card = machine.device_bytes if config.device == "auto" else size_of("device", config.device)
@@ -75,7 +74,7 @@ def run_finetuning_plan(config: DictConfig) -> PlannedFineTuning:
         budgets={"device": None if card is None else tensors_on(card), "host": host},
         interconnect=size_of("interconnect", config.interconnect),
         fixed=fixed,
-        fixes_checkpointing="job.gradient_checkpointing" in given,
+        fixes_checkpointing="job.gradient_checkpointing" in chosen_keys(config),
     )
 
 

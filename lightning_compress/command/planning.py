@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_compress.command.chosen import CHOICES, chosen_keys
+from lightning_compress.command.chosen import CHOICES, check_idle, chosen_keys
 from lightning_compress.command.estimate import check_unquantized, instantiated
 from lightning_compress.command.generation import PlannedGeneration, plan_generation
 from lightning_compress.command.models import load_config_only, reads_from_disk
@@ -34,6 +34,8 @@ from lightning_compress.memory.host import available_bytes
 from lightning_compress.memory.tracker import resident_bytes
 from lightning_compress.recipe.load import load_recipe
 
+CALIBRATIONS = ("choices", "data", "recipe", "verify")
+"""Groups of keys that play no part in plans of other jobs."""
 _MOST_RANKS = 1 << 16
 
 
@@ -116,6 +118,8 @@ def run_generation_plan(config: DictConfig) -> PlannedGeneration:
         )
     check_ranks(config)
     only_for_fine_tuning(config)
+    remedy = "Prompts of job=inference are job.context, job.new_tokens and job.batch_size; the rest is chosen."
+    check_idle(config, CALIBRATIONS, remedy)
     if job.weight_bits is not None or config.ranks != 1 or job.num_images or config.num_images:
         raise CompressionError(
             "job=inference is planned for one rank, for prompts without images, and for weights as the model has them."

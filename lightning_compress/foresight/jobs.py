@@ -53,6 +53,8 @@ class Phase:
         gradients: of parameters.
         optimizer: the optimizer's state.
         cache: keys and values of attention, at the end of the part.
+        undivided_cache: of the cache, what all heads share: a single head's, or latents that keys and values are made
+            of. Tensor ranks have all of it each.
         working: activations and temporaries.
         stepping: the optimizer's temporaries.
     """
@@ -64,6 +66,7 @@ class Phase:
     cache: int = 0
     working: int = 0
     stepping: int = 0
+    undivided_cache: int = 0
 
     @property
     def peak(self) -> int:
@@ -276,7 +279,7 @@ def infer(
             memory.track(tensor)
         memory.reset_peak()
         cache = cached(job.context) if prompt is None else run(prompt)
-        phases = [_phase("prefill", memory, weights, cache=storage_bytes(_cached(cache)))]
+        phases = [_phase("prefill", memory, weights, _cached(cache))]
         done = 0
         while (left := job.new_tokens - 3 - done) > 0:  # some at a time, and one alone
             together = min(job.context + done, _TOGETHER, left)
@@ -286,7 +289,7 @@ def infer(
             cache = cached(1, cache)
         memory.reset_peak()
         cache = cached(1, cache)
-        phases.append(_phase("decode", memory, weights, cache=storage_bytes(_cached(cache))))
+        phases.append(_phase("decode", memory, weights, _cached(cache)))
     return phases
 
 
@@ -297,8 +300,12 @@ def follow(model: nn.Module, memory: LiveMemory) -> int:
     return memory.live_bytes
 
 
-def _phase(name: str, memory: LiveMemory, weights: int, cache: int) -> Phase:
-    return Phase(name, weights, cache=cache, working=memory.peak_bytes - weights - cache)
+def _phase(name: str, memory: LiveMemory, weights: int, cached: Sequence[object]) -> Phase:
+    size = storage_bytes(cached)
+    of_all_heads = [tensor for tensor in cached if isinstance(tensor, Tensor) and tensor.dim() == 4]
+    undivided = storage_bytes([tensor for tensor in of_all_heads if tensor.shape[1] == 1])  # [B, heads, T, channels]
+    working = memory.peak_bytes - weights - size
+    return Phase(name, weights, cache=size, working=working, undivided_cache=undivided)
 
 
 def _cached(cache: Any) -> list[object]:

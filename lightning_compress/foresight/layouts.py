@@ -1,10 +1,10 @@
 """What one rank of many holds of a job: data parallelism, ZeRO, tensor and pipeline parallelism, in closed form.
 
 After ZeRO (arXiv 1910.02054) and Megatron (arXiv 2104.04473, 2205.05198); replicas without ZeRO are
-`DistributedDataParallel`, whose buckets are counted among gradients. Assumed: everything divides evenly, tensor
-parallelism splits activations too (sequence parallelism). A pipeline's stages have fewer layers (the first and the last
-the embeddings beside them), but more micro-batches on the way (1F1B), and the last one the loss: so activations are not
-divided by their number, which is the most that it can be.
+`DistributedDataParallel`, whose buckets are counted among gradients. Assumed: everything divides evenly (but for what
+all heads share of a cache), tensor parallelism splits activations too (sequence parallelism). A pipeline's stages have
+fewer layers (the first and the last the embeddings beside them), but more micro-batches on the way (1F1B), and the last
+one the loss: so activations are not divided by their number, which is the most that it can be.
 """
 
 from collections.abc import Iterable
@@ -92,7 +92,7 @@ def per_rank(
         weights,
         gradients,
         optimizer,
-        cache=phase.cache // parts,
+        cache=(phase.cache - phase.undivided_cache) // parts + phase.undivided_cache // layout.pipeline,
         working=phase.working // layout.tensor,
         stepping=stepping,
     )

@@ -71,6 +71,34 @@ def test_inference(family: str) -> None:
     assert prefill.weights == sum(t.nbytes for t in (*weights.parameters(), *weights.buffers()))
 
 
+LATENTS = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "first_k_dense_replace": 2,
+    "num_key_value_heads": 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "shared"),
+    [
+        ("llama", {}, 0.0),
+        ("falcon", {"multi_query": True}, 1.0),
+        pytest.param("deepseek_v3", LATENTS, 1.0, marks=NEEDS_RECENT),
+    ],
+)
+def test_what_all_heads_share_of_a_cache(family: str, options: dict[str, Any], shared: float) -> None:
+    """A single head's keys and values, and the latents of DeepSeek, which tensor ranks cannot divide. Seen to fail:
+    without it, by which eight ranks were taken to have an eighth of the latents each."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**SIZES, **options}))
+    with on_fakes(model):
+        for phase in infer(model, InferenceJob(batch_size=3, context=12, new_tokens=4), LiveMemory()):
+            assert phase.undivided_cache == shared * phase.cache
+
+
 def test_a_short_prompt_takes_few_steps() -> None:
     """Of ever more tokens. Seen to fail: one for each new token."""
     model, calls = build("llama"), list[None]()

@@ -52,6 +52,14 @@ def test_offload() -> None:
         assert on_host.peak == (15 + 15 + 90 + 12) * GB // 4
 
 
+def test_what_heads_share_is_whole_on_every_tensor_rank() -> None:
+    """Stages of a pipeline have their layers' part of it. Seen to fail: divided like the rest."""
+    decode = Phase("decode", 0, cache=12 * GB, undivided_cache=4 * GB)
+    for layout, gigabytes in ((Layout(), 12), (Layout(tensor=4), 2 + 4), (Layout(tensor=4, pipeline=2), 1 + 2)):
+        share, _ = per_rank(decode, layout, largest_layer=0)
+        assert share.cache == gigabytes * GB, layout
+
+
 def test_tensor_and_pipeline() -> None:
     """A pipeline's stages have fewer layers, and more micro-batches."""
     share, _ = per_rank(STEP, Layout(tensor=2, pipeline=4), largest_layer=0)

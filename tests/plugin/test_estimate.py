@@ -438,6 +438,7 @@ def test_calibration(estimate: Any) -> None:
         (["job.verify=nope"], "job.verify=nope is neither yes nor no"),
         (["memory.host_budget=."], "'.' is no size"),
         (["job.sequential_targets=['re:*x']"], "'re:*x' is no regular expression (nothing to repeat"),
+        (["job=inference", "recipe=w3a16_gptq"], "recipe.modifiers: of a calibration alone. job.weight_bits=4 is of"),
         (["model.auto_class=AutoLlama"], "transformers has no class 'AutoLlama'"),
     ],
 )

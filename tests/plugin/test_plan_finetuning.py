@@ -223,17 +223,22 @@ def test_what_a_model_cannot_do_is_not_planned(command: Command, tmp_path: Path)
         (["interconnect=0"], "interconnect=0 is no rate"),
         (["job.batch_size=0"], "job.batch_size=0 is no number of at least 1"),
         (["layout.zero=5"], "cannot be laid out with layout.zero=5"),
-        (["choices={batch_size: [2]}"], "choices.batch_size: choices are those of a calibration"),
-        (["choices.batch_size=[2]"], "choices.batch_size: choices are those of a calibration"),
+        (["choices={batch_size: [2]}"], "choices.batch_size: of a calibration alone. The samples"),
+        (["choices.batch_size=[2]"], "choices.batch_size: of a calibration alone. The samples"),
+        (["data.max_length=32"], "data.max_length: of a calibration alone. The samples of job=finetuning are"),
         (["job.lora_targets=[nowhere]", "job.method=lora"], "job.lora_targets: 'nowhere' means no linear layer"),
         (["gpu=null", "run_on=cpu"], "Fine-tuning is planned for a GPU, and "),
         (["json=/dev/null/plan.json"], "json=/dev/null/plan.json cannot be written"),
         (["job=calibration"], "for a calibration (without job), for job=inference and for job=finetuning"),
         (["job=inference", "layout.zero=1"], "layout.zero=1: only plans of job=finetuning have these"),
+        (["job=inference", "choices.batch_size=[2]"], "choices.batch_size: of a calibration alone. Prompts of"),
+        (["job=inference", "recipe=w3a16_gptq"], "recipe.modifiers: of a calibration alone. Prompts of job=inference"),
     ],
 )
 @pytest.mark.usefixtures("rates")
 def test_wrong_input(command: Command, folder: Path, options: list[str], message: str) -> None:
+    """Also what is right elsewhere. Seen to fail: with samples of a calibration's length, its batches and its recipe
+    passed over."""
     job = [] if options[0].startswith("job=") else JOB
     assert message in refused(command, "plan", f"model.path={folder}", *MACHINE, *job, *options)
 
