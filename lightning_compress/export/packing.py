@@ -29,6 +29,7 @@ from transformers.core_model_loading import PrefixChange, WeightConverter, Weigh
 
 from lightning_compress.algorithms.grids import read_dtype
 from lightning_compress.calibration.quantized import QuantizedModule, dequantize_weight
+from lightning_compress.export.copies import with_shared
 from lightning_compress.graph.experts import Experts
 from lightning_compress.graph.names import weight_of
 from lightning_compress.memory.naming import conversions_of, naming, stacks_in
@@ -330,7 +331,7 @@ def _initializes_packed(root: nn.Module, resolved: ResolvedRecipe) -> bool:
     for tensor in root.parameters():
         memo[id(tensor)] = tensor if tensor.is_meta else nn.Parameter(tensor.detach().to("meta"), requires_grad=False)
     for prefix, model in transformers_models(root).items():
-        copied = copy.deepcopy(model, dict(memo))
+        copied = copy.deepcopy(model, with_shared(model, memo))
         for name in packed:
             if name.startswith(prefix) and root.get_submodule(name) not in stacked:
                 copied.get_submodule(name.removeprefix(prefix))._parameters.pop("weight")

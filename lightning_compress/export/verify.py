@@ -8,7 +8,6 @@ Alternative not taken: reading all shards again at the end, which takes longer t
 tensors, could tell no more than that the files did not change since.
 """
 
-import copy
 import json
 import os
 import sys
@@ -18,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -27,17 +25,16 @@ from compressed_tensors.compressors import decompress_module
 from compressed_tensors.quantization import QuantizationStatus
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 
 from lightning_compress.algorithms.grids import has_global_scale
 from lightning_compress.calibration.resume import file_digest, sync, written_shards
 from lightning_compress.calibration.target import Target
 from lightning_compress.errors import CompressionError, OutputDirectoryError, listed
+from lightning_compress.export.copies import copy_of
 from lightning_compress.export.outputs import output_difference
 from lightning_compress.export.packed import load_compressed
 from lightning_compress.export.packing import becomes_bfloat16, fails_to_initialize, forgets_zero_points
-from lightning_compress.graph.compat import pytree
 from lightning_compress.graph.experts import Experts
 from lightning_compress.graph.restore import attributes_restored, contents_restored
 from lightning_compress.graph.unfold import unfolded
@@ -248,7 +245,7 @@ def _reload(
                 reason = "it does not know other classes (Conv1D, Conv2d) packed as the Linears that they are"
             reader += f", for {name}.from_pretrained of transformers {transformers.__version__} cannot: {reason}"
             warnings.warn(f"The checkpoint {directory} was read back with {reader}", ReadBackWarning, stacklevel=2)
-    empty = _copy_of(root)
+    empty = copy_of(root)
     for parameter in empty.parameters():
         parameter.zero_()
     return load_compressed(empty, directory).eval().requires_grad_(False), reader
@@ -310,46 +307,6 @@ def why_unreadable(root: nn.Module, resolved: ResolvedRecipe) -> str | None:
         fails = "which fails beside other schemes or quantized inputs, and before 5.23"
         return f"{type(root).__name__} initializes weights that are packed, {fails}"
     return None
-
-
-def _copy_of(root: nn.Module) -> nn.Module:
-    """A model like it. What cannot be copied (locks, kept activations, a profiler that hooks belong to) or is left out
-    (a Trainer) is shared. Hooks that are functions around what was copied are around the copies."""
-    modules, memo = list(root.modules()), dict[int, Any]()
-    whole = {id(module): module for module in modules}  # hooks may belong to one, which is not copied for each
-    states = [state if isinstance(state := _copied_of(module), dict) else {} for module in modules]
-    attributes = [state[key] for state in states for key in state.keys() - {"_parameters", "_buffers", "_modules"}]
-    leaves = {id(leaf): leaf for value in attributes for leaf in pytree.tree_leaves(value)}
-    for leaf in leaves.values():
-        if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-            memo[id(leaf)] = leaf.detach()
-        elif not isinstance(leaf, Tensor | nn.Module):
-            try:
-                copy.deepcopy(leaf, memo | whole)
-            except Exception:
-                memo[id(leaf)] = leaf
-    made = copy.deepcopy(root, memo)
-    for module, copied, state in zip(modules, made.modules(), states, strict=True):
-        left_out = (key for key, value in state.items() if value is None and vars(module)[key] is not None)
-        vars(copied).update({key: vars(module)[key] for key in left_out})
-        for hooks in (copied._forward_hooks, copied._forward_pre_hooks):
-            hooks.update({key: _around(hook, memo) for key, hook in hooks.items()})
-    return made
-
-
-def _around(hook: Any, memo: Mapping[int, Any]) -> Any:
-    """A hook; of a function (`lambda *_: self.seen.append(1)`), one that closes over what `memo` has of each object."""
-    if not isinstance(hook, FunctionType) or hook.__closure__ is None or CellType() in hook.__closure__:  # one is empty
-        return hook
-    cells = tuple(CellType(memo.get(id(cell.cell_contents), cell.cell_contents)) for cell in hook.__closure__)
-    made = FunctionType(hook.__code__, hook.__globals__, hook.__name__, hook.__defaults__, cells)
-    made.__kwdefaults__ = hook.__kwdefaults__
-    return made
-
-
-def _copied_of(module: nn.Module) -> object:
-    """What `copy.deepcopy` copies of a module; one that is parametrized has that done, and refuses to be asked."""
-    return vars(module) if parametrize.is_parametrized(module) else module.__getstate__()
 
 
 def _attention_of(config: Any) -> dict[str, str | None]:

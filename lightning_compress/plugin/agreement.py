@@ -65,8 +65,10 @@ def check_same(given: Mapping[str, str], collective: Collective, what: str) -> N
 
 _SAME = {
     "recipe": "The recipe is not the same on ranks",
-    "layout": "The schedule, the sequential targets or the kind of device are not the same on ranks",
-    "model": "The model's weights are not the same on ranks",
+    "layout": "The schedule, the sequential targets, the kind of device, or what is run of the model (does its code "
+    "ask for the rank?) are not the same on ranks",
+    "model": "The model's weights, its buffers, or what its code computes (does it ask for the rank?) are not the "
+    "same on ranks",
     "data": "The batches (is there a DistributedSampler, a stream that gives each rank its share, or an unseeded "
     "order?) are not the same on ranks",
     "software": "The versions of torch, transformers or others are not the same on ranks",

@@ -97,7 +97,7 @@ class CompressionLoop(compat.FitLoop):
                 compat.describe_progress(trainer, f"Compressing {name}")
                 compat.begin_step(trainer)
                 compat.call_callbacks(trainer, "on_train_batch_start", None, index)
-                with compat.profile(trainer, "subgraph"):
+                with compat.profile(trainer, "subgraph.training_step"):  # by which profilers count steps
                     self.record = next(job)
                 compat.count_step(self)
                 compat.call_callbacks(trainer, "on_train_batch_end", None, None, index)

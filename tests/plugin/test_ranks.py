@@ -11,14 +11,18 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-from helpers import contents
+import torch
+from helpers import contents, recipe
 from lightning.pytorch.strategies import FSDPStrategy
 from processes import Ended, Script
+from torch import Tensor, nn
 
 from lightning_compress import CompressionCallback
+from lightning_compress.calibration.batches import collect
 from lightning_compress.distributed.collective import SingleProcess
 from lightning_compress.errors import CompressionError, UnsupportedModelError
-from lightning_compress.plugin.agreement import check_settings
+from lightning_compress.plugin.agreement import check_same, check_settings
+from lightning_compress.plugin.job import prepare_job
 from lightning_compress.plugin.settings import Settings
 from lightning_compress.recipe.load import load_recipe
 
@@ -161,6 +165,27 @@ def test_ranks_are_given_the_same(theirs: dict[str, Any], message: str) -> None:
     check_settings(settings, OfTwo(theirs={}))
     with pytest.raises(CompressionError, match=message):
         check_settings(settings, OfTwo(theirs=theirs))
+
+
+class AsksForTheRank(nn.Module):
+    """Its weights are the same on all ranks."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.linear, self.rank = nn.Linear(16, 16), rank
+
+    def forward(self, x: Tensor) -> Any:
+        return self.linear(x * (1.0 + self.rank))
+
+
+def test_code_that_asks_for_the_rank(tmp_path: Path) -> None:
+    """Seen to fail: the weights were said to differ."""
+    data, settings = collect([torch.randn(4, 16)]), Settings(load_recipe(recipe(4)), tmp_path / "out")
+    modules = [AsksForTheRank(rank) for rank in range(2)]
+    modules[1].load_state_dict(modules[0].state_dict())
+    ours, theirs = (prepare_job(module, data, settings, torch.device("cpu")).fingerprints for module in modules)
+    with pytest.raises(CompressionError, match=r"its code computes \(does it ask for the rank"):
+        check_same(ours, OfTwo(theirs=theirs), "comparing")
 
 
 @pytest.mark.slow

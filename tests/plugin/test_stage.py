@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import (
     TQDMProgressBar,
 )
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.profilers import SimpleProfiler
+from lightning.pytorch.profilers import PyTorchProfiler, SimpleProfiler
 
 from lightning_compress.plugin.callback import CompressionCallback
 
@@ -117,10 +117,20 @@ def test_profiler_has_the_sections(make_trainer: Any) -> None:
     }
     assert durations == {
         "[lightning_compress]prepare": 1,
-        "[lightning_compress]subgraph": 3,
+        "[lightning_compress]subgraph.training_step": 3,
         "[lightning_compress]export": 1,
     }
     assert "run_training_epoch" in profiler.recorded_durations
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch Profiler default schedule will be overridden")  # of three steps
+def test_a_profiler_of_steps_where_nothing_is_trained(make_trainer: Any, tmp_path: Path) -> None:
+    """It begins to record at its second step, and raised behind the finished run when nothing was one."""
+    profiler = PyTorchProfiler(dirpath=tmp_path, filename="profile")
+    callback = compression(when="only")
+    make_trainer(callback, profiler=profiler).fit(TinyModule(), loader())
+    assert callback.report is not None
+    assert "[lightning_compress]subgraph" in next(tmp_path.glob("*.txt")).read_text()
 
 
 def test_bystanders_take_part_and_others_do_not(make_trainer: Any, tmp_path: Path) -> None:

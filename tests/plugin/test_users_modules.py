@@ -26,8 +26,8 @@ from lightning_compress import CompressionCallback, load_compressed
 from lightning_compress.calibration.quantized import read_whole
 from lightning_compress.errors import OutputDirectoryError, UnsupportedModelError, UntraceableModelError
 from lightning_compress.export.checkpoint import INCOMPLETE
+from lightning_compress.export.copies import copy_of
 from lightning_compress.export.outputs import FEW, few_tokens
-from lightning_compress.export.verify import _copy_of
 from lightning_compress.graph import execute
 from lightning_compress.plugin import compat
 from lightning_compress.plugin.beforehand import warn_of_later
@@ -334,7 +334,7 @@ def test_reading_back_of_parts_that_are_compiled_in_place(output_dir: Path) -> N
     """What is read back computes with its own weights. Seen to fail: with those in memory."""
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
     model[0].compile(backend="eager")
-    copied: Any = _copy_of(model)
+    copied: Any = copy_of(model)
     x = torch.randn(2, 16)
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         assert torch.equal(copied(x), model(x))
@@ -357,7 +357,7 @@ def test_hooks_that_cannot_be_copied_are_shared() -> None:
     """Seen to fail: a checkpoint that is right, told as different, since it could not be read into a copy."""
     model, watcher = nn.Sequential(nn.Linear(16, 16)), Watcher()
     model[0].register_forward_hook(watcher.see)
-    _copy_of(model)(torch.randn(2, 16))
+    copy_of(model)(torch.randn(2, 16))
     assert watcher.seen == 1
 
 
