@@ -1,5 +1,6 @@
 """A compression as it is configured: load the model, read the data, run, and measure before and after."""
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from lightning_compress.calibration.prepare import needs_data
 from lightning_compress.command.evaluation import measured_perplexity
 from lightning_compress.command.models import (
     agreed_from_disk,
+    left_out,
     load_model,
     memory_options,
     weights_place,
@@ -24,7 +26,7 @@ from lightning_compress.data.batches import calibration_batches, evaluation_data
 from lightning_compress.data.config import CustomConfig, load_data_config
 from lightning_compress.distributed.collective import Collective
 from lightning_compress.distributed.folder import shared_folder
-from lightning_compress.errors import CompressionError
+from lightning_compress.errors import CompressionError, RunWarning
 from lightning_compress.export.checkpoint import check_output_dir
 from lightning_compress.plugin.callback import CompressionCallback
 from lightning_compress.plugin.compressor import Compressor
@@ -92,6 +94,8 @@ def _compress_among(ranks: Collective, trainer: pl.Trainer, config: DictConfig, 
     }
     settings = CompressionCallback(when="only", **options).settings
     model, processor = load_model(config.model, from_disk)
+    if (left := left_out(config.model, model)) and is_first_rank():
+        warnings.warn(left, RunWarning, stacklevel=2)
     needs = _check(trainer, model, settings)
     is_left_out = processor is None and not needs and config.data.source != CustomConfig.source
     dataloader = None if is_left_out else calibration_batches(load_data_config(config.data), processor, model)
@@ -107,7 +111,9 @@ def _compress_among(ranks: Collective, trainer: pl.Trainer, config: DictConfig, 
         written = None if weights is None else output_dir
         after = measured_perplexity(model, held_out, written, config.memory, device, ranks)
         report = replace(report, extra={"perplexity_before": before, "perplexity_after": after})
-    if report.plan is not None or report.extra:
+    if left and not report.is_partial:
+        report = replace(report, notes=(*report.notes, left))
+    if report.plan is not None or report.extra or left:
         _save_again(report, output_dir, ranks)
     return report
 

@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from torch import nn
 
 from lightning_compress.calibration.resume import fingerprints
-from lightning_compress.command.models import agreed_from_disk, load_model, memory_options, weights_place
+from lightning_compress.command.models import agreed_from_disk, left_out, load_model, memory_options, weights_place
 from lightning_compress.command.plan import device_kind
 from lightning_compress.command.ranks import ranks_of
 from lightning_compress.data.batches import evaluation_dataloader
@@ -54,7 +54,8 @@ def run_evaluate(config: DictConfig) -> float:
             _check_read_by_transformers(config.model)
         model, processor = load_model(config.model, from_disk)
         batches = list(evaluation_dataloader(load_data_config(config.data), processor))
-        for note in beyond_made_for(model, batches) if ranks.rank == 0 else ():
+        said = filter(None, [left_out(config.model, model), *beyond_made_for(model, batches)])
+        for note in said if ranks.rank == 0 else ():
             warnings.warn(note, RunWarning, stacklevel=2)
         weights = weights_place(config.model) if from_disk else None
         return measured_perplexity(model, batches, weights, config.memory, onload_device(trainer), ranks)

@@ -1,6 +1,8 @@
 """The models that the commands name: loaded, left on disk, or built from their configuration alone."""
 
 import re
+import warnings
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -14,13 +16,13 @@ from transformers import PreTrainedModel
 
 from lightning_compress.calibration.resume import begun_run
 from lightning_compress.distributed.collective import Collective
-from lightning_compress.errors import CompressionError, listed
+from lightning_compress.errors import CompressionError, RunWarning, listed
 from lightning_compress.export.checkpoint import check_finished
 from lightning_compress.memory.dequantized import METHODS
-from lightning_compress.memory.files import stored_dtype
+from lightning_compress.memory.files import has_safetensors, stored_dtype, stored_tensors
 from lightning_compress.memory.host import available_bytes
 from lightning_compress.memory.placement import MemoryConfig, memory_config
-from lightning_compress.memory.source import parameters_on_meta
+from lightning_compress.memory.source import parameters_on_meta, tensor_loads
 
 _AUTO_CLASSES = (
     *("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq"),
@@ -248,8 +250,37 @@ def load_config_only(config: DictConfig) -> PreTrainedModel:
         model = _on_meta(auto_class, dequantize, config.path, config.dtype, config.trust_remote_code, **extra)
     except (OSError, ValueError, AttributeError, ImportError) as error:
         raise CompressionError(f"model.path={config.path} cannot be built: {_told(error, config)}") from error
+    if told := left_out(config, model):
+        warnings.warn(told, RunWarning, stacklevel=2)
     model.eval()
     return model
+
+
+def left_out(config: DictConfig, model: nn.Module) -> str | None:
+    """What is to be told where the model is not all that its folder holds: another class than was trained, a part of
+    the model alone, layers that transformers does not have."""
+    folder, name = weights_place(config), type(model).__name__
+    trained = [str(each) for each in getattr(model.config, "architectures", None) or ()]
+    if folder.is_dir() and has_safetensors(folder):
+        _, others = tensor_loads(model, stored_tensors(folder), folder)
+        weights = [each for each in others if each.endswith(".weight")]  # not what a mask or a frequency was kept as
+        if not weights:
+            return None
+        told = f"{folder} has {len(weights)} weights that {name} has no place for, so they are left out"
+        told = f"{told}: {listed(weights, 3)}."
+    elif trained and name not in trained:
+        told = f"{config.path} is a {trained[0]}, and taken for a {name}, which may be a part of it."
+    else:
+        return None
+    autos = ((auto, getattr(transformers, auto)._model_mapping) for auto in _AUTO_CLASSES)
+    makes = [auto for auto, known in autos if _made_by(known, type(model.config)) & {*trained} - {name}]
+    return f"{told} model.auto_class={makes[0]} makes a {trained[0]}." if makes else told
+
+
+def _made_by(known: Mapping[type, Any], kind: type) -> set[str]:
+    """The classes of an Auto class for a kind of configuration."""
+    made = known.get(kind, ())
+    return {each.__name__ for each in (made if isinstance(made, tuple) else (made,))}
 
 
 def _told(error: Exception, config: DictConfig) -> str:

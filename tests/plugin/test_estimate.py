@@ -442,6 +442,7 @@ def test_calibration(estimate: Any) -> None:
         (["model.auto_class=AutoLlama"], "transformers has no class 'AutoLlama'"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:.* is a LlamaForCausalLM, and taken for a LlamaModel")
 def test_wrong_input(estimate: Any, options: list[str], message: str) -> None:
     with pytest.raises(SystemExit, match=re.escape(message)):
         estimate(*options)

@@ -1,6 +1,7 @@
-"""`model.load=auto`, which looks at what is free: the same on all ranks, and for a run that is continued. Seen to fail:
-such a run was another one, of other weights, and a finished checkpoint was computed anew."""
+"""What is loaded. `model.load=auto` looks at what is free: the same on all ranks, and for a run that is continued. Seen
+to fail: such a run was another one, of other weights, and a finished checkpoint was computed anew."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,13 +10,14 @@ from typing import Any
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
+from transformers import BertConfig
 
 from lightning_compress.calibration.resume import Begun, begun_run
 from lightning_compress.command import models
 from lightning_compress.command.compress import run_compress
-from lightning_compress.command.models import agreed_from_disk, reads_from_disk
+from lightning_compress.command.models import agreed_from_disk, load_config_only, reads_from_disk
 from lightning_compress.distributed.collective import SingleProcess
-from lightning_compress.errors import OutputDirectoryError
+from lightning_compress.errors import OutputDirectoryError, RunWarning
 from lightning_compress.export.writer import CheckpointWriter
 from lightning_compress.recipe.load import config_dir
 
@@ -87,3 +89,27 @@ def test_ranks_agree(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         set_free(monkeypatch, sizes * size_of(checkpoint))
         assert agreed_from_disk(model, trainer, OfTwo(theirs=theirs)) is expected
     assert not agreed_from_disk(composed(checkpoint, "model.load=memory").model, trainer, OfTwo())
+
+
+@pytest.mark.parametrize("load", ["memory", "disk"])
+def test_a_part_of_what_is_in_the_folder_is_told(load: str, checkpoint: Path, tmp_path: Path) -> None:
+    """Seen to fail: without a word, an encoder was left out of a Whisper that was taken for a causal language model."""
+    recipe = "recipe.modifiers.0.scheme={weights:{num_bits:8,strategy:channel}}"
+    told = r"has 1 weights that LlamaModel has no place for, so they are left out: lm_head.weight. model.auto_class="
+    config = composed(checkpoint, f"model.load={load}", recipe, "model.auto_class=AutoModel")
+    with pytest.warns(RunWarning, match=told):
+        report = run_compress(config, tmp_path / "part")
+    assert [note for note in report.notes if "lm_head.weight. model.auto_class=AutoModelForCausalLM makes a" in note]
+    assert report.notes == tuple(json.loads((tmp_path / "part" / "report.json").read_text())["notes"])
+    whole = run_compress(composed(checkpoint, f"model.load={load}", recipe), tmp_path / "whole")
+    assert not [note for note in whole.notes if "left out" in note]
+
+
+def test_a_configuration_of_another_class_is_told(tmp_path: Path) -> None:
+    config = BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, vocab_size=64)
+    config.architectures = ["BertForMaskedLM"]
+    config.save_pretrained(tmp_path)
+    told = "is a BertForMaskedLM, and taken for a BertLMHeadModel, which may be a part of it. model.auto_class="
+    with pytest.warns(RunWarning, match=f"{told}AutoModelForMaskedLM makes a BertForMaskedLM"):
+        load_config_only(composed(tmp_path).model)
+    load_config_only(composed(tmp_path, "model.auto_class=AutoModelForMaskedLM").model)
