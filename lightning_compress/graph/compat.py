@@ -49,7 +49,7 @@ from transformers.integrations import moe
 
 from lightning_compress.graph.configs import configs_of
 from lightning_compress.graph.draws import draws
-from lightning_compress.graph.failures import AutocastError, SpecializedSizeError, UnrecordedTensorError
+from lightning_compress.graph.failures import AutocastError, ExchangeError, SpecializedSizeError, UnrecordedTensorError
 from lightning_compress.graph.restore import assigned, autocast_restored
 from lightning_compress.graph.values import SYMBOLIC_TYPES, map_nested, unlike_one
 
@@ -87,6 +87,8 @@ class Recorder(PythonKeyTracer):
 
     def create_arg(self, a: Any) -> Any:
         """As in fx, but a bare tensor is looked up by identity."""
+        if isinstance(a, torch.ScriptObject):  # a process group
+            raise ExchangeError
         if isinstance(a, torch.Generator):
             raise TypeError("an operation draws from a generator of the model's own")
         if isinstance(a, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(a):
@@ -152,6 +154,13 @@ class Shapes(ShapeEnv):
                 raise
             return sympy.sympify(outcome)
 
+    def size_from_values(self) -> torch.SymInt:
+        """A size that no size of the batch tells: the graph reads it when it is needed."""
+        with self.ignore_fresh_unbacked_symbols():  # no operation gives it
+            size: torch.SymInt = self.create_unbacked_symint()
+        torch._check(size >= 0)
+        return size
+
     def _get_stack_summary(self, is_debug: bool = False, framework_loc: str | None = None) -> tuple[SLoc, str]:
         return SLoc(framework_loc or "", None), ""  # the real one imports all of torch's compiler (0.4 s)
 
@@ -166,6 +175,8 @@ class _FakeMode(FakeTensorMode):
     draws = False  # random numbers
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.namespace:
+            raise ExchangeError
         self.draws = self.draws or draws(func, args, kwargs or {})
         if func is torch.ops.aten._fused_sgd_.default:  # of this, torch would make real tensors of all the parameters
             return None
@@ -180,15 +191,6 @@ def new_fake_mode(symbolic: bool = True, cached: bool = True) -> _FakeMode:
     mode = _FakeMode(shape_env=Shapes() if symbolic else None, allow_non_fake_inputs=True)
     mode.cache_enabled &= cached
     return mode
-
-
-def size_from_values(fake_mode: FakeTensorMode) -> torch.SymInt:
-    """A size that no size of the batch tells: the graph reads it when it is needed."""
-    shapes = shapes_of(fake_mode)
-    with shapes.ignore_fresh_unbacked_symbols():  # no operation gives it
-        size: torch.SymInt = shapes.create_unbacked_symint()
-    torch._check(size >= 0)
-    return size
 
 
 def shapes_of(fake_mode: FakeTensorMode) -> Shapes:
@@ -344,9 +346,7 @@ def replace_by_fakes(root: nn.Module, fake_mode: FakeTensorMode, device: torch.d
     fakes: dict[int, Tensor] = {}
     for prefix, module in root.named_modules():
         for container in (module._parameters, module._buffers):
-            for key, tensor in container.items():
-                if tensor is None:
-                    continue
+            for key, tensor in ((key, each) for key, each in container.items() if each is not None):
                 name = f"{prefix}.{key}" if prefix else key
                 names.setdefault(id(tensor), name)
                 if type(tensor) in (Tensor, nn.Parameter):

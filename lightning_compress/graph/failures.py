@@ -2,6 +2,8 @@
 
 import sympy
 
+from lightning_compress.errors import UnsupportedModelError
+
 
 class UnrecordedTensorError(RuntimeError):
     """The model uses a tensor that was made inside a leaf and did not come out as its result."""
@@ -9,6 +11,18 @@ class UnrecordedTensorError(RuntimeError):
 
 class AutocastError(RuntimeError):
     """The model switches autocast between leaves; the recorded operations would run without the switch."""
+
+
+class ExchangeError(UnsupportedModelError):
+    """The model asks other ranks for something before its last module that is quantized."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "The code that is run for a batch exchanges tensors with other ranks (all_gather, all_reduce), and a "
+            "module to be quantized is called behind that. What a batch gives may not depend on the batches of "
+            "others: leave that out of the LightningModule's `calibration_step(self, batch)`, or put it behind the "
+            "last of these modules."
+        )
 
 
 class SpecializedSizeError(RuntimeError):

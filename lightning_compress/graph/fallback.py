@@ -16,7 +16,7 @@ from torch import nn
 from lightning_compress.errors import UnsupportedModelError, UntraceableModelError
 from lightning_compress.graph.compat import GuardOnDataDependentSymNode
 from lightning_compress.graph.decisions import DifferentBranchesError
-from lightning_compress.graph.failures import SetFromOutsideError, UnrecordedTensorError
+from lightning_compress.graph.failures import ExchangeError, SetFromOutsideError, UnrecordedTensorError
 from lightning_compress.graph.leaf import place_of
 from lightning_compress.graph.methods import Behaviour, Method, behaviour, running_functions, running_methods
 from lightning_compress.graph.names import is_in
@@ -76,6 +76,8 @@ def fall_back(
     Raises:
         UntraceableModelError: nothing is left.
     """
+    if isinstance(failure.error, ExchangeError):
+        raise untraceable(root, failure)
     name, reason = failure.module, _first_line(failure.error)
     new = failure.fixed - fixed
     why = f"the graph serves batches of one size only, where the model demands it: {reason}"

@@ -214,7 +214,7 @@ class Attempt:
     def _observed_output(self, name: str, args: Any, kwargs: Any) -> Any:
         number, self.calls[name] = self.calls[name], self.calls[name] + 1
         first, second = (observed[number] for observed in self.cut.observed[name])
-        return self._of_two(first, second, args, kwargs, partial(compat.size_from_values, self.recorder.fake_mode))
+        return self._of_two(first, second, args, kwargs, compat.shapes_of(self.recorder.fake_mode).size_from_values)
 
     def _of_two(
         self, first: Any, second: Any, args: Any, kwargs: Any, other_size: Callable[[], torch.SymInt] | None = None

@@ -6,6 +6,8 @@ leaves).
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional_collectives
 from families import Toy, assert_same, causal_lm, leaf_nodes, token_batch, toy_batch, traced
 from torch import Tensor, nn
 
@@ -229,3 +231,42 @@ def test_all_layers_are_hidden_in_the_end_only() -> None:
     assert [(fallback.module, fallback.hidden) for fallback in graph.fallbacks] == [("backbone", ())]
     assert violated_guards(graph, toy_batch(2, 9))
     assert_same(model, graph, toy_batch(3, 9), toy_batch(3, 5))
+
+
+class Exchanging(nn.Module):
+    """Asks other ranks in code of its own, or in a module inside of it without targets."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.first, self.inside, self.linear = nn.Linear(8, 8), Averaging(), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.how == "in its code":
+            x = x.clone()
+            dist.all_reduce(x)
+        elif self.how == "in a module":
+            x = self.inside(x)
+        else:
+            x = functional_collectives.all_reduce(x, "sum", dist.group.WORLD)
+        return self.linear(x)
+
+
+class Averaging(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        gathered = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, x)
+        return torch.stack(gathered).mean(0)
+
+
+@pytest.mark.parametrize("how", ["in its code", "in a module", "by a functional collective"])
+def test_exchanges_between_ranks(how: str) -> None:
+    """A graph of them would mix batches of several ranks, and hang where one has a batch less (seen, where it became a
+    single call)."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(UntraceableModelError, match="exchanges tensors with other ranks"):
+            traced(Toy(Exchanging(how)), toy_batch(2, 11))
+    finally:
+        dist.destroy_process_group()
