@@ -61,7 +61,8 @@ def run_finetuning_plan(config: DictConfig) -> PlannedFineTuning:
         "layout.tensor, layout.pipeline and job.gradient_checkpointing fix what else is given.",
     )
     fixed = {str(name): value for name, value in config.layout.items() if value is not None}
-    machine = machine_for(config.gpu, config.run_on, Path(config.output_dir))
+    kind = "cuda" if config.run_on == "auto" else config.run_on
+    machine = machine_for(config.gpu, kind, Path(config.output_dir))
     card = machine.device_bytes if config.device == "auto" else size_of("device", config.device)
     host = available_bytes() if config.host == "auto" else size_of("host", config.host)
     model = load_config_only(config.model)

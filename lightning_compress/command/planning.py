@@ -125,7 +125,7 @@ def run_generation_plan(config: DictConfig) -> PlannedGeneration:
             "job=inference is planned for one rank, for prompts without images, and for weights as the model has them."
         )
     folder = Path(config.output_dir)
-    machine = machine_for(config.gpu, config.run_on, folder)
+    machine = machine_for(config.gpu, "cuda" if config.run_on == "auto" else config.run_on, folder)
     if machine.device == "cpu":
         raise CompressionError(
             "job=inference is planned for a GPU, and there is none here: name one, e.g. gpu=rtx4090."
