@@ -34,7 +34,7 @@ from lightning_compress.graph.observed import check_only_tensors, expect, known_
 from lightning_compress.graph.restore import attributes_restored
 from lightning_compress.graph.trees import tensors_in, versions
 from lightning_compress.graph.values import concrete, expression, symbolic_sizes
-from lightning_compress.recipe.forms import Rows
+from lightning_compress.recipe.forms import Rows, has_forward_of
 
 PASS_THROUGH = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
@@ -339,6 +339,9 @@ def module_signature(module: nn.Module) -> tuple[Any, ...] | None:
 
 def passes_through(module: nn.Module) -> bool:
     """Whether the module returns its input: such calls are not recorded at all, unless somebody hooked on to them."""
-    if type(module) not in PASS_THROUGH or module._forward_hooks or module._forward_pre_hooks:
+    kind = type(module)
+    if kind not in PASS_THROUGH or module._forward_hooks or module._forward_pre_hooks:
+        return False
+    if not has_forward_of(module, kind):
         return False
     return type(module) is nn.Identity or not module.training

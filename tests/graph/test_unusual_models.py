@@ -467,6 +467,13 @@ def test_sparse_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     check_inputs(Neighbours(), values(), monkeypatch)
 
 
+def test_a_dropout_with_another_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen to fail: left out, as any in eval mode."""
+    model = nn.Sequential(nn.Sequential(linear(), nn.Dropout(), linear()), linear())
+    model[0][1].forward = lambda x: 3 * x
+    check_inputs(model, values(), monkeypatch)
+
+
 class Overwriting(nn.Module):
     """Part of what `first` has read is changed before `second` reads it."""
 
