@@ -25,6 +25,7 @@ from torch import Tensor, fx, nn
 from transformers import PreTrainedConfig
 
 from lightning_compress.graph import compat
+from lightning_compress.graph.aliases import note_viewed
 from lightning_compress.graph.experts import GroupedLinear
 from lightning_compress.graph.failures import SetFromOutsideError, SpecializedSizeError
 from lightning_compress.graph.kept import NOT_IN_SIGNATURE, Kept, Preset, changed, is_plain, what_is_kept
@@ -32,7 +33,7 @@ from lightning_compress.graph.leaf import Leaf, Within
 from lightning_compress.graph.methods import Method, Unrecorded, original
 from lightning_compress.graph.observed import check_only_tensors, expect, known_sizes, layouts, symbolic_like
 from lightning_compress.graph.restore import attributes_restored
-from lightning_compress.graph.trees import tensors_in, versions
+from lightning_compress.graph.trees import storages, tensors_in, versions
 from lightning_compress.graph.values import concrete, expression, symbolic_sizes
 from lightning_compress.recipe.forms import Rows, has_forward_of
 
@@ -169,7 +170,12 @@ class Attempt:
         grouped = module.grouped(name) if isinstance(module, GroupedLinear) else None
         lender = name.rpartition(".")[0] if isinstance(module, Rows) else None
         leaf = Leaf(name, grouped, lender=lender, hooked=bool(module._forward_pre_hooks))
+        returned = storages(output)
+        with compat.not_recording():
+            viewed = [each for each in tensors_in((args, kwargs)) if not returned.isdisjoint(storages(each))]
+            viewed = [compat.to_argument(self.recorder, each) for each in viewed]
         node = compat.add_call(self.recorder, leaf, args, kwargs, output)
+        note_viewed(node, viewed)
         if self.cut.bodies.get(name) is Body.OBSERVED:
             expect(node, output)
         return output
@@ -232,16 +238,17 @@ class Attempt:
     def _symbolic_output(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         key = call_signature(module, args, kwargs)
         if key is not None and key in self.outputs:
-            return self.outputs[key].detach()
+            known = self.outputs[key]
+            return known.new_empty_strided(known.shape, known.stride())  # memory of its own
         shapes = compat.shapes_of(self.recorder.fake_mode)
         before = versions((args, kwargs, list(module.buffers())))
         with compat.deciding_nothing(shapes):
             output = module._call_impl(*args, **kwargs)
         _forget_inner_sizes(shapes, output)
-        is_input = any(output is item for item in (*args, *kwargs.values()))
-        # which has to be seen of each such module
+        # both have to be seen of each such module
+        is_view = not storages(output).isdisjoint(storages((args, kwargs)))
         writes = before != versions((args, kwargs, list(module.buffers())))
-        if key is not None and isinstance(output, Tensor) and not (is_input or writes):
+        if key is not None and isinstance(output, Tensor) and not (is_view or writes):
             self.outputs[key] = output
         return output
 

@@ -33,6 +33,11 @@ def _collect(tree: object, found: list[Tensor]) -> None:
         found += [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
+def storages(tree: object) -> set[int]:
+    """What tells the memory of the tensors in a tree from others'."""
+    return {tensor.untyped_storage()._cdata for tensor in tensors_in(tree) if tensor.layout is torch.strided}
+
+
 def storage_bytes(tree: object) -> int:
     """Of the storages of all tensors; one that two share counts once."""
     storages = [tensor.untyped_storage() for tensor in tensors_in(tree)]

@@ -489,9 +489,34 @@ class Overwriting(nn.Module):
         return found
 
 
+class Halves(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        return x[..., : WIDTH // 2], {"rest": x[..., WIDTH // 2 :]}
+
+
+class Viewing(Overwriting):
+    """Likewise, by views that modules have given; the second one is of the same tensor as the call of a like one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flat, self.halves = nn.Flatten(0, 1), Halves()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.third(x)
+        y: Tensor = self.first(h)
+        self.flat(x)
+        self.flat(h).mul_(0.5)
+        y = y + self.second(h)
+        self.halves(h)[1]["rest"].add_(1)
+        return y + h
+
+
 @pytest.mark.parametrize("schedule", ["staged", "block", "recompute"])
-def test_modules_that_write_to_a_view_of_a_value(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_inputs(Layers(Overwriting), values(), monkeypatch, schedule=schedule)
+@pytest.mark.parametrize("kind", [Overwriting, Viewing])
+def test_modules_that_write_to_a_view_of_a_value(
+    kind: type[nn.Module], schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_inputs(Layers(kind), values(), monkeypatch, schedule=schedule)
 
 
 class Skipping(nn.Module):
