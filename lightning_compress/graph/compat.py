@@ -51,7 +51,7 @@ from lightning_compress.graph.configs import configs_of
 from lightning_compress.graph.draws import draws
 from lightning_compress.graph.failures import AutocastError, SpecializedSizeError, UnrecordedTensorError
 from lightning_compress.graph.restore import assigned, autocast_restored
-from lightning_compress.graph.values import SYMBOLIC_TYPES, map_nested, unlike_one
+from lightning_compress.graph.values import SYMBOLIC_TYPES, Made, attributes_of_dataclass, map_nested, unlike_one
 
 pytree = _pytree
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
@@ -290,9 +290,8 @@ def _proxies(recorder: Recorder, value: Any) -> Any:
     if isinstance(value, (Tensor, *SYMBOLIC_TYPES)):
         return recorder.unwrap_proxy(value)
     if is_dataclass(value) and not isinstance(value, type):
-        present = {f.name: _proxies(recorder, getattr(value, f.name)) for f in fields(value) if f.init}
-        given = {name: item for name, item in present.items() if item is not None}
-        return recorder.create_proxy("call_function", type(value), (), given)
+        given = {name: _proxies(recorder, item) for name, item in attributes_of_dataclass(value).items()}
+        return recorder.create_proxy("call_function", Made(type(value)), (), given)
     return map_nested(value, lambda item: _proxies(recorder, item))
 
 
