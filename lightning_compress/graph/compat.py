@@ -182,13 +182,12 @@ def new_fake_mode(symbolic: bool = True, cached: bool = True) -> _FakeMode:
     return mode
 
 
-def size_from_values(fake_mode: FakeTensorMode) -> torch.SymInt:
-    """A size that no size of the batch tells: the graph reads it when it is needed."""
+def number_from_values(fake_mode: FakeTensorMode, kind: type) -> Any:
+    """A size, or a number or flag of another type, that no size of the batch tells: the graph reads it when needed."""
     shapes = shapes_of(fake_mode)
+    name = {int: "symint", float: "symfloat", bool: "symbool"}[kind]
     with shapes.ignore_fresh_unbacked_symbols():  # no operation gives it
-        size: torch.SymInt = shapes.create_unbacked_symint()
-    torch._check(size >= 0)
-    return size
+        return getattr(shapes, f"create_unbacked_{name}")()
 
 
 def shapes_of(fake_mode: FakeTensorMode) -> Shapes:

@@ -172,8 +172,8 @@ class Attempt:
         leaf = Leaf(name, grouped, lender=lender, hooked=bool(module._forward_pre_hooks))
         returned = storages(output)
         with compat.not_recording():
-            viewed = [each for each in tensors_in((args, kwargs)) if not returned.isdisjoint(storages(each))]
-            viewed = [compat.to_argument(self.recorder, each) for each in viewed]
+            given_on = [each for each in tensors_in((args, kwargs)) if not returned.isdisjoint(storages(each))]
+            viewed = [compat.to_argument(self.recorder, each) for each in given_on]
         node = compat.add_call(self.recorder, leaf, args, kwargs, output)
         note_viewed(node, viewed)
         if self.cut.bodies.get(name) is Body.OBSERVED:
@@ -220,13 +220,13 @@ class Attempt:
     def _observed_output(self, name: str, args: Any, kwargs: Any) -> Any:
         number, self.calls[name] = self.calls[name], self.calls[name] + 1
         first, second = (observed[number] for observed in self.cut.observed[name])
-        return self._of_two(first, second, args, kwargs, partial(compat.size_from_values, self.recorder.fake_mode))
+        return self._of_two(first, second, args, kwargs, partial(compat.number_from_values, self.recorder.fake_mode))
 
     def _of_two(
-        self, first: Any, second: Any, args: Any, kwargs: Any, other_size: Callable[[], torch.SymInt] | None = None
+        self, first: Any, second: Any, args: Any, kwargs: Any, other: Callable[[type], Any] | None = None
     ) -> Any:
         known = known_sizes([*symbolic_sizes((args, kwargs)), *self.sizes], self.other)
-        return symbolic_like(first, second, known, other_size)
+        return symbolic_like(first, second, known, other)
 
     def _static_output(
         self, module: nn.Module, args: Any, kwargs: Any, sizes: Mapping[sympy.Symbol, int] | None

@@ -78,7 +78,7 @@ def attributes_of_dataclass(value: Any) -> dict[str, Any]:
 @final
 @dataclass(frozen=True)
 class Made:
-    """Makes a dataclass of what `attributes_of_dataclass` gives, as it is: `__post_init__`, which may change it, has run.
+    """Makes a dataclass of what `attributes_of_dataclass` gives, as it is: `__post_init__` has run.
 
     Attributes:
         kind: its class.

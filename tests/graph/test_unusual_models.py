@@ -21,7 +21,7 @@ from helpers import (
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from lightning_compress.errors import CalibrationWarning, UntraceableModelError
+from lightning_compress.errors import CalibrationDataError, CalibrationWarning, UntraceableModelError
 from lightning_compress.graph.fallback import TraceFallbackWarning
 
 WIDTH = 16
@@ -609,3 +609,43 @@ def test_transformations_are_named(transformed: Callable[[nn.Module, Tensor], Te
     """Seen to fail: with what torch says when a tensor is used outside of them."""
     with pytest.raises(UntraceableModelError, match=r"layer \(Linear\).* transformation of torch\.func .*own"):
         compress_in_memory(Transformed(transformed), values(), recipe(4, strategy="channel"))
+
+
+class Measuring(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, int, float, bool]:
+        numbers = x.numpy()
+        return x.relu(), int(10 * numbers[..., 0].sum()), float(numbers.mean()), bool(numbers.max() > 9)
+
+
+class OfMeasured(nn.Module):
+    def __init__(self, use: Callable[..., Any]) -> None:
+        super().__init__()
+        self.first, self.measuring, self.second, self.use = linear(), Measuring(), linear(), use
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, *numbers = self.measuring(x)
+        found: Tensor = self.second(self.first(x) * self.use(*numbers))
+        return found
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda number, mean, is_high: number,
+        lambda number, mean, is_high: mean,
+        lambda number, mean, is_high: 2 if number < 0 else 3,
+        lambda number, mean, is_high: 1,
+    ],
+)
+def test_numbers_that_a_module_reads_from_values(use: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen to fail: those of one batch for all."""
+    batches = [x + number - 1 for number, x in enumerate(values())]
+    check_inputs(Layers(lambda: OfMeasured(use)), batches, monkeypatch)
+
+
+def test_a_flag_that_is_another_in_a_later_batch() -> None:
+    """Seen to fail: taken for that of the first."""
+    model = Layers(lambda: OfMeasured(lambda number, mean, is_high: 2 if is_high else 3)).eval()
+    batches = [torch.full((3, 7, WIDTH), value) for value in (1.0, 10.0)]
+    with pytest.raises(CalibrationDataError, match=r"layers\.0\.measuring takes another way"):
+        compress_in_memory(model, batches, recipe())
