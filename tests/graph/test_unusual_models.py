@@ -5,7 +5,7 @@ All were seen to fail before: with other inputs, with those of other batches, or
 
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -609,6 +609,38 @@ def test_transformations_are_named(transformed: Callable[[nn.Module, Tensor], Te
     """Seen to fail: with what torch says when a tensor is used outside of them."""
     with pytest.raises(UntraceableModelError, match=r"layer \(Linear\).* transformation of torch\.func .*own"):
         compress_in_memory(Transformed(transformed), values(), recipe(4, strategy="channel"))
+
+
+class Slope(nn.Module):
+    """Computes a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.out = linear(), linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            gradient = torch.autograd.grad(self.layer(x).tanh().sum(), x)[0]
+        return cast(Tensor, self.out(gradient))
+
+
+class SlopeByMethod(Slope):
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.out(self.slope(x)))
+
+    def slope(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(self.layer(x).tanh().sum(), x)[0]
+
+
+def test_gradients_outside_of_any_call() -> None:
+    """Seen to fail: the call of torch.autograd was taken for one that a graph can hold, and failed when it was run."""
+    with pytest.raises(UntraceableModelError, match="give the code a function or module of its own"):
+        compress_in_memory(Slope(), values(), recipe(4, strategy="channel"))
+    report = compress_in_memory(SlopeByMethod(), values(), recipe(4, strategy="channel"))
+    assert {record.module for record in report.modules} == {"layer", "out"}
 
 
 class Measuring(nn.Module):
