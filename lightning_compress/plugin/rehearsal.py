@@ -31,7 +31,13 @@ from lightning_compress.graph.compat import (
     replace_by_fakes,
     traceable_transformers,
 )
-from lightning_compress.graph.restore import attributes_restored, containers_restored, contents_restored, state_restored
+from lightning_compress.graph.restore import (
+    attributes_restored,
+    caches_restored,
+    containers_restored,
+    contents_restored,
+    state_restored,
+)
 from lightning_compress.graph.trees import storage_bytes
 from lightning_compress.memory.tracker import LiveMemory
 from lightning_compress.memory.workspaces import cublas_workspace_bytes
@@ -113,7 +119,7 @@ def _rehearsed(trainer: pl.Trainer, module: pl.LightningModule, batch: Any) -> d
     mode = new_fake_mode(symbolic=False)
     before = {id(parameter): name for name, parameter in module.named_parameters(remove_duplicate=False)}
     trainable = [parameter.requires_grad for parameter in module.parameters()]
-    with attributes_restored(module), containers_restored(module):
+    with attributes_restored(module), containers_restored(module), caches_restored(module):
         replace_by_fakes(module, mode, module.device)
         for parameter, is_trainable in zip(module.parameters(), trainable, strict=True):
             if not isinstance(parameter, FakeTensor):
