@@ -23,6 +23,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from lightning_compress.errors import CalibrationDataError, CalibrationWarning, UntraceableModelError
 from lightning_compress.graph.fallback import TraceFallbackWarning
+from lightning_compress.graph.trees import tensors_in
 
 WIDTH = 16
 
@@ -481,6 +482,39 @@ class GivesScaled(nn.Module):
 def test_dataclasses_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen to fail: scaled twice, refused for want of `by`, shifted by the default."""
     check_inputs(GivesScaled(), [Scaled(x, 3.0) for x in values()], monkeypatch)
+
+
+@dataclass
+class State:
+    x: Tensor
+    before: Any = None
+
+
+class Halving(nn.Module):
+    def forward(self, state: State) -> None:
+        state.x.mul_(0.5)
+
+
+class Advances(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = linear(), linear(), linear()
+        self.halving = Halving()
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = State(self.first(x))
+        y: Tensor = self.second(state.x)
+        self.halving(state)
+        return y + cast(Tensor, self.third(state.x))
+
+
+def test_modules_that_write_to_a_dataclass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen to fail: `third` was taken to read what `second` does."""
+    report = check_inputs(Layers(Advances), values(), monkeypatch)
+    assert not report.fallbacks
+    first = State(torch.ones(2))
+    first.before = State(torch.ones(3), before=[first])
+    assert [len(tensor) for tensor in tensors_in((first, "x"))] == [2, 3]
 
 
 class Neighbours(nn.Module):
