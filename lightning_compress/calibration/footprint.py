@@ -47,7 +47,7 @@ from lightning_compress.graph.compat import fake_like, new_fake_mode, replace_by
 from lightning_compress.graph.cuda import AsOnCuda
 from lightning_compress.graph.leaf import leaf_input
 from lightning_compress.graph.names import weight_of
-from lightning_compress.graph.restore import attributes_restored
+from lightning_compress.graph.restore import attributes_restored, caches_restored
 from lightning_compress.graph.shadow import Key, Shadow, node_of, with_shadows
 from lightning_compress.graph.shared_inputs import Group, Source
 from lightning_compress.graph.sizes import binding, traced_bytes
@@ -146,7 +146,7 @@ class _Meter:
         cache = ActivationCache([known], device=_CPU, rewritten=self._run.flow.cache.rewritten)
         given = replace(self._run.flow, cache=cache, masks={}, reference=reference, buffers=None)  # no values to keep
         self._flow = replace(given, placement=replace(given.placement, device=_CPU))
-        with attributes_restored(self._root):
+        with attributes_restored(self._root), caches_restored(self._root):
             replace_by_fakes(self._root, mode)
             self._memory.ignore(*self._root.parameters(), *self._root.buffers(), *inputs)
             allowing = failures_allowed(self._root, traced.graph, self._sizes_of_largest)

@@ -1,7 +1,7 @@
 """Which values of a traced graph share memory, and who writes to it."""
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -11,12 +11,18 @@ from torch import fx
 from lightning_compress.graph.compat import SIZE_READERS
 
 _OPERATOR = type(torch.ops.aten.add.Tensor)
+_VIEWED = "viewed"
+
+
+def note_viewed(node: fx.Node, values: Sequence[fx.Node]) -> None:
+    """Note that what a call of a module returns has the memory of some of the values that it is given."""
+    node.meta[_VIEWED] = tuple(values)
 
 
 def aliased(node: fx.Node) -> list[tuple[fx.Node, bool]]:
     """Values whose memory an operation's result may share, each with whether the operation writes to it."""
     if not isinstance(node.target, _OPERATOR):
-        return []
+        return [(value, False) for value in node.meta.get(_VIEWED, ())]
     found = []
     for number, declared in enumerate(node.target._schema.arguments):
         value = node.args[number] if number < len(node.args) else node.kwargs.get(declared.name)
@@ -28,7 +34,7 @@ def aliased(node: fx.Node) -> list[tuple[fx.Node, bool]]:
 @final
 @dataclass(frozen=True)
 class Memory:
-    """Who shares memory with whom, and when it is written to. Modules are taken to do neither with their inputs.
+    """Who shares memory with whom, and when it is written to. Modules that write to their inputs are no single calls.
 
     Attributes:
         position: of each node in execution order.

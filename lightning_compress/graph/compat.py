@@ -51,7 +51,7 @@ from lightning_compress.graph.configs import configs_of
 from lightning_compress.graph.draws import draws
 from lightning_compress.graph.failures import AutocastError, ExchangeError, SpecializedSizeError, UnrecordedTensorError
 from lightning_compress.graph.restore import assigned, autocast_restored
-from lightning_compress.graph.values import SYMBOLIC_TYPES, map_nested, unlike_one
+from lightning_compress.graph.values import SYMBOLIC_TYPES, Made, attributes_of_dataclass, map_nested, unlike_one
 
 pytree = _pytree
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
@@ -154,12 +154,11 @@ class Shapes(ShapeEnv):
                 raise
             return sympy.sympify(outcome)
 
-    def size_from_values(self) -> torch.SymInt:
-        """A size that no size of the batch tells: the graph reads it when it is needed."""
+    def number_from_values(self, kind: type) -> Any:
+        """A size, or another number or a flag, that no size of the batch tells: the graph reads it when needed."""
+        name = {int: "symint", float: "symfloat", bool: "symbool"}[kind]
         with self.ignore_fresh_unbacked_symbols():  # no operation gives it
-            size: torch.SymInt = self.create_unbacked_symint()
-        torch._check(size >= 0)
-        return size
+            return getattr(self, f"create_unbacked_{name}")()
 
     def _get_stack_summary(self, is_debug: bool = False, framework_loc: str | None = None) -> tuple[SLoc, str]:
         return SLoc(framework_loc or "", None), ""  # the real one imports all of torch's compiler (0.4 s)
@@ -292,9 +291,8 @@ def _proxies(recorder: Recorder, value: Any) -> Any:
     if isinstance(value, (Tensor, *SYMBOLIC_TYPES)):
         return recorder.unwrap_proxy(value)
     if is_dataclass(value) and not isinstance(value, type):
-        present = {f.name: _proxies(recorder, getattr(value, f.name)) for f in fields(value) if f.init}
-        given = {name: item for name, item in present.items() if item is not None}
-        return recorder.create_proxy("call_function", type(value), (), given)
+        given = {name: _proxies(recorder, item) for name, item in attributes_of_dataclass(value).items()}
+        return recorder.create_proxy("call_function", Made(type(value)), (), given)
     return map_nested(value, lambda item: _proxies(recorder, item))
 
 

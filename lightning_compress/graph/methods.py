@@ -24,6 +24,8 @@ from lightning_compress.graph.trees import versions
 
 _RECORDING = ("lightning_compress.", "torch.fx.")
 _DECORATING = ("torch._", "torch.utils.")
+_DIFFERENTIATING = "torch.autograd"
+"""What needs to know how its arguments were computed, which values of a graph do not."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ def running_functions(module: nn.Module, error: BaseException) -> list[str]:
         place, name = frame.f_globals.get("__name__", ""), frame.f_code.co_name
         if f"{place}.".startswith(_RECORDING):
             break
-        function = None if place.startswith(_DECORATING) else frame.f_globals.get(name)
+        function = None if place.startswith((*_DECORATING, _DIFFERENTIATING)) else frame.f_globals.get(name)
         if place in sys.modules and isinstance(function, FunctionType) and _code(function) is frame.f_code:
             found[f"{place}:{name}"] = None
     return list(found)

@@ -6,6 +6,7 @@ import torch
 from torch import fx, nn
 
 from lightning_compress.graph.leaf import Leaf
+from lightning_compress.recipe.forms import has_forward_of
 
 _aten = torch.ops.aten
 
@@ -41,7 +42,7 @@ def as_calls(graph: fx.Graph, root: nn.Module, names: Collection[str], spans: Sp
 
 def _does_no_more(linear: nn.Linear) -> bool:
     hooks = (*linear._forward_pre_hooks, *linear._forward_hooks)
-    return type(linear).forward is nn.Linear.forward and "forward" not in linear.__dict__ and not hooks
+    return has_forward_of(linear, nn.Linear) and not hooks
 
 
 def _called(

@@ -2,7 +2,8 @@
 
 A size that is the same in both batches is a constant (unless a size of the batch did not change either); others are a
 size of the batch or of the call's inputs, a product of two of them, or one of those plus, times or divided by a
-constant; or, for a call that was observed, any number that is read when it is needed.
+constant; or, for a call that was observed, any number that is read when it is needed. So it is with numbers and flags
+that a module returns.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -18,9 +19,18 @@ from lightning_compress.errors import CalibrationDataError
 from lightning_compress.graph import compat
 from lightning_compress.graph.experts import GroupedLinear
 from lightning_compress.graph.failures import SpecializedSizeError
+from lightning_compress.graph.kept import is_plain
 from lightning_compress.graph.methods import Method, methods_replaced, original
 from lightning_compress.graph.restore import attributes_restored
-from lightning_compress.graph.values import concrete, expression, is_symbolic, items_of, map_nested
+from lightning_compress.graph.values import (
+    SYMBOLIC_TYPES,
+    concrete,
+    depends_on_values,
+    expression,
+    is_symbolic,
+    items_of,
+    map_nested,
+)
 from lightning_compress.recipe.forms import reader
 
 _EXPECTED = "expected"
@@ -63,21 +73,21 @@ def layouts(value: Any) -> Any:
     return map_nested(value, layouts)
 
 
-def symbolic_like(
-    first: Any, second: Any, known: Sequence[Known], other_size: Callable[[], torch.SymInt] | None = None
-) -> Any:
-    """A nested value with each `Layout` (seen in both batches) replaced by a tensor with symbolic sizes.
+def symbolic_like(first: Any, second: Any, known: Sequence[Known], other: Callable[[type], Any] | None = None) -> Any:
+    """A nested value with each `Layout` (seen in both batches) replaced by a tensor with symbolic sizes, and numbers
+    that are not the same in both by symbols; a mean is the same in two that repeat the same rows.
 
     Args:
         first, second: what two batches gave.
         known: sizes of them.
-        other_size: makes a size that none of these tell; None: there must be none.
+        other: makes a number of a type that none of these tell; None: there must be none.
 
     Raises:
         SpecializedSizeError: the values differ by more than sizes that can be told.
     """
-    if type(first) is int and type(second) is int and first != second:
-        return _symbolic_size(first, second, known, other_size)
+    is_one = is_plain(first) and not isinstance(first, tuple)
+    if is_one and (first != second or (type(first) is float and other is not None)):
+        return _symbolic_number(first, second, known, other)
     if not isinstance(first, Layout):
         if type(first) is not type(second) or (isinstance(first, dict) and first.keys() != second.keys()):
             raise SpecializedSizeError(
@@ -89,17 +99,37 @@ def symbolic_like(
             symbol = size if isinstance(size, sympy.Symbol) else None
             raise SpecializedSizeError(f"it returns {ours} values, {theirs} in another batch", symbol)
         seconds = iter(items_of(second))
-        return map_nested(first, lambda item: symbolic_like(item, next(seconds), known, other_size))
+        return map_nested(first, lambda item: symbolic_like(item, next(seconds), known, other))
     if not isinstance(second, Layout) or len(first.sizes) != len(second.sizes):
         raise SpecializedSizeError("it returns a tensor, in another batch none or one of other dimensions")
-    sizes = [_symbolic_size(a, b, known, other_size) for a, b in zip(first.sizes, second.sizes, strict=True)]
+    sizes = [_symbolic_size(a, b, known, other) for a, b in zip(first.sizes, second.sizes, strict=True)]
+    for size in sizes:
+        if is_symbolic(size) and depends_on_values(size):
+            torch._check(size >= 0)
     order = sorted(range(len(sizes)), key=lambda dim: -first.strides[dim])
     stored = torch.empty([sizes[dim] for dim in order], dtype=first.dtype, device=compat.TRACE_DEVICE)
     return stored.permute([order.index(dim) for dim in range(len(sizes))])
 
 
+def _symbolic_number(first: Any, second: Any, known: Sequence[Known], other: Callable[[type], Any] | None) -> Any:
+    """What is `first` in one batch and `second` in the other: a size, or something that can be read.
+
+    Raises:
+        SpecializedSizeError: it is neither.
+    """
+    kind = type(first)
+    if kind is not type(second) or kind not in (int, float, bool):
+        raise SpecializedSizeError(f"it returns {first!r}, in another batch {second!r}")
+    is_size = kind is int and (other is None or any((a, b) == (first, second) for _, a, b in known))
+    if is_size:
+        return _symbolic_size(first, second, known, other)
+    if other is None:
+        raise SpecializedSizeError(f"it returns {first}, in another batch {second}, which is no size")
+    return other(kind)
+
+
 def _symbolic_size(
-    first: int, second: int, known: Sequence[Known], other_size: Callable[[], torch.SymInt] | None
+    first: int, second: int, known: Sequence[Known], other: Callable[[type], Any] | None
 ) -> int | torch.SymInt:
     """The size that is `first` in one batch and `second` in the other.
 
@@ -113,14 +143,14 @@ def _symbolic_size(
         return first
     changed = ((symbol, a, b) for symbol, a, b in known if a != b)
     for symbol, a, b in changed:
-        if first - a == second - b and (other_size is None or abs(first - a) <= _FEW_MORE):
+        if first - a == second - b and (other is None or abs(first - a) <= _FEW_MORE):
             return symbol + (first - a)
         if first % a == 0 and first * b == second * a:
             return symbol * (first // a)
         if first and a % first == 0 and first * b == second * a:
             return cast(torch.SymInt, symbol // (a // first))
-    if other_size is not None:
-        return other_size()
+    if other is not None:
+        return cast(torch.SymInt, other(int))
     raise SpecializedSizeError(
         f"its output has a size of {first}, {second} in another batch, which follows no simple rule"
     )
@@ -197,7 +227,7 @@ def expected(node: fx.Node) -> Any:
 
 def check_expected(node: fx.Node, values: Mapping[Any, object], output: Any) -> None:
     """Whether a call returns what was recorded of it: as many values, of as many dimensions, of the sizes that follow
-    from those of what it reads or are constants of the graph.
+    from those of what it reads or are constants of the graph, as numbers, flags and words are.
 
     Args:
         node: of the call; nothing is expected of most.
@@ -226,21 +256,24 @@ def check_expected(node: fx.Node, values: Mapping[Any, object], output: Any) -> 
 
 
 def _described(value: Any) -> Any:
-    """Types, keys and sizes."""
+    """Types, keys, sizes and plain values."""
+    if isinstance(value, SYMBOLIC_TYPES):
+        return sympy.sympify(value.node.expr)
     if isinstance(value, Tensor):
         return _Shape(tuple(map(expression, value.shape)), value.dtype)
     if isinstance(value, dict):
         return {key: _described(item) for key, item in value.items()}
     items = items_of(value)
-    return [_described(item) for item in items] if items else "int" if is_symbolic(value) else type(value).__name__
+    return [_described(item) for item in items] if items else value if is_plain(value) else type(value).__name__
 
 
 def _fits(expected: Any, found: Any, sizes: Mapping[sympy.Expr, sympy.Expr]) -> bool:
     if isinstance(expected, _Shape):
         if not isinstance(found, _Shape) or (len(expected.sizes), expected.dtype) != (len(found.sizes), found.dtype):
             return False
-        wanted = (size.xreplace(sizes) for size in expected.sizes)
-        return all(size == other or size.free_symbols for size, other in zip(wanted, found.sizes, strict=True))
+        return all(_is_as_told(size, other, sizes) for size, other in zip(expected.sizes, found.sizes, strict=True))
+    if isinstance(expected, sympy.Basic):
+        return is_plain(found) and _is_as_told(expected, found, sizes)
     if isinstance(expected, dict):
         is_alike = isinstance(found, dict) and expected.keys() == found.keys()
         return is_alike and all(_fits(item, found[key], sizes) for key, item in expected.items())
@@ -248,6 +281,12 @@ def _fits(expected: Any, found: Any, sizes: Mapping[sympy.Expr, sympy.Expr]) -> 
         is_alike = isinstance(found, list) and len(expected) == len(found)
         return is_alike and all(_fits(*pair, sizes) for pair in zip(expected, found, strict=True))
     return bool(expected == found)
+
+
+def _is_as_told(told: sympy.Basic, found: object, sizes: Mapping[sympy.Expr, sympy.Expr]) -> bool:
+    """Whether a number is what an expression of sizes says, if they are all known."""
+    number = told.xreplace(sizes)
+    return bool(number == found or number.free_symbols)
 
 
 def _text(described: Any) -> str:

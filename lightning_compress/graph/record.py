@@ -25,6 +25,7 @@ from torch import Tensor, fx, nn
 from transformers import PreTrainedConfig
 
 from lightning_compress.graph import compat
+from lightning_compress.graph.aliases import note_viewed
 from lightning_compress.graph.experts import GroupedLinear
 from lightning_compress.graph.failures import SetFromOutsideError, SpecializedSizeError
 from lightning_compress.graph.kept import NOT_IN_SIGNATURE, Kept, Preset, changed, is_plain, what_is_kept
@@ -32,9 +33,9 @@ from lightning_compress.graph.leaf import Leaf, Within
 from lightning_compress.graph.methods import Method, Unrecorded, original
 from lightning_compress.graph.observed import check_only_tensors, expect, known_sizes, layouts, symbolic_like
 from lightning_compress.graph.restore import attributes_restored
-from lightning_compress.graph.trees import tensors_in, versions
+from lightning_compress.graph.trees import storages, tensors_in, versions
 from lightning_compress.graph.values import concrete, expression, symbolic_sizes
-from lightning_compress.recipe.forms import Rows
+from lightning_compress.recipe.forms import Rows, has_forward_of
 
 PASS_THROUGH = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
@@ -169,7 +170,12 @@ class Attempt:
         grouped = module.grouped(name) if isinstance(module, GroupedLinear) else None
         lender = name.rpartition(".")[0] if isinstance(module, Rows) else None
         leaf = Leaf(name, grouped, lender=lender, hooked=bool(module._forward_pre_hooks))
+        returned = storages(output)
+        with compat.not_recording():
+            given_on = [each for each in tensors_in((args, kwargs)) if not returned.isdisjoint(storages(each))]
+            viewed = [compat.to_argument(self.recorder, each) for each in given_on]
         node = compat.add_call(self.recorder, leaf, args, kwargs, output)
+        note_viewed(node, viewed)
         if self.cut.bodies.get(name) is Body.OBSERVED:
             expect(node, output)
         return output
@@ -214,13 +220,13 @@ class Attempt:
     def _observed_output(self, name: str, args: Any, kwargs: Any) -> Any:
         number, self.calls[name] = self.calls[name], self.calls[name] + 1
         first, second = (observed[number] for observed in self.cut.observed[name])
-        return self._of_two(first, second, args, kwargs, compat.shapes_of(self.recorder.fake_mode).size_from_values)
+        return self._of_two(first, second, args, kwargs, compat.shapes_of(self.recorder.fake_mode).number_from_values)
 
     def _of_two(
-        self, first: Any, second: Any, args: Any, kwargs: Any, other_size: Callable[[], torch.SymInt] | None = None
+        self, first: Any, second: Any, args: Any, kwargs: Any, other: Callable[[type], Any] | None = None
     ) -> Any:
         known = known_sizes([*symbolic_sizes((args, kwargs)), *self.sizes], self.other)
-        return symbolic_like(first, second, known, other_size)
+        return symbolic_like(first, second, known, other)
 
     def _static_output(
         self, module: nn.Module, args: Any, kwargs: Any, sizes: Mapping[sympy.Symbol, int] | None
@@ -232,16 +238,17 @@ class Attempt:
     def _symbolic_output(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         key = call_signature(module, args, kwargs)
         if key is not None and key in self.outputs:
-            return self.outputs[key].detach()
+            known = self.outputs[key]
+            return known.new_empty_strided(known.shape, known.stride())  # memory of its own
         shapes = compat.shapes_of(self.recorder.fake_mode)
         before = versions((args, kwargs, list(module.buffers())))
         with compat.deciding_nothing(shapes):
             output = module._call_impl(*args, **kwargs)
         _forget_inner_sizes(shapes, output)
-        is_input = any(output is item for item in (*args, *kwargs.values()))
-        # which has to be seen of each such module
+        # both have to be seen of each such module
+        is_view = not storages(output).isdisjoint(storages((args, kwargs)))
         writes = before != versions((args, kwargs, list(module.buffers())))
-        if key is not None and isinstance(output, Tensor) and not (is_input or writes):
+        if key is not None and isinstance(output, Tensor) and not (is_view or writes):
             self.outputs[key] = output
         return output
 
@@ -339,6 +346,9 @@ def module_signature(module: nn.Module) -> tuple[Any, ...] | None:
 
 def passes_through(module: nn.Module) -> bool:
     """Whether the module returns its input: such calls are not recorded at all, unless somebody hooked on to them."""
-    if type(module) not in PASS_THROUGH or module._forward_hooks or module._forward_pre_hooks:
+    kind = type(module)
+    if kind not in PASS_THROUGH or module._forward_hooks or module._forward_pre_hooks:
+        return False
+    if not has_forward_of(module, kind):
         return False
     return type(module) is nn.Identity or not module.training

@@ -135,11 +135,16 @@ def state_restored(owners: Iterable[object]) -> Iterator[None]:
             if _restoring(attributes.get(name)) is not None:
                 attributes[name] = None
         for container, content in saved:
-            now = _content(container)
-            if len(now) != len(content) or any(map(_is_another, now, content)):
-                kind: Any = next(kind for kind in _CONTAINERS if isinstance(container, kind))
-                kind.clear(container)  # not its own: a ModelOutput has none
-                (kind.extend if kind in (list, deque) else kind.update)(container, content)
+            _refill(container, content)
+
+
+def _refill(container: _Container, content: list[Any]) -> None:
+    """Give a container what it had, where it has something else now."""
+    now = _content(container)
+    if len(now) != len(content) or any(map(_is_another, now, content)):
+        kind: Any = next(kind for kind in _CONTAINERS if isinstance(container, kind))
+        kind.clear(container)  # not its own: a ModelOutput has none
+        (kind.extend if kind in (list, deque) else kind.update)(container, content)
 
 
 _PASSING = (*_CONTAINERS, tuple, frozenset, partial, MethodType, FunctionType)
@@ -172,8 +177,7 @@ def _parts(value: object) -> Iterable[object]:
         case FunctionType():
             names = [name for name in value.__code__.co_names if name in value.__globals__]
             used = [each for name in names if _restoring(each := value.__globals__[name]) is not None]
-            cells = [cell for cell in value.__closure__ or () if cell != CellType()]
-            return (*used, *(cell.cell_contents for cell in cells))
+            return (*used, *_enclosed_by(value))
         case dict():
             return list(value.values()) if len(value) <= _MOST_ITEMS else ()
         case list() | tuple() | set() | frozenset() | deque():
@@ -186,6 +190,10 @@ def _parts(value: object) -> Iterable[object]:
         own = [each for name, each in vars(value).items() if name not in MODULE_DICTS]
         return (*own, *value._modules.values(), *_methods(value))
     return (*vars(value).values(), *_methods(value))
+
+
+def _enclosed_by(function: FunctionType) -> list[Any]:
+    return [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
 
 
 def _methods(value: object) -> list[FunctionType]:
@@ -241,6 +249,58 @@ def _is_installed(module: str) -> bool:
 
 _CLOSED = (sys.stdlib_module_names | {"lightning"}) - {"builtins", "collections", "types"}
 """Libraries whose objects are not looked into: a Trainer reaches everything."""
+
+
+_Cached = type(cache(lambda: None))
+
+
+@contextmanager
+def caches_restored(root: nn.Module) -> Iterator[None]:
+    """Within: the user's own code that modules run may keep things outside of them, in globals, in attributes of
+    classes and in the caches of `functools`. On fake tensors it keeps such, and whoever calls it later would find them.
+    """
+    found = list(_kept_outside(root))
+    containers = [(each, _content(each)) for each in found if isinstance(each, _CONTAINERS)]
+    cached = [(each, each.cache_info().misses) for each in found if isinstance(each, _Cached)]
+    try:
+        yield
+    finally:
+        for container, content in containers:
+            _refill(container, content)
+        for function, misses in cached:
+            if function.cache_info().misses != misses:
+                function.cache_clear()
+
+
+def _kept_outside(root: nn.Module) -> Iterator[Any]:
+    """Containers and cached functions, from the classes of modules, and of what those keep, through the functions and
+    classes that are used there."""
+    ahead: list[Any] = [kind for each in (*root.modules(), *kept_by(root)) for kind in type(each).__mro__]
+    seen: dict[int, object] = {}
+    while ahead:
+        value = ahead.pop()
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value
+        if isinstance(value, _CONTAINERS):
+            yield value
+        elif isinstance(value, _Cached):
+            yield value
+            ahead.append(value.__wrapped__)
+        elif isinstance(value, staticmethod | classmethod):
+            ahead.append(value.__func__)
+        elif isinstance(value, type) and not _is_installed(value.__module__):
+            ahead += [each for name, each in vars(value).items() if not name.startswith("__") or callable(each)]
+        elif isinstance(value, FunctionType) and not _is_installed(value.__module__):
+            ahead += [*_used_by(value), *_enclosed_by(value)]
+
+
+def _used_by(function: FunctionType) -> list[Any]:
+    """The globals that a function names, and what it names of modules among them."""
+    names, found = function.__code__.co_names, function.__globals__
+    used = [found[name] for name in names if name in found]
+    modules = [each for each in used if isinstance(each, ModuleType) and not _is_installed(each.__name__)]
+    return used + [vars(each)[name] for each in modules for name in names if name in vars(each)]
 
 
 @contextmanager

@@ -47,7 +47,7 @@ from lightning_compress.graph.multiplied import as_calls
 from lightning_compress.graph.observed import counted
 from lightning_compress.graph.reads import Reads, watching
 from lightning_compress.graph.record import Attempt, Cut, LastCallRecorded
-from lightning_compress.graph.restore import assigned, attributes_restored, contents_restored
+from lightning_compress.graph.restore import assigned, attributes_restored, caches_restored, contents_restored
 from lightning_compress.graph.synthesize import Structure, Synthetic, flatten_batch, synthesize
 from lightning_compress.graph.values import expression, is_symbolic, symbolic_sizes
 from lightning_compress.recipe.forms import reader
@@ -146,7 +146,8 @@ def trace(
             try:
                 cut = with_observations(root, cut, runs, fallbacks, can_run=onloading is not None)
                 cut = cut if to_the_end else replace(cut, counted=counted(root, cut.leaves, leaf_names, runs[0]))
-                outcome = _attempt(root, step, cut, structure, batches, others_flat or [tensors])
+                with caches_restored(root):
+                    outcome = _attempt(root, step, cut, structure, batches, others_flat or [tensors])
                 if isinstance(outcome, Traced) and violated_guards(outcome, batch) and lengths - fixed:
                     fallbacks[""] = _of_one_size(f"one length only: {violated_guards(outcome, batch)[0]}")
                     fixed, cut = fixed | lengths, replace(cut, observed={})

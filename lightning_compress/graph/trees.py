@@ -1,12 +1,14 @@
-"""The tensors in trees of values: mappings, sequences and dataclasses that pytree knows."""
+"""The tensors in trees of values: dataclasses, and mappings and sequences that pytree knows."""
 
 from collections.abc import Sequence
+from dataclasses import is_dataclass
 from typing import cast
 
 import torch
 from torch import Tensor
 
 from lightning_compress.graph.compat import pytree
+from lightning_compress.graph.values import attributes_of_dataclass
 
 _NO_TREES = (int, float, str, type(None), torch.dtype, torch.device)
 
@@ -18,19 +20,27 @@ def tensors_in(tree: object) -> list[Tensor]:
     return found
 
 
-def _collect(tree: object, found: list[Tensor]) -> None:
+def _collect(tree: object, found: list[Tensor], around: tuple[object, ...] = ()) -> None:
     """Asked of every operator's arguments; pytree, which knows all kinds of trees, takes several times as long."""
     kind = type(tree)
     if isinstance(tree, Tensor):
         found.append(tree)
     elif kind is tuple or kind is list:
         for each in cast(Sequence[object], tree):
-            _collect(each, found)
+            _collect(each, found, around)
     elif kind is dict:
         for each in cast(dict[object, object], tree).values():
-            _collect(each, found)
+            _collect(each, found, around)
+    elif is_dataclass(tree) and not isinstance(tree, type):
+        if not any(tree is each for each in around):  # one may have what it is in
+            _collect([*attributes_of_dataclass(tree).values()], found, (*around, tree))
     elif not isinstance(tree, _NO_TREES):
         found += [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def storages(tree: object) -> set[int]:
+    """What tells the memory of the tensors in a tree from others'."""
+    return {tensor.untyped_storage()._cdata for tensor in tensors_in(tree) if tensor.layout is torch.strided}
 
 
 def storage_bytes(tree: object) -> int:

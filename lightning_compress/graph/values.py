@@ -1,9 +1,8 @@
 """Nested values and symbolic sizes: what fx and pytree have no one function for."""
 
 from collections.abc import Callable, Iterable, Mapping
-from copy import copy
-from dataclasses import fields, is_dataclass
-from typing import Any, TypeGuard
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, TypeGuard, final
 
 import sympy
 import torch
@@ -67,12 +66,38 @@ def map_nested(value: Any, function: Callable[[Any], Any]) -> Any:
 
 def with_fields(value: Any, new: Mapping[str, Any]) -> Any:
     """A dataclass like `value` with these fields, which are all."""
-    if all(f.init for f in fields(value)):
-        return type(value)(**new)
-    like = copy(value)
-    for name, item in new.items():
-        object.__setattr__(like, name, item)  # it may be frozen
-    return like
+    return Made(type(value))(**{**attributes_of_dataclass(value), **new})
+
+
+def attributes_of_dataclass(value: Any) -> dict[str, Any]:
+    """Its fields, and what else `__post_init__` has set."""
+    own = {} if isinstance(value, dict) else getattr(value, "__dict__", {})
+    return {**{f.name: getattr(value, f.name) for f in fields(value)}, **own}
+
+
+@final
+@dataclass(frozen=True)
+class Made:
+    """Makes a dataclass of what `attributes_of_dataclass` gives, as it is: `__post_init__` has run.
+
+    Attributes:
+        kind: its class.
+    """
+
+    kind: type
+
+    @property
+    def __name__(self) -> str:
+        """What fx names the node after whose target this is."""
+        return self.kind.__name__
+
+    def __call__(self, **attributes: object) -> Any:
+        if issubclass(self.kind, dict):  # transformers' ModelOutput, whose fields are its items
+            return self.kind(**attributes)
+        made = object.__new__(self.kind)
+        for name, item in attributes.items():
+            object.__setattr__(made, name, item)  # it may be frozen
+        return made
 
 
 def as_named_tuple(value: Any, items: Iterable[Any]) -> Any:

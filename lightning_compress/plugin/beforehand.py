@@ -6,7 +6,6 @@ from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 
 from lightning_compress.calibration.batches import CalibrationSet
@@ -20,6 +19,7 @@ from lightning_compress.graph.synthesize import flatten_batch
 from lightning_compress.memory.source import is_on_meta
 from lightning_compress.plugin import compat
 from lightning_compress.plugin.module import compressed_module
+from lightning_compress.plugin.rng import rng_kept
 from lightning_compress.recipe.refused import adapters
 
 _OURS = ("lightning.", "lightning_compress.")
@@ -82,7 +82,7 @@ def try_step(module: nn.Module, data: CalibrationSet, precision: str) -> None:
     tensors, structure = flatten_batch(data.batches[0])
     batch = structure.build([tensor.to(device, copy=True) for tensor in tensors])  # a step may change it
     with (
-        isolate_rng(),
+        rng_kept(),
         evaluating(module),
         contents_restored(module),
         attributes_restored(module),

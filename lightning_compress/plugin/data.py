@@ -18,7 +18,6 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.pytorch.utilities import CombinedLoader
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers import PreTrainedModel
@@ -30,6 +29,7 @@ from lightning_compress.graph.compat import pytree
 from lightning_compress.graph.restore import attributes_restored, contents_restored, state_restored
 from lightning_compress.graph.synthesize import flatten_batch
 from lightning_compress.plugin import compat
+from lightning_compress.plugin.rng import rng_kept
 from lightning_compress.recipe.parts import transformers_models
 
 DEFAULT_SAMPLES = 512
@@ -55,7 +55,7 @@ def calibration_set(
             training would lack what is read.
     """
     owners = (module, trainer.lightning_module, getattr(trainer, "datamodule", None))
-    with isolate_rng(), ExitStack() as stack:
+    with rng_kept(), ExitStack() as stack:
         stack.enter_context(state_restored(owners))  # training goes on from where its own would
         _seed(seed)
         loaders = _source(trainer, module, calibration, trains)

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 
 from lightning_compress.calibration.batches import CalibrationSet
@@ -24,6 +23,7 @@ from lightning_compress.graph.unfold import unfolded
 from lightning_compress.memory.source import is_on_meta
 from lightning_compress.plugin.agreement import check_same
 from lightning_compress.plugin.layout import LaidOut, in_parts
+from lightning_compress.plugin.rng import rng_kept
 from lightning_compress.plugin.settings import Settings
 from lightning_compress.recipe.resolve import ResolvedRecipe, named_by, resolve
 
@@ -58,7 +58,7 @@ def plan_recipe(module: nn.Module, settings: Settings) -> tuple[Target, Resolved
         check_output_dir(settings.output_dir)
     # weights may be computed when they are read, by code that counts or draws, and forwards of Linears are tried
     kept = contents_restored(target.module)
-    with isolate_rng(), kept, evaluating(target.root), unfolded(target.root, named_by(settings.recipe)):
+    with rng_kept(), kept, evaluating(target.root), unfolded(target.root, named_by(settings.recipe)):
         resolved = resolve(settings.recipe, target.root)
         check_layout(target, resolved, settings.schedule, settings.sequential_targets)
         reason = why_unreadable(target.root, resolved) if settings.output_dir is not None else None

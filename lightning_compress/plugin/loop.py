@@ -9,8 +9,8 @@ not at stake then.
 Alternative not taken: one epoch per subgraph. Progress bars then start anew for each, and show no time to go.
 """
 
-from collections.abc import Generator
-from contextlib import closing
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager
 from typing import Any, final
 
 import lightning.pytorch as pl
@@ -92,7 +92,7 @@ class CompressionLoop(compat.FitLoop):
         compat.call_callbacks(trainer, "on_train_start")
         compat.call_callbacks(trainer, "on_train_epoch_start")
         stop = False
-        with closing(run_job(self._job, self._max_subgraphs, self._continues)) as job:
+        with _told_of_errors(run_job(self._job, self._max_subgraphs, self._continues)) as job:
             for index, name in enumerate(names):
                 compat.describe_progress(trainer, f"Compressing {name}")
                 compat.begin_step(trainer)
@@ -114,6 +114,19 @@ class CompressionLoop(compat.FitLoop):
         compat.call_callbacks(trainer, "on_train_epoch_end")
         compat.end_epoch(trainer)
         compat.call_callbacks(trainer, "on_train_end")
+
+
+@contextmanager
+def _told_of_errors(
+    job: Generator[SubgraphRecord, bool | None, Report],
+) -> Iterator[Generator[SubgraphRecord, bool | None, Report]]:
+    """Within: errors of who is called between subgraphs reach the job, too, which adds what it has changed by then; it
+    is closed afterwards."""
+    with closing(job):
+        try:
+            yield job
+        except Exception as error:
+            job.throw(error)
 
 
 def _finish(job: Generator[SubgraphRecord, bool | None, Report], stop: bool) -> Report:

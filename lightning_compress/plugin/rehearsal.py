@@ -17,7 +17,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -31,12 +30,19 @@ from lightning_compress.graph.compat import (
     replace_by_fakes,
     traceable_transformers,
 )
-from lightning_compress.graph.restore import attributes_restored, containers_restored, contents_restored, state_restored
+from lightning_compress.graph.restore import (
+    attributes_restored,
+    caches_restored,
+    containers_restored,
+    contents_restored,
+    state_restored,
+)
 from lightning_compress.graph.trees import storage_bytes
 from lightning_compress.memory.tracker import LiveMemory
 from lightning_compress.memory.workspaces import cublas_workspace_bytes
 from lightning_compress.plugin.compat import batch_on_device, callbacks
 from lightning_compress.plugin.data import begins_once
+from lightning_compress.plugin.rng import rng_kept
 
 STEPS = 2
 """The second one has the optimizer's state, and gradients, from the start."""
@@ -53,19 +59,15 @@ def rehearse(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Phase
         CompressionError: it cannot be foreseen, and why.
     """
     _check(trainer, module)
-    reason: Exception | None = None
-    with isolate_rng():  # restores nothing after an exception
-        try:
+    try:
+        with rng_kept():
             return _rehearsed(trainer, module, first_batch(trainer))
-        except CompressionError as error:
-            reason = error
-        except Exception as error:  # the user's own code, on tensors without values
-            reason = CompressionError(
-                f"training does not run on tensors without values: {type(error).__name__}: "
-                + str(error).partition("\n")[0]
-            )
-            reason.__cause__ = error
-    raise reason
+    except CompressionError:
+        raise
+    except Exception as error:  # the user's own code, on tensors without values
+        raise CompressionError(
+            f"training does not run on tensors without values: {type(error).__name__}: " + str(error).partition("\n")[0]
+        ) from error
 
 
 def _check(trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -113,7 +115,7 @@ def _rehearsed(trainer: pl.Trainer, module: pl.LightningModule, batch: Any) -> d
     mode = new_fake_mode(symbolic=False)
     before = {id(parameter): name for name, parameter in module.named_parameters(remove_duplicate=False)}
     trainable = [parameter.requires_grad for parameter in module.parameters()]
-    with attributes_restored(module), containers_restored(module):
+    with attributes_restored(module), containers_restored(module), caches_restored(module):
         replace_by_fakes(module, mode, module.device)
         for parameter, is_trainable in zip(module.parameters(), trainable, strict=True):
             if not isinstance(parameter, FakeTensor):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_compress.recipe.forms import attribute_of_either, share_hooks
+from lightning_compress.recipe.forms import attribute_of_either, has_forward_of, share_hooks
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 _STACKS = ("in_proj_weight", *(f"{name}_weight" for name in _PROJECTIONS), "in_proj_bias")
@@ -139,8 +139,7 @@ class Attention(nn.Module):
 
 def is_plain(folded: nn.MultiheadAttention) -> bool:
     """Whether it computes what its class says, of parameters of its own: none is made of others (spectral_norm)."""
-    has_own = "forward" in folded.__dict__ or type(folded).forward is not nn.MultiheadAttention.forward
-    return not has_own and all(name in folded._parameters for name in _STACKS)
+    return has_forward_of(folded, nn.MultiheadAttention) and all(name in folded._parameters for name in _STACKS)
 
 
 def _stacks_of(folded: nn.MultiheadAttention) -> tuple[str, ...]:

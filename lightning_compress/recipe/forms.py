@@ -228,9 +228,13 @@ def _kind(module: Convolving | pytorch_utils.Conv1D) -> type[nn.Module]:
 def _is_as_it_says(module: Convolving | pytorch_utils.Conv1D) -> bool:
     """Whether a class that is derived from a known one computes the same."""
     known = _kind(module)
-    names = [name for name in ("forward", "_conv_forward") if hasattr(known, name)]
-    has_own = "forward" in module.__dict__
-    return not has_own and all(getattr(type(module), name) is getattr(known, name) for name in names)
+    names = [name for name in ("_conv_forward",) if hasattr(known, name)]
+    return has_forward_of(module, known) and all(getattr(type(module), name) is getattr(known, name) for name in names)
+
+
+def has_forward_of(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether a module computes what a class does: neither its own class nor the module itself has another forward."""
+    return type(module).forward is kind.forward and "forward" not in module.__dict__
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -262,7 +266,7 @@ def is_product(module: nn.Linear) -> bool:
 
     Tried on random values; of few outputs, where the code takes those.
     """
-    if type(module).forward is nn.Linear.forward:
+    if has_forward_of(module, nn.Linear):
         return True
     return any(_multiplies_input(module, outputs) for outputs in (min(8, module.out_features), module.out_features))
 
@@ -309,14 +313,14 @@ def _tried(module: nn.Module) -> Iterator[None]:
 
 @final
 class _Forward(nn.Module):
-    """A module's function as its class has it, without hooks."""
+    """A module's function, without hooks."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
 
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = type(self.module).forward(self.module, x)
+        output: Tensor = self.module.forward(x)
         return output
 
 

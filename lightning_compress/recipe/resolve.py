@@ -168,10 +168,13 @@ def _is_named(modifier: Modifier, names: Sequence[str], module: nn.Module) -> bo
 
 def _names(modifier: Modifier, names: Sequence[str], module: nn.Module) -> bool:
     """Whether a target names a module with a weight, itself or its class, as what is no Linear has to be."""
-    has_weight = isinstance(getattr(module, "weight", None), torch.Tensor)
-    return has_weight and (
+    return _has_weight(module) and (
         not set(names).isdisjoint(modifier.targets) or not classes(module).isdisjoint(modifier.targets)
     )
+
+
+def _has_weight(module: nn.Module) -> bool:
+    return isinstance(getattr(module, "weight", None), torch.Tensor)
 
 
 def _algorithm(modifier: Modifier, module: Quantizable) -> Algorithm:
@@ -307,14 +310,19 @@ def _warn_of_unmatched(recipe: Recipe, places: Mapping[nn.Module, Sequence[str]]
     for modifier in recipe.modifiers:
         for kind, patterns in (("targets", modifier.targets), ("ignore", modifier.ignore)):
             for pattern in patterns:
-                if pattern == OUTPUT_EMBEDDING or any(matches(pattern, *place[::-1]) for place in places.items()):
+                found = (module for module, names in places.items() if matches(pattern, names, module))
+                around = next(found, None)
+                if pattern == OUTPUT_EMBEDDING or (
+                    around is not None and (_has_weight(around) or any(map(_has_weight, found)))
+                ):
                     continue
-                close = get_close_matches(pattern, known, n=1)
+                what, close = "is no module or class of the model", get_close_matches(pattern, known, n=1)
                 perhaps = f" Did you mean {close[0]!r}?" if close else ""
+                if around is not None:
+                    what, inside = "means modules without weights of their own", re.escape(places[around][0])
+                    perhaps = f" What is inside of one is meant by 're:{inside}[.]'."
                 warnings.warn(
-                    f"{pattern!r} of the recipe's `{kind}` is no module or class of the model, so it changes nothing."
-                    f"{perhaps}",
-                    stacklevel=2,
+                    f"{pattern!r} of the recipe's `{kind}` {what}, so it changes nothing.{perhaps}", stacklevel=2
                 )
 
 

@@ -100,19 +100,22 @@ class Linear(nn.Module):
 
 
 def test_a_linear_of_a_class_of_its_own() -> None:
-    """By its class, less one that does something else. Seen to fail: refused, as no Linear."""
-    model = nn.Sequential(Linear(4, 6), Linear(6, 6, scale=0.5))
+    """By its class, less those that do something else. Seen to fail: refused, as no Linear; with the forward of its
+    class, where it has another."""
+    model = nn.Sequential(Linear(4, 6), Linear(6, 6, scale=0.5), Linear(6, 6))
+    own = model[2].forward
+    model[2].forward = lambda x: own(x.tanh())
     recipe = load_recipe(
-        {"modifiers": [{"algorithm": "rtn", "scheme": SCHEME, "targets": ["Linear"], "ignore": ["1"]}]}
+        {"modifiers": [{"algorithm": "rtn", "scheme": SCHEME, "targets": ["Linear"], "ignore": ["1", "2"]}]}
     )
     x = torch.randn(3, 4)
     expected = model(x)
     with unfolded(model, named_by(recipe)):
-        assert [type(each) for each in model] == [OfItsOwn, Linear]
+        assert [type(each) for each in model] == [OfItsOwn, Linear, Linear]
         assert torch.equal(model(x), expected)
         assert (model[0].scale, deepcopy(model)[0].scale) == (1.0, 1.0)
         assert [*resolve(recipe, model).assignments] == ["0"]
-    assert [type(each) for each in model] == [Linear, Linear]
+    assert [type(each) for each in model] == [Linear, Linear, Linear]
     assert not unfold(model).places
 
 

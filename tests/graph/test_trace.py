@@ -6,6 +6,8 @@ calls `forward`).
 """
 
 import functools
+from collections.abc import Callable
+from typing import ClassVar
 
 import pytest
 import torch
@@ -240,6 +242,53 @@ def test_model_is_left_as_it_was() -> None:
     assert model.config.to_dict() == config
     assert (model.config.use_cache, model.config._experts_implementation) == (True, "eager")
     assert_same(model, graph, token_batch(3, 7))
+
+
+TABLES: dict[int, Tensor] = {}
+
+
+def in_globals(size: int) -> Tensor:
+    return TABLES.setdefault(size, torch.linspace(0, 1, size))
+
+
+@functools.cache
+def in_cache(size: int) -> Tensor:
+    return torch.linspace(0, 1, size)
+
+
+class Tables:
+    tables: ClassVar[dict[int, Tensor]] = {}
+
+    @classmethod
+    def of(cls, size: int) -> Tensor:
+        return cls.tables.setdefault(size, torch.linspace(0, 1, size))
+
+
+def memoized() -> Callable[[int], Tensor]:
+    tables: dict[int, Tensor] = {}
+    return lambda size: tables.setdefault(size, torch.linspace(0, 1, size))
+
+
+in_closure = memoized()
+
+
+@pytest.mark.parametrize("by", ["globals", "cache", "class", "closure"])
+@pytest.mark.parametrize("in_leaf", [False, True])
+def test_what_is_cached_outside_of_modules_is_no_fake(by: str, in_leaf: bool) -> None:
+    """Seen to fail: whoever ran the model afterwards, single calls of the graph among them, got fake tensors."""
+
+    class Adding(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if by == "class":
+                return x + Tables.of(8)
+            return x + {"globals": in_globals, "cache": in_cache, "closure": in_closure}[by](8)
+
+    model = Toy(nn.Sequential(Adding(), nn.Linear(8, 8)) if in_leaf else Adding())
+    TABLES.clear()
+    Tables.tables.clear()
+    in_cache.cache_clear()
+    graph = traced(model, toy_batch(2, 9))
+    assert_same(model, graph, toy_batch(2, 9), toy_batch(3, 5))
 
 
 def test_hooks_run_once_and_with_their_module() -> None:

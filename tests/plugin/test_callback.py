@@ -78,7 +78,7 @@ class Noisy(torch.utils.data.Dataset[Any]):
     ids=["shuffled", "own-generator", "random-samples"],
 )
 def test_training_is_the_same_with_and_without(make_trainer: Any, data: Any) -> None:
-    """Fails when `calibration_set` reads without `isolate_rng`, or without `kept_generators`."""
+    """Fails when `calibration_set` reads without `rng_kept`, or without `kept_generators`."""
     outcomes = []
     for callbacks in ([], [compression()]):
         np.random.seed(1)
@@ -307,10 +307,13 @@ def _refused(
     module = TinyModule()
     trainer = make_trainer(callback)
     state = trainer_state(trainer)
+    torch.manual_seed(7)
+    numbers = torch.get_rng_state().tolist(), random.getstate()
     with pytest.raises(error, match=match):
         trainer.fit(module, loader() if data is None else data)
     assert module.losses == []
     assert trainer_state(trainer) == state
+    assert (torch.get_rng_state().tolist(), random.getstate()) == numbers
 
 
 def test_foreign_output_dir_is_found_before_training(make_trainer: Any, output_dir: Path) -> None:
@@ -328,6 +331,7 @@ def test_bad_group_size_is_found_before_training(make_trainer: Any) -> None:
 
 
 def test_bad_data_is_found_before_training(make_trainer: Any) -> None:
+    """Seen to fail: what is drawn afterwards was what a seed of 0 gives."""
     _refused(make_trainer, compression(calibration=[]), "empty", CalibrationDataError)
 
 

@@ -1,5 +1,6 @@
 """Interrupted and failing runs: nothing is written, and the Trainer and the process are as before."""
 
+import itertools
 import os
 import signal
 from contextlib import nullcontext
@@ -200,3 +201,17 @@ def test_errors_in_hooks_leave_the_process_as_it_was(make_trainer: Any) -> None:
     assert module.model.training
     del caught
     assert torch.is_grad_enabled()
+
+
+def test_errors_between_subgraphs_name_what_was_changed(make_trainer: Any) -> None:
+    """Seen to fail: a hook's error left half of the weights quantized, and said nothing."""
+    called = itertools.count()
+
+    def fail() -> None:
+        if next(called) == 1:
+            raise ZeroDivisionError("a hook of the user's")
+
+    with pytest.raises(ZeroDivisionError, match="a hook of the user's") as caught:
+        make_trainer(compression(when="only"), Bystander(fail)).fit(TinyModule(), loader())
+    (note,) = caught.value.__notes__
+    assert "hold quantized weights already: model.layers.0;" in note

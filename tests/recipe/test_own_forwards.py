@@ -44,11 +44,33 @@ class Choosing(nn.Linear):
         return logits, logits.argmax(-1)
 
 
+def norming(width: int, height: int) -> nn.Linear:
+    """Of torch's class, with another forward."""
+    module = nn.Linear(width, height)
+
+    def forward(x: Tensor) -> Tensor:
+        return functional.linear(functional.layer_norm(x, x.shape[-1:]), module.weight, module.bias)
+
+    module.forward = forward  # type: ignore[method-assign]
+    return module
+
+
+def wrapping(width: int, height: int) -> nn.Linear:
+    """As accelerate has it."""
+    module = nn.Linear(width, height)
+    own = module.forward
+    module.forward = lambda x: own(x.contiguous())  # type: ignore[method-assign]
+    return module
+
+
 @pytest.mark.parametrize("on_meta", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("kind", "is_product"),
-    [(nn.Linear, True), (FalconLinear, True), (Adapted, True), (Normed, False), (Masked, False), (Choosing, False)],
+    [
+        *((nn.Linear, True), (FalconLinear, True), (Adapted, True), (wrapping, True)),
+        *((Normed, False), (Masked, False), (Choosing, False), (norming, False)),
+    ],
 )
 def test_linears_with_a_forward_of_their_own(
     kind: Callable[..., nn.Linear], is_product: bool, dtype: torch.dtype, on_meta: bool

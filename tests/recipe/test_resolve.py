@@ -530,6 +530,19 @@ def test_names_and_patterns_that_mean_nothing_are_said() -> None:
         resolved(recipe(4, targets=["Linear", "re:.*w1"]), tiny_llama(1))
 
 
+@pytest.mark.parametrize("pattern", ["model.layers.1.mlp", "LlamaMLP"])
+def test_a_module_around_others_means_nothing_and_that_is_said(pattern: str) -> None:
+    """Seen to fail: what is inside was quantized though it had been ignored, without a word."""
+    with pytest.warns(
+        UserWarning, match=f"'{pattern}' .*`ignore` means modules without weights .*inside of one"
+    ) as said:
+        resolved(recipe(4, ignore=["lm_head", pattern]), tiny_llama(2))
+    inside = str(said[0].message).split("'")[-2]
+    assert re.match(inside.removeprefix("re:"), f"model.layers.{int(pattern != 'LlamaMLP')}.mlp.up_proj")
+    left = {excluded.module for excluded in resolved(recipe(4, ignore=["lm_head", inside]), tiny_llama(2)).excluded}
+    assert sum("mlp" in name for name in left) == 3
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
 def test_torchscript_is_refused() -> None:
     """Seen to fail: with an error of a hook container."""
