@@ -250,6 +250,16 @@ def test_what_trained_before_trains_afterwards(make_trainer: Any) -> None:
     assert "attention.q_proj.weight" in names
 
 
+@pytest.mark.parametrize("mode", [True, False])
+def test_what_stays_in_place_of_attention_is_in_its_mode(mode: bool, make_trainer: Any) -> None:
+    """Seen to fail: it stayed in that of the calibration, so a training behind it was without dropout of attention."""
+    module = Attends()
+    module.attention.train(mode)
+    Compressor(make_trainer()).compress(module, dataloaders=[DATA], recipe="w8a8_gptq", output_dir=None)
+    assert module.net.training
+    assert {part.training for part in module.attention.modules()} == {mode}
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("name", ["w4a16_gptq", "w2a16_best", "w8a8_gptq", "nvfp4_gptq"])
 def test_the_default_dtype_is_the_users(name: str, dtype: torch.dtype) -> None:
