@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 
 from lightning_compress.calibration.batches import CalibrationSet
@@ -308,6 +309,7 @@ class CompressionCallback(Callback):
                 warn_of_skipped(trainer, pl_module)
         # all of the module: a `calibration_step` may run dropout that is not the model's
         with (
+            isolate_rng(),
             calibrating(pl_module),
             closing_all(compat.collective(trainer)) as collective,
             bars_of_first(collective.rank),
