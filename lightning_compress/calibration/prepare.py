@@ -31,6 +31,7 @@ from lightning_compress.errors import (
 )
 from lightning_compress.graph.aliases import memory_of
 from lightning_compress.graph.buffers import KeptBuffers
+from lightning_compress.graph.experts import Experts
 from lightning_compress.graph.leaf import Leaf, leaf_input
 from lightning_compress.graph.masks import TokenMask, masks_of_sounds, row_mask_for, token_mask_for
 from lightning_compress.graph.names import Names, module_named, weight_of
@@ -220,12 +221,15 @@ def evaluating(root: nn.Module) -> Iterator[None]:
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fused)
+        for module in root.modules():
+            if isinstance(module, Attention | Experts) and module.folded in modes:  # it stays, and quantizes its inputs
+                module.train(modes[module.folded])
         for module, training in modes.items():
             module.training = training
         for parameter in trained:
             parameter.requires_grad_()
         for module in root.modules():
-            if isinstance(module, Attention):  # which stays in place where it quantizes its inputs
+            if isinstance(module, Attention):
                 module.ask_for_gradients()
 
 

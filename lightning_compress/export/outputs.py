@@ -1,9 +1,12 @@
 """What the model in memory and the one read back from its checkpoint give for a batch, compared."""
 
 import copy
-from collections.abc import Mapping
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -26,12 +29,12 @@ def output_difference(target: Target, reloaded: nn.Module, batch: Any | None) ->
     batch that the model takes. Both draw the same random numbers."""
     if batch is None or (target.takes_fields and not isinstance(batch, Mapping | Tensor)):
         return None, 0.0
-    with torch.random.fork_rng(devices=[]), in_float32(slow_dtypes(_CPU)):
+    with _generators_restored(), in_float32(slow_dtypes(_CPU)):
         batch, mine = _run(target, batch)
     called: list[bool] = []
     handles = [module.register_forward_pre_hook(lambda *_: called.append(True)) for module in reloaded.modules()]
     try:
-        with torch.random.fork_rng(devices=[]), in_float32(slow_dtypes(_CPU)), in_its_place(target, reloaded) as step:
+        with _generators_restored(), in_float32(slow_dtypes(_CPU)), in_its_place(target, reloaded) as step:
             other = step(copy.deepcopy(batch))
     finally:
         for handle in handles:
@@ -48,6 +51,18 @@ def output_difference(target: Target, reloaded: nn.Module, batch: Any | None) ->
         scale = float(left.float().abs().nan_to_num(posinf=0.0).max())
         tolerance = max(tolerance, ROUNDING * scale)
     return largest, tolerance
+
+
+@contextmanager
+def _generators_restored() -> Iterator[None]:
+    """Within: the global ones may be drawn from; they are as before afterwards."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
 
 
 def _run(target: Target, batch: Any) -> tuple[Any, object]:

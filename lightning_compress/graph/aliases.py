@@ -8,7 +8,7 @@ from typing import final
 import torch
 from torch import fx
 
-from lightning_compress.graph.compat import SIZE_READERS
+from lightning_compress.graph.values import SIZE_READERS
 
 _OPERATOR = type(torch.ops.aten.add.Tensor)
 _VIEWED = "viewed"

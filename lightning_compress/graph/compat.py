@@ -16,7 +16,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import fields, is_dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import sympy
@@ -47,6 +47,7 @@ from torch.utils import _python_dispatch, _pytree
 from transformers import masking_utils
 from transformers.integrations import moe
 
+from lightning_compress.graph.bounds import Sizes, of_some, pad_sequence, within_bounds
 from lightning_compress.graph.configs import configs_of
 from lightning_compress.graph.draws import draws
 from lightning_compress.graph.failures import AutocastError, ExchangeError, SpecializedSizeError, UnrecordedTensorError
@@ -57,13 +58,6 @@ pytree = _pytree
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 outside_modes = _python_dispatch._disable_current_modes
 
-SIZE_READERS = (
-    torch.ops.aten.sym_size.int,
-    torch.ops.aten.sym_stride.int,
-    torch.ops.aten.sym_numel.default,
-    torch.ops.aten.sym_storage_offset.default,
-)
-"""Targets of nodes that ask a tensor for a number and do not need its data."""
 TRACE_DEVICE = torch.device("cpu")
 """Where fake tensors claim to be: one device, wherever the weights are, so that an offloaded model traces too."""
 
@@ -136,6 +130,7 @@ class Shapes(ShapeEnv):
     def __init__(self) -> None:
         super().__init__()
         self.decisions: list[sympy.Basic] = []
+        self.batches: Sequence[Sizes] = ()  # that the graph has to serve
         self.inside_operation: Callable[[], bool] = lambda: False
         self.equalities_allowed = True
         self.unlike_one: set[sympy.Symbol] = set()  # of which was taken for granted what does not hold of 1
@@ -164,6 +159,7 @@ class Shapes(ShapeEnv):
         return SLoc(framework_loc or "", None), ""  # the real one imports all of torch's compiler (0.4 s)
 
     def _log_guard(self, prefix: str, g: Any, forcing_spec: bool) -> None:
+        g = of_some(g)
         if g.has(sympy.Eq) and not self.equalities_allowed:
             raise SpecializedSizeError(f"it fixes sizes of the batch: {g}")
         if g.has(sympy.Eq) or not self.inside_operation():
@@ -179,6 +175,8 @@ class _FakeMode(FakeTensorMode):
         self.draws = self.draws or draws(func, args, kwargs or {})
         if func is torch.ops.aten._fused_sgd_.default:  # of this, torch would make real tensors of all the parameters
             return None
+        if isinstance(self.shape_env, Shapes):
+            args = within_bounds(func, args, self.shape_env.batches)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
@@ -218,7 +216,9 @@ def fake_batch(fake_mode: FakeTensorMode, tensors: Sequence[Tensor], dynamic: Se
 @contextmanager
 def recording(recorder: Recorder) -> Iterator[None]:
     """Within: operations on fake tensors are recorded, before they are taken apart (`aten.linear` stays one node)."""
+    padded = partial(pad_sequence, shapes_of(recorder.fake_mode).batches)
     decompositions = {torch.ops.aten.sym_numel.default: torch._decomp.decompositions.sym_numel}
+    decompositions[torch.ops.aten.pad_sequence.default] = padded
     proxy_mode = ProxyTorchDispatchMode(recorder, "symbolic", pre_dispatch=True, _error_on_data_dependent_ops=True)
     with ExitStack() as stack:
         for logger in ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes"):

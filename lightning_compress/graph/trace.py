@@ -49,7 +49,7 @@ from lightning_compress.graph.reads import Reads, watching
 from lightning_compress.graph.record import Attempt, Cut, LastCallRecorded
 from lightning_compress.graph.restore import assigned, attributes_restored, caches_restored, contents_restored
 from lightning_compress.graph.synthesize import Structure, Synthetic, flatten_batch, synthesize
-from lightning_compress.graph.values import expression, is_symbolic, symbolic_sizes
+from lightning_compress.graph.values import SIZE_READERS, expression, is_symbolic, symbolic_sizes
 from lightning_compress.recipe.forms import reader
 
 _LAYERS_TO_CACHE = 20
@@ -253,12 +253,7 @@ def _attempt(
     fake_mode = compat.new_fake_mode(cached=len(cut.boundaries) >= _LAYERS_TO_CACHE)
     synthetic, second = batches
     inputs = compat.fake_batch(fake_mode, synthetic.tensors, synthetic.dynamic)
-    other = {
-        expression(size): number
-        for fake, tensor in zip(inputs, second.tensors, strict=True)
-        for size, number in zip(fake.shape, tensor.shape, strict=True)
-        if is_symbolic(size)
-    }
+    other = _sizes(inputs, second.tensors)
     packed = any(path.endswith("position_ids") for path in structure.paths)
     with attributes_restored(root), compat.traceable_transformers(root, packed_sequences=packed, experts="batched_mm"):
         originals = list(root.parameters())
@@ -270,6 +265,7 @@ def _attempt(
         recorder.before_node = attempt.check_sizes
         decisions: dict[sympy.Basic, Decision] = {}
         shapes = compat.shapes_of(fake_mode)
+        shapes.batches = [_sizes(inputs, tensors) for tensors in (synthetic.tensors, *real)]
         chosen = partial(decide, recorder, real, decisions) if cut.decides else shapes.decide
         try:
             replaced = compat.calls_replaced({**cut.leaves, **cut.containers}, attempt.wrap)
@@ -302,6 +298,16 @@ def _attempt(
     )
 
 
+def _sizes(inputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> dict[sympy.Basic, int]:
+    """What the symbolic sizes of the recorded inputs are in a batch."""
+    pairs = [
+        pair
+        for mine, yours in zip(inputs, tensors, strict=False)
+        for pair in zip(mine.shape, yours.shape, strict=False)
+    ]
+    return {expression(size): number for size, number in pairs if is_symbolic(size)}
+
+
 def _returned(step: Callable[[Any], Any], batch: Any) -> tuple[list[Tensor], Structure]:
     try:
         return flatten_batch(step(batch))
@@ -320,7 +326,7 @@ def _tidy(graph: fx.Graph, spans: Sequence[tuple[str, Sequence[fx.Node]]]) -> tu
             graph.erase_node(node)
     last_placeholder = [node for node in graph.nodes if node.op == "placeholder"][-1:]
     for node in list(graph.nodes):
-        if node.target in compat.SIZE_READERS:
+        if node.target in SIZE_READERS:
             # otherwise a large value would be kept, across stages, only to be asked for its size
             source = node.all_input_nodes[0]
             anchor = last_placeholder[0] if source.op == "placeholder" else source

@@ -9,6 +9,13 @@ import torch
 from torch import Tensor
 
 SYMBOLIC_TYPES = (torch.SymInt, torch.SymFloat, torch.SymBool)
+SIZE_READERS = (
+    torch.ops.aten.sym_size.int,
+    torch.ops.aten.sym_stride.int,
+    torch.ops.aten.sym_numel.default,
+    torch.ops.aten.sym_storage_offset.default,
+)
+"""Targets of nodes that ask a tensor for a number and do not need its data."""
 _PLAIN = dict(zip(SYMBOLIC_TYPES, (int, float, bool), strict=True))
 
 

@@ -47,6 +47,7 @@ from lightning_compress.plugin.loop import CompressionLoop, bystanders
 from lightning_compress.plugin.module import compressed_module, onload_device, onloads
 from lightning_compress.plugin.progress import STATE_KEY, Progress, from_state
 from lightning_compress.plugin.requeue import TRAINED_KEY, replace_run
+from lightning_compress.plugin.rng import rng_kept
 from lightning_compress.plugin.settings import Settings, as_folder, check_number
 from lightning_compress.recipe.load import RecipeLike, load_recipe
 from lightning_compress.recipe.refused import adapters
@@ -308,6 +309,7 @@ class CompressionCallback(Callback):
                 warn_of_skipped(trainer, pl_module)
         # all of the module: a `calibration_step` may run dropout that is not the model's
         with (
+            rng_kept(),
             calibrating(pl_module),
             closing_all(compat.collective(trainer)) as collective,
             bars_of_first(collective.rank),

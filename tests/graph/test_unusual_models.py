@@ -19,7 +19,7 @@ from helpers import (
     seen_statistics,
 )
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
 
 from lightning_compress.errors import CalibrationDataError, CalibrationWarning, UntraceableModelError
 from lightning_compress.graph.fallback import TraceFallbackWarning
@@ -715,3 +715,78 @@ def test_a_flag_that_is_another_in_a_later_batch() -> None:
     batches = [torch.full((3, 7, WIDTH), value) for value in (1.0, 10.0)]
     with pytest.raises(CalibrationDataError, match=r"layers\.0\.measuring takes another way"):
         compress_in_memory(model, batches, recipe())
+
+
+class Shortened(nn.Module):
+    """Takes a dozen tokens of each row, of which a batch may have fewer, and tells how many these are."""
+
+    def __init__(self, place: slice, in_a_leaf: bool = False) -> None:
+        super().__init__()
+        self.place, self.first, self.last = place, linear(), linear()
+        self.leaf = _Shortens(place) if in_a_leaf else None
+
+    def forward(self, batch: Any) -> Tensor:
+        y = self.first(batch["x"])
+        y = y[:, self.place] if self.leaf is None else self.leaf(y)
+        found: Tensor = self.last(y * torch.arange(y.shape[1])[:, None] / y.shape[1])
+        return found
+
+
+class _Shortens(nn.Module):
+    def __init__(self, place: slice) -> None:
+        super().__init__()
+        self.place = place
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, self.place]
+
+
+@pytest.mark.parametrize("in_a_leaf", [False, True])
+@pytest.mark.parametrize("place", [slice(12), slice(-12, None), slice(2, -5)])
+def test_slices_that_shorten_some_batches(place: slice, in_a_leaf: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen to fail: the dozen that the longest batch has was taken for the length of all; where nothing broke by it,
+    the statistics were of other values."""
+    lengths = (20, 10, 14)
+    batches = [{"x": torch.randn(3, length, WIDTH), "ids": torch.zeros(3, length).long()} for length in lengths]
+    check_inputs(Shortened(place, in_a_leaf), batches, monkeypatch)
+
+
+class OfSequences(nn.Module):
+    """Pads what comes as a list, whose longest one is another in each batch."""
+
+    def __init__(self, side: str) -> None:
+        super().__init__()
+        self.side, self.first, self.last = side, linear(), linear()
+
+    def forward(self, batch: list[Tensor]) -> Tensor:
+        x = pad_sequence(batch, batch_first=True, padding_value=0.5, padding_side=self.side)
+        found: Tensor = self.last(self.first(x) * torch.arange(x.shape[1])[:, None] / x.shape[1])
+        return found
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_lists_that_are_padded(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen to fail: the longest of the traced batch was taken for that of all."""
+    lengths = ((3, 9, 5), (8, 4, 6), (2, 5, 7))
+    batches = [[torch.randn(length, WIDTH) for length in each] for each in lengths]
+    check_inputs(OfSequences(side), batches, monkeypatch)
+
+
+class InParts(nn.Module):
+    """Takes the tokens in three parts, of which the last is what is left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = linear(), linear()
+
+    def forward(self, batch: Any) -> Tensor:
+        parts = [self.first(part).cumsum(1) for part in batch["x"].chunk(3, 1)]
+        found: Tensor = self.last(torch.cat(parts, 1))
+        return found
+
+
+def test_tokens_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen to fail: refused, since the strides of what is left are of `Max(1, its length)`."""
+    lengths = (20, 9, 12)
+    batches = [{"x": torch.randn(3, length, WIDTH), "ids": torch.zeros(3, length).long()} for length in lengths]
+    check_inputs(InParts(), batches, monkeypatch, schedule="basic")

@@ -1,9 +1,11 @@
 """A training with a callback of ours is the training without, whatever its data and modules keep: generators wherever
 they are, counters, caches, weights that are computed when they are read."""
 
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -248,6 +250,33 @@ def test_what_trained_before_trains_afterwards(make_trainer: Any) -> None:
     names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     assert names == [name for name, _ in module.named_parameters()]
     assert "attention.q_proj.weight" in names
+
+
+class Scheduled(Net):
+    """Draws from Python's and NumPy's generators, in eval mode too, as scheduled sampling often does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x * (1 + random.random())) * np.random.rand()  # type: ignore[no-any-return]
+
+
+def test_generators_of_python_and_numpy(make_trainer: Any, tmp_path: Path) -> None:
+    """Seen to fail: the checkpoint was told to give other outputs, and generators were left elsewhere."""
+    before = random.getstate(), np.random.get_state()[1]
+    report = Compressor(make_trainer()).compress(Scheduled(), dataloaders=[DATA], recipe=RECIPE, output_dir=tmp_path)
+    assert report.verification is not None
+    assert report.verification.passed
+    assert random.getstate() == before[0]
+    assert np.array_equal(np.random.get_state()[1], before[1])
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_what_stays_in_place_of_attention_is_in_its_mode(mode: bool, make_trainer: Any) -> None:
+    """Seen to fail: it stayed in that of the calibration, so a training behind it was without dropout of attention."""
+    module = Attends()
+    module.attention.train(mode)
+    Compressor(make_trainer()).compress(module, dataloaders=[DATA], recipe="w8a8_gptq", output_dir=None)
+    assert module.net.training
+    assert {part.training for part in module.attention.modules()} == {mode}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
