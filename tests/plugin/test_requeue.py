@@ -151,7 +151,7 @@ def test_a_failing_stage_says_where_the_training_is(fit: Fit, make_trainer: Any,
     with pytest.raises(ArithmeticError) as error:
         fit(Bystander(fail), **how)
     assert checkpoints(tmp_path) == ["trained_by_job_7.ckpt"]
-    assert f"in {tmp_path}/trained_by_job_7.ckpt: ckpt_path= goes on" in error.value.__notes__[0]
+    assert f"in {tmp_path}/trained_by_job_7.ckpt: ckpt_path= goes on" in "".join(error.value.__notes__)
     module, callback = TinyModule(), compression(output_dir=tmp_path / "out", when="after_train")
     given = tmp_path / "trained_by_job_7.ckpt"
     make_trainer(callback, max_epochs=2).fit(module, loader(), ckpt_path=given)
