@@ -21,6 +21,7 @@ from lightning_compress.distributed.collective import Collective
 from lightning_compress.distributed.folder import SharedFolder
 from lightning_compress.errors import CommunicationError, OutputDirectoryError
 from lightning_compress.graph.shadow import Key, Shadow
+from lightning_compress.memory.files import free_bytes
 
 FOLDER = "activations"
 
@@ -63,7 +64,7 @@ def save_boundary(shared: SharedFolder, index: int, flow: Flow, share: Sequence[
             (partial / _file_name(number)).unlink(missing_ok=True)
         raise OutputDirectoryError(
             f"The activations behind {flow.subgraphs[index].name} could not be kept in {folder}, where "
-            f"{shutil.disk_usage(folder.parent).free / 1e6:.1f} MB are free: {error}. Make room, or do without "
+            f"{free_bytes(folder) / 1e6:.1f} MB are free: {error}. Make room, or do without "
             "(keep_activations=false), and start the same run again: the subgraph itself is finished."
         ) from error
     for older in _boundaries(folder) if shared.is_first else ():

@@ -245,7 +245,7 @@ def differences(folder: Path, given: Mapping[str, str]) -> list[str]:
     path = folder / MANIFEST
     try:
         header = json.loads(path.read_bytes().partition(b"\n")[0])
-        known, schema = header["fingerprints"], header["schema"]
+        known, schema = dict(header["fingerprints"]), header["schema"]
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise OutputDirectoryError(
             f"{path} cannot be read ({type(error).__name__}: {error}), so what was begun there cannot be continued. "

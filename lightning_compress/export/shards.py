@@ -49,6 +49,11 @@ def writing(folder: Path, what: str) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
+        if not folder.is_dir():
+            raise OutputDirectoryError(
+                f"{folder} is not there any more, so {what} could not be written: {error}. What was finished is gone "
+                "with it. See to it that nothing removes or moves the folder, and start again."
+            ) from error
         free = free_bytes(folder) / 1e6
         raise OutputDirectoryError(
             f"{folder}: {what} could not be written, {free:.1f} MB are free there: {error}. Make room and "

@@ -355,6 +355,34 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert contents(out) == contents(tmp_path / "whole")
 
 
+def test_a_folder_that_is_removed_in_mid_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not said that there is no room, nor that the run can be continued."""
+    out = tmp_path / "out"
+    save = shards.save_file
+
+    def removed(state: Any, path: Path, metadata: Any) -> None:
+        if "00002" in str(path):
+            shutil.rmtree(out)
+        save(state, path, metadata=metadata)
+
+    monkeypatch.setattr(shards, "save_file", removed)
+    with pytest.raises(OutputDirectoryError, match=r"out is not there any more, so model-00002.*start again") as raised:
+        compress(tiny_llama(2), token_batches(), recipe(4), out)
+    assert "Make room" not in str(raised.value)
+
+
+def test_a_manifest_whose_header_is_no_header(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run(prepare(tiny_llama(2), token_batches(), recipe(4), out))
+    manifest = out / MANIFEST
+    header, _, lines = manifest.read_text().partition("\n")
+    for fingerprints in (["model"], None, 3):
+        broken = json.dumps({**json.loads(header), "fingerprints": fingerprints})
+        manifest.write_text(f"{broken}\n{lines}")
+        with pytest.raises(OutputDirectoryError, match=r"manifest.jsonl cannot be read .* over there"):
+            run(prepare(tiny_llama(2), token_batches(), recipe(4), out))
+
+
 def test_too_small_a_disk_is_found_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is finished already, and what is replaced, does not count."""
     run(prepare(tiny_llama(3), token_batches(), recipe(4), tmp_path / "whole", verify=False))
