@@ -233,7 +233,7 @@ def _what_changed(job: Job, records: Sequence[SubgraphRecord], writer: Checkpoin
         )
     written = "Nothing was written."
     finished = 0 if writer is None else max(len(records), len(writer.finished))  # of those an earlier run's
-    if writer is not None and finished:
+    if writer is not None and finished and writer.folder.is_dir():
         written = f"{finished} finished subgraphs are in {writer.folder}; the same run continues there."
     return f"{model} {written}"
 

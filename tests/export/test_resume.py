@@ -368,7 +368,7 @@ def test_a_folder_that_is_removed_in_mid_run(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(shards, "save_file", removed)
     with pytest.raises(OutputDirectoryError, match=r"out is not there any more, so model-00002.*start again") as raised:
         compress(tiny_llama(2), token_batches(), recipe(4), out)
-    assert "Make room" not in str(raised.value)
+    assert not any(words in str(raised.value) for words in ("Make room", "continues there"))
 
 
 def test_a_manifest_whose_header_is_no_header(tmp_path: Path) -> None:
