@@ -3,6 +3,8 @@
 import json
 from collections.abc import Mapping
 
+import torch
+
 from lightning_compress.calibration.batches import CalibrationSet
 from lightning_compress.calibration.resume import data_fingerprint
 from lightning_compress.distributed.collective import Collective
@@ -61,6 +63,20 @@ def check_same(given: Mapping[str, str], collective: Collective, what: str) -> N
                 f"{_SAME[name]} {', '.join(map(str, others))} as on rank 0. Every rank has to be given the same: it "
                 "takes its own share of the batches by itself."
             )
+
+
+def unlike_threads(collective: Collective, device: torch.device) -> list[str]:
+    """A note where ranks on CPUs have different numbers of threads, on which the last bits of products depend."""
+    if device.type != "cpu" or collective.size == 1:
+        return []
+    of_ranks = collective.gather({"threads": torch.get_num_threads()}, "comparing the numbers of threads")
+    numbers = sorted({theirs["threads"] for theirs in of_ranks})
+    if len(numbers) == 1:
+        return []
+    return [
+        f"Ranks have {numbers[0]} to {numbers[-1]} threads each, on which the last bits of products depend: run again, "
+        "or on another number of ranks, this may end in other codes. Set OMP_NUM_THREADS to the same on all of them."
+    ]
 
 
 _SAME = {

@@ -23,6 +23,7 @@ from lightning_compress.export.claim import claimed
 from lightning_compress.export.verify import Verification, of_all, verify, verify_files, why_unreadable
 from lightning_compress.export.writer import CheckpointWriter, Unwritten
 from lightning_compress.graph.restore import kept_by, state_restored
+from lightning_compress.plugin.agreement import unlike_threads
 from lightning_compress.plugin.budget import finished_use
 from lightning_compress.plugin.identity import (
     beyond_made_for,
@@ -87,7 +88,8 @@ def _run(
     bytes_before = _num_bytes(job.target.root)
     writer = None if output_dir is None else _writer(job, output_dir)
     beyond = [] if job.data is None else beyond_made_for(job.target.root, job.data.batches)
-    said = [*beyond, *(unlike_where_fused(job.target.root, job.run) if writer is not None else [])]
+    unlike = unlike_where_fused(job.target.root, job.run) if writer is not None else []
+    said = [*beyond, *unlike, *unlike_threads(job.run.collective, job.run.flow.device)]
     replaced = [_REPLACED.format(writer.folder)] if writer is not None and writer.replaces_finished else []
     source = job.source
     read = [_DEQUANTIZED.format(job.settings.weights, source.method)] if source is not None and source.method else []

@@ -1,6 +1,7 @@
 """A user's script and the command on several ranks, under Lightning's own launchers and torchrun."""
 
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -21,7 +22,7 @@ from lightning_compress import CompressionCallback
 from lightning_compress.calibration.batches import collect
 from lightning_compress.distributed.collective import SingleProcess
 from lightning_compress.errors import CompressionError, UnsupportedModelError
-from lightning_compress.plugin.agreement import check_same, check_settings
+from lightning_compress.plugin.agreement import check_same, check_settings, unlike_threads
 from lightning_compress.plugin.job import prepare_job
 from lightning_compress.plugin.settings import Settings
 from lightning_compress.recipe.load import load_recipe
@@ -165,6 +166,16 @@ def test_ranks_are_given_the_same(theirs: dict[str, Any], message: str) -> None:
     check_settings(settings, OfTwo(theirs={}))
     with pytest.raises(CompressionError, match=message):
         check_settings(settings, OfTwo(theirs=theirs))
+
+
+def test_ranks_with_different_numbers_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is said, for another run may end in other codes; not of what a GPU computes."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    cpu = torch.device("cpu")
+    (note,) = unlike_threads(OfTwo(theirs={"threads": 1}), cpu)
+    assert re.search("1 to 2 threads each.*OMP_NUM_THREADS", note)
+    assert not unlike_threads(OfTwo(theirs={"threads": 2}), cpu)
+    assert not unlike_threads(OfTwo(theirs={"threads": 1}), torch.device("cuda"))
 
 
 class AsksForTheRank(nn.Module):
