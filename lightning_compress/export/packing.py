@@ -325,7 +325,7 @@ def _initializes_packed(root: nn.Module, resolved: ResolvedRecipe) -> bool:
     loading (T5, Mamba, Falcon). It is tried, on a copy without values, nor experts, which it sees as stacks."""
     stacks = [module for module in root.modules() if isinstance(module, Experts)]
     memo: dict[int, Any] = {id(stack): nn.Identity() for stack in stacks}
-    packed = {name for name, each in resolved.assignments.items() if not _keeps_weight(each.scheme)}
+    packed = {name for name, each in resolved.assignments.items() if not keeps_weight(each.scheme)}
     stacked = {part for stack in stacks for part in stack.modules()}
     memo |= {id(tensor): tensor.to("meta") for tensor in root.buffers()}
     for tensor in root.parameters():
@@ -351,7 +351,7 @@ def _lacks_weight(model: PreTrainedModel, module: nn.Module) -> bool:
     return False
 
 
-def _keeps_weight(scheme: QuantizationScheme) -> bool:
+def keeps_weight(scheme: QuantizationScheme) -> bool:
     """Whether a packed module's codes are its `weight`, not its `weight_packed`."""
     compressor = BaseCompressor.get_value_from_registry(scheme_format(scheme))
     return "weight" in compressor.compression_param_names(scheme)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import transformers
 from compressed_tensors.compressors import decompress_module
-from compressed_tensors.quantization import QuantizationStatus
+from compressed_tensors.quantization import QuantizationStatus, QuantizationStrategy, QuantizationType
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -34,13 +34,18 @@ from lightning_compress.errors import CompressionError, OutputDirectoryError, li
 from lightning_compress.export.copies import copy_of
 from lightning_compress.export.outputs import output_difference
 from lightning_compress.export.packed import load_compressed
-from lightning_compress.export.packing import becomes_bfloat16, fails_to_initialize, forgets_zero_points
+from lightning_compress.export.packing import (
+    becomes_bfloat16,
+    fails_to_initialize,
+    forgets_zero_points,
+    keeps_weight,
+)
 from lightning_compress.graph.experts import Experts
 from lightning_compress.graph.restore import attributes_restored, contents_restored
 from lightning_compress.graph.unfold import unfolded
 from lightning_compress.memory.files import INDEX
 from lightning_compress.recipe.forms import OtherForm
-from lightning_compress.recipe.resolve import ResolvedRecipe
+from lightning_compress.recipe.resolve import Assignment, ResolvedRecipe
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 READ_BACK = "safetensors, each shard when it was written"
@@ -295,6 +300,8 @@ def why_unreadable(root: nn.Module, resolved: ResolvedRecipe) -> str | None:
             return f"the experts of {name} have zero points"
         if any(has_global_scale(assignment.weights) for assignment in chosen):
             return f"the experts of {name} have a global scale, which it forgets"
+        if any(map(_is_misread_in_experts, chosen)):
+            return f"of the experts of {name} it reads FP8 by row or by tensor and packed weights, no other codes"
         for path, assignment in zip(inside, chosen, strict=True):
             schemes.setdefault(str(assignment.scheme.weights), path)
         if len(schemes) > 1:
@@ -307,6 +314,14 @@ def why_unreadable(root: nn.Module, resolved: ResolvedRecipe) -> str | None:
         fails = "which fails beside other schemes or quantized inputs, and before 5.23"
         return f"{type(root).__name__} initializes weights that are packed, {fails}"
     return None
+
+
+def _is_misread_in_experts(assignment: Assignment) -> bool:
+    """Whether codes that are not packed are no FP8 that a scale of each row, or of all, is multiplied by."""
+    weights = assignment.weights
+    by_row = weights.strategy in (QuantizationStrategy.CHANNEL, QuantizationStrategy.TENSOR)
+    is_float = weights.type == QuantizationType.FLOAT
+    return keeps_weight(assignment.scheme) and not (is_float and by_row)
 
 
 def _attention_of(config: Any) -> dict[str, str | None]:
