@@ -193,6 +193,23 @@ def test_a_later_ignore_does_not_undo_an_earlier_modifier() -> None:
     assert found.assignments["model.layers.0.mlp.up_proj"].weights.num_bits == 8
 
 
+@pytest.mark.parametrize(
+    ("modifiers", "said"),
+    [
+        (
+            [modifier(8, targets=["re:.*down_proj"]), modifier(4)],
+            r"Modifier 0 .*down_proj.* have all that it matches .*behind",
+        ),
+        ([modifier(4), modifier(8, targets=["lm_head"])], r"Modifier 1 .*`ignore`, \['lm_head'\], or is left alone"),
+    ],
+)
+def test_a_modifier_that_quantizes_nothing_is_told(modifiers: list[Any], said: str) -> None:
+    """Seen to fail: the particular before the general one, and an output embedding that the default `ignore` leaves
+    alone, without a word."""
+    with pytest.warns(UserWarning, match=said):
+        resolved({"modifiers": modifiers}, tiny_llama(1))
+
+
 def test_lm_head_means_the_output_embedding_whatever_its_name() -> None:
     config = GPTNeoXConfig(
         vocab_size=VOCAB,
