@@ -25,9 +25,10 @@ from lightning_compress.recipe.defaults import left_alone, output_embeddings
 from lightning_compress.recipe.forms import Quantizable, classes, has_computed_weight, origin, why_not
 from lightning_compress.recipe.groups import check_groups
 from lightning_compress.recipe.refused import check_compiled, check_merged
-from lightning_compress.recipe.schemes import check_scheme
+from lightning_compress.recipe.schemes import check_scheme, scheme_format
 
 OUTPUT_EMBEDDING = "lm_head"
+PACKED = CompressionFormat.pack_quantized.value
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,8 @@ def resolve(recipe: Recipe, root: nn.Module) -> ResolvedRecipe:
     _check_matched(recipe, matched, assignments, root)
     _warn_of_unmatched(recipe, places)
     _warn_of_overridden(recipe, wanted)
-    check_groups({name: each.weights for name, each in assignments.items()}, root)
+    packed = {name for name, each in assignments.items() if scheme_format(each.scheme) == PACKED}
+    check_groups({name: each.weights for name, each in assignments.items()}, root, packed)
     inputs = {name: each.scheme.input_activations for name, each in assignments.items()}
     check_groups({name: each for name, each in inputs.items() if each is not None}, root)
     _check_ties(assignments, root)

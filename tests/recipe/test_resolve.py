@@ -282,6 +282,16 @@ def test_zero_points_of_few_rows(rows: int, bits: int, options: dict[str, Any], 
         resolved(given, model)
 
 
+def test_zero_points_of_few_rows_that_are_bytes() -> None:
+    """Where inputs are quantized to int8 nothing is packed. Seen to fail: such modules were refused all the same."""
+    inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+    scheme = {"weights": weights(4, symmetric=False), "input_activations": inputs}
+    model = nn.Sequential(nn.Linear(32, 8))
+    assert resolved(recipe(scheme=scheme), model).assignments
+    with pytest.raises(UnsupportedModelError, match="4-bit zero points of"):
+        resolved(recipe(scheme={**scheme, "format": "pack-quantized"}), model)
+
+
 def test_group_sizes_that_kernels_take_are_named() -> None:
     """Where 128 does not divide a width of 576, 96 does, which no kernel takes."""
     with pytest.raises(UnsupportedModelError) as caught:
