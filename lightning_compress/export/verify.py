@@ -123,7 +123,7 @@ def verify(
     """
     names, root = list(names), target.root
     try:
-        reloaded, loaded_with = _reload(directory, root, names, unreadable)
+        reloaded, loaded_with, as_one = _reload(directory, root, names, unreadable)
     except Exception as error:
         return Verification("nothing", len(names), (), (), None, None, "none", failure=_told("loading it", error))
     failure, as_loaded, difference, tolerance = "", None, None, 0.0
@@ -136,6 +136,14 @@ def verify(
             difference, tolerance = output_difference(target, reloaded, batch) if buffers else (as_loaded, tolerance)
     except Exception as error:
         failure = _told(f"running both models on {batch_name}", error)
+    if as_one:
+        warnings.warn(
+            f"transformers will quantize all that {listed([*as_one], 2)} read at once by one scale, for it takes the "
+            "first two dimensions for those of tokens, and there are not three. Here, in the report, by "
+            "lightning_compress.load_compressed and in vLLM each token has its own: compare with those.",
+            ReadBackWarning,
+            stacklevel=2,
+        )
     try:
         different = _different(root, reloaded, names)
     except Exception as error:
@@ -222,7 +230,8 @@ def verify_files(directory: Path, names: Iterable[str], unreadable: str | None =
 
 def _reload(
     directory: Path, root: nn.Module, quantized: Sequence[str], unreadable: str | None
-) -> tuple[nn.Module, str]:
+) -> tuple[nn.Module, str, Mapping[str, object]]:
+    """Also what `_read_by_rows` returns."""
     name = type(root).__name__
     reader = "lightning_compress.load_compressed"
     if unreadable is not None:
@@ -241,9 +250,9 @@ def _reload(
                 raise CompressionError(f"it does not find {listed(missing, 3)} in it")
             if (handle := getattr(model, "ct_decompress_hook", None)) is not None:
                 model._forward_pre_hooks[handle.id](model, ())  # as a call does, but not one of `model.forward`
-            _read_by_rows(model)
+            as_one = _read_by_rows(model)
             # parameters ask for no gradients, as in the run (see `prepare.evaluating`)
-            return model.eval().requires_grad_(False), f"transformers {name}.from_pretrained"
+            return model.eval().requires_grad_(False), f"transformers {name}.from_pretrained", as_one
         except Exception as error:  # whatever it is: the finding is that this reader cannot read it
             reason = str(error)
             if any(isinstance(root.get_submodule(module), OtherForm) for module in quantized):
@@ -253,23 +262,31 @@ def _reload(
     empty = copy_of(root)
     for parameter in empty.parameters():
         parameter.zero_()
-    return load_compressed(empty, directory).eval().requires_grad_(False), reader
+    return load_compressed(empty, directory).eval().requires_grad_(False), reader, {}
 
 
-def _read_by_rows(model: nn.Module) -> None:
+def _read_by_rows(model: nn.Module) -> Mapping[str, object]:
     """Let Linears quantize their inputs per token whatever dimensions those have, as the model in memory and kernels
-    do: compressed-tensors' own forward takes the first two for those of tokens."""
-    for module in model.modules():
+    do: compressed-tensors' own forward takes the first two for those of tokens. Returns what will hold, when the model
+    has run, the names of those of which it makes something else."""
+    as_one: dict[str, object] = {}
+    for name, module in model.named_modules():
         scheme = getattr(module, "quantization_scheme", None)
         if isinstance(module, nn.Linear) and scheme is not None and scheme.input_activations is not None:
             shapes: list[torch.Size] = []
-            module.register_forward_pre_hook(partial(_as_rows, shapes))
+            by_token = scheme.input_activations.strategy == QuantizationStrategy.TOKEN
+            module.register_forward_pre_hook(partial(_as_rows, shapes, as_one if by_token else {}, name))
             module.register_forward_hook(partial(_as_before, shapes))
+    return as_one
 
 
-def _as_rows(shapes: list[torch.Size], module: nn.Module, args: tuple[Tensor]) -> Tensor:
+def _as_rows(
+    shapes: list[torch.Size], as_one: dict[str, object], name: str, module: nn.Module, args: tuple[Tensor]
+) -> Tensor:
     (input,) = args
     shapes.append(input.shape)
+    if input.ndim != 3 and input.numel() > input.shape[-1]:
+        as_one[name] = None
     return input.reshape(1, -1, input.shape[-1])
 
 
