@@ -21,6 +21,7 @@ Alternatives not taken: the inverse Hessian of the paper (two more factorization
 the factorization fails (the user would not know): damping is raised, and said to be.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import final
@@ -42,15 +43,10 @@ from lightning_compress.algorithms.base import (
     runs,
     stacks,
 )
-from lightning_compress.algorithms.correction import (
-    JUDGED,
-    WITHOUT_CHOICE,
-    correct,
-    correction_bytes,
-)
+from lightning_compress.algorithms.correction import JUDGED, WITHOUT_CHOICE, correct, correction_bytes
 from lightning_compress.algorithms.factor import MAX_DAMPING, PANEL, factorize
 from lightning_compress.algorithms.gptaq import STRENGTH, pass_on, pass_on_bytes
-from lightning_compress.algorithms.grids import make_grid, shares_rows
+from lightning_compress.algorithms.grids import Grid, make_grid, shares_rows
 from lightning_compress.algorithms.nearest_plane import ALIGNMENT, nearest_plane
 from lightning_compress.algorithms.refit import ROUNDS, Candidate, best_rows, errors_held_out, refit_bytes, refitted
 from lightning_compress.algorithms.rows import ByRows
@@ -62,7 +58,7 @@ from lightning_compress.algorithms.scales import (
     scales_of_rows_together,
     values_of,
 )
-from lightning_compress.algorithms.target import row_errors
+from lightning_compress.algorithms.target import Correction, row_errors
 from lightning_compress.algorithms.tiling import Tiling, tiling_of
 from lightning_compress.errors import SolveError
 from lightning_compress.statistics import Drift, InputDrift, InputGram, Statistic, matrix_bytes, row_products
@@ -78,6 +74,11 @@ _NOT_CHOSEN = (
     "There is one batch only, so none was held out to choose by: what was to be chosen is strength {}, ridge {}, no "
     "refitting."
 ).format(*WITHOUT_CHOICE)
+_ROWS_SHARE = "Scales were not refitted to codes: rows share them (tensor and block strategies)."
+_NEVER_REFITTED = (
+    "Scales were not refitted to codes: how often (refit=null) is chosen by batches that a correction holds out, and "
+    "there is none."
+)
 
 
 @final
@@ -97,7 +98,8 @@ class Gptq(Algorithm):
         strength, ridge: of the correction, fractions; None: chosen for every group by batches that are held out (by
             gptaq: `gptaq.STRENGTH`, and there is no ridge).
         refit: how often scales are fitted to the codes, and codes found anew; None: chosen for every row tile, at most
-            `refit.ROUNDS`, by batches that are held out; 0 where there are none.
+            `refit.ROUNDS`, by batches that are held out; 0 where there are none. Has no
+            effect where rows share scales.
     """
 
     block_size: int = 128
@@ -128,9 +130,9 @@ class Gptq(Algorithm):
             )
         if self.strength is not None and not 0 <= self.strength <= 1:
             raise ValueError(f"strength must be from 0 to 1, or null to choose it, not {self.strength}.")
-        if self.ridge is not None and not self.ridge > 0:
+        if self.ridge is not None and not 0 < self.ridge < math.inf:
             raise ValueError(
-                f"ridge must be more than 0, or null to choose it, not {self.ridge}; 0.1 is a good choice."
+                f"ridge must be more than 0 and finite, or null to choose it, not {self.ridge}; 0.1 is a good choice."
             )
         if self.correct == "none" and (self.strength, self.ridge) != (None, None):
             raise ValueError(
@@ -270,6 +272,7 @@ class Gptq(Algorithm):
                 weight = torch.cat([correction.target(w, correction.lack.missing(w, rows)) for w, rows in tiles])
         elif self.correct != "none":
             notes.append(_NOT_CORRECTED)
+        notes += self._not_refitted(grid, correction)
         num_dead = int((gram.diagonal() == 0).sum())
         if num_dead:
             notes.append(
@@ -340,6 +343,12 @@ class Gptq(Algorithm):
                 error = row_products(target.float() - values_of(codes, scales[place], grid), gram)
                 tried[place].append((codes, scales[place], error))
         return [each[: 1 + most] for each, most in zip(tried, rounds, strict=True)]
+
+    def _not_refitted(self, grid: Grid, correction: Correction | None) -> list[str]:
+        """Why `refit` has no effect, if so."""
+        if grid.rows_together != 1:
+            return [_ROWS_SHARE] if self.refit != 0 else []
+        return [_NEVER_REFITTED] if self.refit is None and correction is None else []
 
     def _corrects(self, kinds: Kinds) -> bool:
         return self.correct != "none" and any(issubclass(kind, Drift) for kind in kinds)

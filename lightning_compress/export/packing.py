@@ -13,14 +13,12 @@ from typing import Any
 import torch
 import transformers
 from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.compressors.format import infer_module_format
 from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import (
     QuantizationConfig,
     QuantizationScheme,
     QuantizationStatus,
     QuantizationStrategy,
-    QuantizationType,
 )
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -37,6 +35,7 @@ from lightning_compress.recipe.defaults import output_embeddings
 from lightning_compress.recipe.forms import OtherForm, Quantizable, Storable, class_name
 from lightning_compress.recipe.parts import transformers_models
 from lightning_compress.recipe.resolve import ResolvedRecipe
+from lightning_compress.recipe.schemes import scheme_format
 
 PackedModule = dict[str, Tensor]
 PACKED_NAMES = (
@@ -57,28 +56,6 @@ DEQUANTIZES = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23
 """Whether transformers gives weights that it is told to dequantize the model's type, and does not initialize them."""
 
 _EXPERT = re.compile(r"experts\.\d+\.")
-
-
-def scheme_format(scheme: QuantizationScheme) -> str:
-    """The storage format of a Linear under `scheme`: the scheme's own, else the one compressed-tensors infers.
-
-    But integers of less than 8 bits beside inputs of floats (`W4AFP8`), for which it infers a byte each, are packed:
-    vLLM, which alone computes with them, reads them so.
-    """
-    if scheme.format is None and _is_int_beside_floats(scheme):
-        return str(CompressionFormat.pack_quantized.value)
-    return str(CompressionFormat(scheme.format or infer_module_format(nn.Linear, scheme)).value)
-
-
-def _is_int_beside_floats(scheme: QuantizationScheme) -> bool:
-    weights, inputs = scheme.weights, scheme.input_activations
-    assert weights is not None
-    return (
-        weights.type == QuantizationType.INT
-        and weights.num_bits < 8
-        and inputs is not None
-        and inputs.type == QuantizationType.FLOAT
-    )
 
 
 def pack(quantized: QuantizedModule) -> PackedModule:
@@ -325,7 +302,7 @@ def _initializes_packed(root: nn.Module, resolved: ResolvedRecipe) -> bool:
     loading (T5, Mamba, Falcon). It is tried, on a copy without values, nor experts, which it sees as stacks."""
     stacks = [module for module in root.modules() if isinstance(module, Experts)]
     memo: dict[int, Any] = {id(stack): nn.Identity() for stack in stacks}
-    packed = {name for name, each in resolved.assignments.items() if not _keeps_weight(each.scheme)}
+    packed = {name for name, each in resolved.assignments.items() if not keeps_weight(each.scheme)}
     stacked = {part for stack in stacks for part in stack.modules()}
     memo |= {id(tensor): tensor.to("meta") for tensor in root.buffers()}
     for tensor in root.parameters():
@@ -351,7 +328,7 @@ def _lacks_weight(model: PreTrainedModel, module: nn.Module) -> bool:
     return False
 
 
-def _keeps_weight(scheme: QuantizationScheme) -> bool:
+def keeps_weight(scheme: QuantizationScheme) -> bool:
     """Whether a packed module's codes are its `weight`, not its `weight_packed`."""
     compressor = BaseCompressor.get_value_from_registry(scheme_format(scheme))
     return "weight" in compressor.compression_param_names(scheme)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import transformers
 from compressed_tensors.compressors import decompress_module
-from compressed_tensors.quantization import QuantizationStatus
+from compressed_tensors.quantization import QuantizationStatus, QuantizationStrategy, QuantizationType
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -34,13 +34,18 @@ from lightning_compress.errors import CompressionError, OutputDirectoryError, li
 from lightning_compress.export.copies import copy_of
 from lightning_compress.export.outputs import output_difference
 from lightning_compress.export.packed import load_compressed
-from lightning_compress.export.packing import becomes_bfloat16, fails_to_initialize, forgets_zero_points
+from lightning_compress.export.packing import (
+    becomes_bfloat16,
+    fails_to_initialize,
+    forgets_zero_points,
+    keeps_weight,
+)
 from lightning_compress.graph.experts import Experts
 from lightning_compress.graph.restore import attributes_restored, contents_restored
 from lightning_compress.graph.unfold import unfolded
 from lightning_compress.memory.files import INDEX
 from lightning_compress.recipe.forms import OtherForm
-from lightning_compress.recipe.resolve import ResolvedRecipe
+from lightning_compress.recipe.resolve import Assignment, ResolvedRecipe
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 READ_BACK = "safetensors, each shard when it was written"
@@ -118,7 +123,7 @@ def verify(
     """
     names, root = list(names), target.root
     try:
-        reloaded, loaded_with = _reload(directory, root, names, unreadable)
+        reloaded, loaded_with, as_one = _reload(directory, root, names, unreadable)
     except Exception as error:
         return Verification("nothing", len(names), (), (), None, None, "none", failure=_told("loading it", error))
     failure, as_loaded, difference, tolerance = "", None, None, 0.0
@@ -131,6 +136,14 @@ def verify(
             difference, tolerance = output_difference(target, reloaded, batch) if buffers else (as_loaded, tolerance)
     except Exception as error:
         failure = _told(f"running both models on {batch_name}", error)
+    if as_one:
+        warnings.warn(
+            f"transformers will quantize all that {listed([*as_one], 2)} read at once by one scale, for it takes the "
+            "first two dimensions for those of tokens, and there are not three. Here, in the report, by "
+            "lightning_compress.load_compressed and in vLLM each token has its own: compare with those.",
+            ReadBackWarning,
+            stacklevel=2,
+        )
     try:
         different = _different(root, reloaded, names)
     except Exception as error:
@@ -217,7 +230,8 @@ def verify_files(directory: Path, names: Iterable[str], unreadable: str | None =
 
 def _reload(
     directory: Path, root: nn.Module, quantized: Sequence[str], unreadable: str | None
-) -> tuple[nn.Module, str]:
+) -> tuple[nn.Module, str, Mapping[str, object]]:
+    """Also what `_read_by_rows` returns."""
     name = type(root).__name__
     reader = "lightning_compress.load_compressed"
     if unreadable is not None:
@@ -236,9 +250,9 @@ def _reload(
                 raise CompressionError(f"it does not find {listed(missing, 3)} in it")
             if (handle := getattr(model, "ct_decompress_hook", None)) is not None:
                 model._forward_pre_hooks[handle.id](model, ())  # as a call does, but not one of `model.forward`
-            _read_by_rows(model)
+            as_one = _read_by_rows(model)
             # parameters ask for no gradients, as in the run (see `prepare.evaluating`)
-            return model.eval().requires_grad_(False), f"transformers {name}.from_pretrained"
+            return model.eval().requires_grad_(False), f"transformers {name}.from_pretrained", as_one
         except Exception as error:  # whatever it is: the finding is that this reader cannot read it
             reason = str(error)
             if any(isinstance(root.get_submodule(module), OtherForm) for module in quantized):
@@ -248,23 +262,31 @@ def _reload(
     empty = copy_of(root)
     for parameter in empty.parameters():
         parameter.zero_()
-    return load_compressed(empty, directory).eval().requires_grad_(False), reader
+    return load_compressed(empty, directory).eval().requires_grad_(False), reader, {}
 
 
-def _read_by_rows(model: nn.Module) -> None:
+def _read_by_rows(model: nn.Module) -> Mapping[str, object]:
     """Let Linears quantize their inputs per token whatever dimensions those have, as the model in memory and kernels
-    do: compressed-tensors' own forward takes the first two for those of tokens."""
-    for module in model.modules():
+    do: compressed-tensors' own forward takes the first two for those of tokens. Returns what will hold, when the model
+    has run, the names of those of which it makes something else."""
+    as_one: dict[str, object] = {}
+    for name, module in model.named_modules():
         scheme = getattr(module, "quantization_scheme", None)
         if isinstance(module, nn.Linear) and scheme is not None and scheme.input_activations is not None:
             shapes: list[torch.Size] = []
-            module.register_forward_pre_hook(partial(_as_rows, shapes))
+            by_token = scheme.input_activations.strategy == QuantizationStrategy.TOKEN
+            module.register_forward_pre_hook(partial(_as_rows, shapes, as_one if by_token else {}, name))
             module.register_forward_hook(partial(_as_before, shapes))
+    return as_one
 
 
-def _as_rows(shapes: list[torch.Size], module: nn.Module, args: tuple[Tensor]) -> Tensor:
+def _as_rows(
+    shapes: list[torch.Size], as_one: dict[str, object], name: str, module: nn.Module, args: tuple[Tensor]
+) -> Tensor:
     (input,) = args
     shapes.append(input.shape)
+    if input.ndim != 3 and input.numel() > input.shape[-1]:
+        as_one[name] = None
     return input.reshape(1, -1, input.shape[-1])
 
 
@@ -295,6 +317,8 @@ def why_unreadable(root: nn.Module, resolved: ResolvedRecipe) -> str | None:
             return f"the experts of {name} have zero points"
         if any(has_global_scale(assignment.weights) for assignment in chosen):
             return f"the experts of {name} have a global scale, which it forgets"
+        if any(map(_is_misread_in_experts, chosen)):
+            return f"of the experts of {name} it reads FP8 by row or by tensor and packed weights, no other codes"
         for path, assignment in zip(inside, chosen, strict=True):
             schemes.setdefault(str(assignment.scheme.weights), path)
         if len(schemes) > 1:
@@ -307,6 +331,14 @@ def why_unreadable(root: nn.Module, resolved: ResolvedRecipe) -> str | None:
         fails = "which fails beside other schemes or quantized inputs, and before 5.23"
         return f"{type(root).__name__} initializes weights that are packed, {fails}"
     return None
+
+
+def _is_misread_in_experts(assignment: Assignment) -> bool:
+    """Whether codes that are not packed are no FP8 that a scale of each row, or of all, is multiplied by."""
+    weights = assignment.weights
+    by_row = weights.strategy in (QuantizationStrategy.CHANNEL, QuantizationStrategy.TENSOR)
+    is_float = weights.type == QuantizationType.FLOAT
+    return keeps_weight(assignment.scheme) and not (is_float and by_row)
 
 
 def _attention_of(config: Any) -> dict[str, str | None]:

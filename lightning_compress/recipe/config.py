@@ -57,6 +57,8 @@ class Modifier:
             raise RecipeError(f"A Modifier's scheme is a QuantizationScheme, not {self.scheme!r}.{_NAMED}")
         for key in ("targets", "ignore"):
             object.__setattr__(self, key, patterns(getattr(self, key), "a Modifier", key))
+        # else two that differ in these alone would be two schemes, whose modules are not solved together
+        object.__setattr__(self, "scheme", self.scheme.model_copy(update={"targets": []}))
 
 
 _NAMED = " By their names the two are given in mappings: {'modifiers': [{'algorithm': 'gptq', 'scheme': 'W4A16'}]}."

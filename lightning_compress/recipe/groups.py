@@ -16,12 +16,15 @@ _SMALL = 16
 """Groups of fewer weights take more for their scales than a bit per weight."""
 
 
-def check_groups(weights: Mapping[str, QuantizationArgs], root: nn.Module) -> None:
+def check_groups(
+    weights: Mapping[str, QuantizationArgs], root: nn.Module, packed: Collection[str] = frozenset()
+) -> None:
     """Of all modules at once: a size that one of them takes may be none for the next.
 
     Args:
         weights: how those of each module [O, I] are quantized; or what it reads [..., I].
         root: the model.
+        packed: those whose codes, and zero points, are packed.
 
     Raises:
         UnsupportedModelError: a group size does not divide I; O or I is 0; no reader unpacks the zero points.
@@ -39,7 +42,7 @@ def check_groups(weights: Mapping[str, QuantizationArgs], root: nn.Module) -> No
         shapes = {name: all_shapes[name] for name in chosen}
         if failing := [name for name, shape in shapes.items() if shape[1] % group]:
             raise UnsupportedModelError(_not_divided(failing, shapes, chosen[failing[0]], group))
-        if few := [name for name, shape in shapes.items() if _in_one_word(chosen[name], shape)]:
+        if few := [name for name, shape in shapes.items() if name in packed and _in_one_word(chosen[name], shape)]:
             more = f" (and {len(few) - 1} more)" if len(few) > 1 else ""
             raise UnsupportedModelError(
                 f"{few[0]}{more} has a weight of shape {shapes[few[0]]}: 4-bit zero points of up to 8 rows are packed "

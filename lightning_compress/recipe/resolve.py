@@ -25,9 +25,10 @@ from lightning_compress.recipe.defaults import left_alone, output_embeddings
 from lightning_compress.recipe.forms import Quantizable, classes, has_computed_weight, origin, why_not
 from lightning_compress.recipe.groups import check_groups
 from lightning_compress.recipe.refused import check_compiled, check_merged
-from lightning_compress.recipe.schemes import check_scheme
+from lightning_compress.recipe.schemes import check_scheme, scheme_format
 
 OUTPUT_EMBEDDING = "lm_head"
+PACKED = CompressionFormat.pack_quantized.value
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,7 @@ def resolve(recipe: Recipe, root: nn.Module) -> ResolvedRecipe:
     assignments: dict[str, Assignment] = {}
     excluded: list[Excluded] = []
     matched = [False] * len(recipe.modifiers)
+    wanted: list[list[str]] = [[] for _ in recipe.modifiers]
     embeddings, alone = output_embeddings(root), left_alone(root)
     places: dict[nn.Module, list[str]] = {}
     for name, module in root.named_modules(remove_duplicate=False):
@@ -114,6 +116,7 @@ def resolve(recipe: Recipe, root: nn.Module) -> ResolvedRecipe:
                 reason = alone[module]
             elif pattern is None:
                 chosen = modifier
+                wanted[position].append(name)
             elif chosen is None:
                 reason = f"ignored by the recipe ({pattern})"
         if chosen is not None:
@@ -124,7 +127,9 @@ def resolve(recipe: Recipe, root: nn.Module) -> ResolvedRecipe:
             excluded.append(Excluded(name, type(module).__name__, tuple(weight.shape), reason))
     _check_matched(recipe, matched, assignments, root)
     _warn_of_unmatched(recipe, places)
-    check_groups({name: each.weights for name, each in assignments.items()}, root)
+    _warn_of_overridden(recipe, wanted)
+    packed = {name for name, each in assignments.items() if scheme_format(each.scheme) == PACKED}
+    check_groups({name: each.weights for name, each in assignments.items()}, root, packed)
     inputs = {name: each.scheme.input_activations for name, each in assignments.items()}
     check_groups({name: each for name, each in inputs.items() if each is not None}, root)
     _check_ties(assignments, root)
@@ -324,6 +329,21 @@ def _warn_of_unmatched(recipe: Recipe, places: Mapping[nn.Module, Sequence[str]]
                 warnings.warn(
                     f"{pattern!r} of the recipe's `{kind}` {what}, so it changes nothing.{perhaps}", stacklevel=2
                 )
+
+
+def _warn_of_overridden(recipe: Recipe, wanted: Sequence[Sequence[str]]) -> None:
+    """Modifiers that quantize nothing, for later ones take the modules that each wants, or there are none."""
+    last = {name: position for position, names in enumerate(wanted) for name in names}
+    for position, (modifier, names) in enumerate(zip(recipe.modifiers, wanted, strict=True)):
+        if position in last.values():
+            continue
+        why = f"later ones, which override it, have all that it matches ({listed(names, 2)}): put it behind them"
+        if not names:
+            why = f"all that its targets match is among its `ignore`, {list(modifier.ignore)}, or is left alone"
+        warnings.warn(
+            f"Modifier {position} of the recipe (targets {list(modifier.targets)}) quantizes nothing: {why}.",
+            stacklevel=2,
+        )
 
 
 def _check_ties(assignments: Mapping[str, Assignment], root: nn.Module) -> None:

@@ -153,3 +153,25 @@ def _check_left_out(part: str, args: QuantizationArgs, reason: str, is_searched:
             raise UnsupportedModelError(
                 f"The field {name}={value!r} of `{part}` is not supported: leave it out; {why}."
             )
+
+
+def scheme_format(scheme: QuantizationScheme) -> str:
+    """The storage format of a Linear under `scheme`: the scheme's own, else the one compressed-tensors infers.
+
+    But integers of less than 8 bits beside inputs of floats (`W4AFP8`), for which it infers a byte each, are packed:
+    vLLM, which alone computes with them, reads them so.
+    """
+    if scheme.format is None and _is_int_beside_floats(scheme):
+        return str(CompressionFormat.pack_quantized.value)
+    return str(CompressionFormat(scheme.format or infer_module_format(nn.Linear, scheme)).value)
+
+
+def _is_int_beside_floats(scheme: QuantizationScheme) -> bool:
+    weights, inputs = scheme.weights, scheme.input_activations
+    assert weights is not None
+    return (
+        weights.type == QuantizationType.INT
+        and weights.num_bits < 8
+        and inputs is not None
+        and inputs.type == QuantizationType.FLOAT
+    )

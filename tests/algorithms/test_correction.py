@@ -179,6 +179,24 @@ def test_refitting_never_makes_a_row_worse() -> None:
     assert float(found[-1].sum()) < 0.9 * float(found[0].sum())
 
 
+@pytest.mark.parametrize(
+    ("options", "strategy", "said"),
+    [
+        ({"refit": 2}, "tensor", "rows share them"),
+        ({"refit": None, "correct": "inputs"}, "tensor", "rows share them"),
+        ({"refit": None}, "group", "by batches that a correction holds out, and there is none"),
+        ({"refit": 2}, "group", None),
+        ({}, "tensor", None),
+        ({"refit": None, "correct": "inputs"}, "group", None),
+    ],
+)
+def test_refitting_that_does_not_take_place_is_told(options: Any, strategy: str, said: str | None) -> None:
+    """Seen to fail: the option had no effect, without a word."""
+    weight, args = torch.randn(24, 32), scheme(3, group_size=8, strategy=strategy)
+    found = Gptq(**options).solve(weight, gathered(batches()), args, torch.float32).notes
+    assert any(said in note for note in found) if said else not found
+
+
 @pytest.mark.parametrize("form", [InputDrift, OutputDrift])
 def test_rounds_of_refitting_are_chosen_by_batches_held_out(form: type[InputDrift] | type[OutputDrift]) -> None:
     """Every tile is solved as with the number of rounds that leaves the least error on their tokens, measured: on few
@@ -377,6 +395,7 @@ def test_options_are_checked() -> None:
         ({"correct": "all"}, "correct must be one of none, inputs, residual"),
         ({"strength": 2.0}, "strength must be from 0 to 1"),
         ({"ridge": 0.0}, "ridge must be more than 0"),
+        ({"correct": "inputs", "ridge": float("inf")}, "ridge must be more than 0 and finite"),
         ({"correct": "qronos", "strength": 0.5}, "correct=qronos corrects in full"),
         ({"correct": "qronos", "damping": 0.0}, "a damping of more than 0"),
         ({"refit": -1}, "refit must be at least 0"),

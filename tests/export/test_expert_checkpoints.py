@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationConfig
-from helpers import compress, contents, modifier, prepare, recipe, run, saved, token_batches
+from helpers import compress, contents, modifier, prepare, recipe, run, saved, token_batches, weights
 from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -139,6 +139,7 @@ QUANTIZED_INPUTS = {
 }
 
 
+FLOATS_IN_GROUPS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "group", "group_size": 16}
 TWO_SCHEMES = {"modifiers": [modifier(4), modifier(8, targets=["re:.*down_proj"])]}
 
 
@@ -162,6 +163,10 @@ def test_what_transformers_would_misread_is_read_otherwise(given: dict[str, Any]
         (recipe(scheme=QUANTIZED_INPUTS), "have quantized inputs"),
         (recipe(4, symmetric=False), "have zero points"),
         (recipe(4, symmetric=False, strategy="tensor"), "have zero points"),
+        (recipe(scheme={"weights": FLOATS_IN_GROUPS}), "reads FP8 by row or by tensor and packed weights, no other"),
+        (recipe(scheme="MXFP8A16"), "reads FP8 by row or by tensor and packed weights, no other"),
+        (recipe(scheme={"weights": weights(8), "format": "int-quantized"}), "by tensor and packed weights, no other"),
+        (recipe(scheme={"weights": {**FLOATS_IN_GROUPS, "strategy": "channel", "group_size": None}}), None),
         (recipe(4, ignore=["lm_head", "re:.*experts.*"]), "are not quantized, and other modules are"),
         (TWO_SCHEMES, "reads all experts by one scheme, and model.layers.0.mlp.experts.0"),
         ({"modifiers": [modifier(8, targets=["re:.*self_attn.*"]), modifier(4, targets=["re:.*experts.*"])]}, None),
@@ -169,7 +174,8 @@ def test_what_transformers_would_misread_is_read_otherwise(given: dict[str, Any]
     ],
 )
 def test_what_transformers_cannot_read_is_known_before(given: dict[str, Any], reason: str | None) -> None:
-    """Of weights on disk nothing is read back by transformers, so only this tells."""
+    """Of weights on disk nothing is read back by transformers, so only this tells. Seen to fail: it fails on FP8 in
+    groups, and on int8 that is not packed, which nothing said."""
     with unfolded(model := model_of("qwen3_moe")):
         found = why_unreadable(model, resolve(load_recipe(given), model))
     assert found is None if reason is None else reason in str(found)

@@ -100,6 +100,16 @@ def test_objects_are_taken_as_they_are() -> None:
     assert load_recipe(recipe(5, "rtn", scheme=scheme, targets=["re:.*mlp"])) == built
 
 
+def test_targets_inside_of_a_scheme_mean_nothing() -> None:
+    """Seen to fail: schemes that differ in these alone were two, in the checkpoint too, and of modules with one input
+    each had an FP8 scale of its own."""
+    of_all, of_some = (
+        Modifier(Rtn(), QuantizationScheme.model_validate({"targets": targets, "weights": weights(5)}))
+        for targets in (["Linear"], ["re:.*q_proj"])
+    )
+    assert of_all.scheme == of_some.scheme
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

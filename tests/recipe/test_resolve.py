@@ -193,6 +193,23 @@ def test_a_later_ignore_does_not_undo_an_earlier_modifier() -> None:
     assert found.assignments["model.layers.0.mlp.up_proj"].weights.num_bits == 8
 
 
+@pytest.mark.parametrize(
+    ("modifiers", "said"),
+    [
+        (
+            [modifier(8, targets=["re:.*down_proj"]), modifier(4)],
+            r"Modifier 0 .*down_proj.* have all that it matches .*behind",
+        ),
+        ([modifier(4), modifier(8, targets=["lm_head"])], r"Modifier 1 .*`ignore`, \['lm_head'\], or is left alone"),
+    ],
+)
+def test_a_modifier_that_quantizes_nothing_is_told(modifiers: list[Any], said: str) -> None:
+    """Seen to fail: the particular before the general one, and an output embedding that the default `ignore` leaves
+    alone, without a word."""
+    with pytest.warns(UserWarning, match=said):
+        resolved({"modifiers": modifiers}, tiny_llama(1))
+
+
 def test_lm_head_means_the_output_embedding_whatever_its_name() -> None:
     config = GPTNeoXConfig(
         vocab_size=VOCAB,
@@ -263,6 +280,16 @@ def test_zero_points_of_few_rows(rows: int, bits: int, options: dict[str, Any], 
         return
     with pytest.raises(UnsupportedModelError, match=rf"^0 has a weight of shape \[{rows}, 32\]: 4-bit zero points of"):
         resolved(given, model)
+
+
+def test_zero_points_of_few_rows_that_are_bytes() -> None:
+    """Where inputs are quantized to int8 nothing is packed. Seen to fail: such modules were refused all the same."""
+    inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+    scheme = {"weights": weights(4, symmetric=False), "input_activations": inputs}
+    model = nn.Sequential(nn.Linear(32, 8))
+    assert resolved(recipe(scheme=scheme), model).assignments
+    with pytest.raises(UnsupportedModelError, match="4-bit zero points of"):
+        resolved(recipe(scheme={**scheme, "format": "pack-quantized"}), model)
 
 
 def test_group_sizes_that_kernels_take_are_named() -> None:
