@@ -174,8 +174,13 @@ def test_adapters_without_one() -> None:
 
 def test_other_architectures_have_none() -> None:
     """Seen to fail: with formulas for layers of Mamba or linear attention, as if all had heads that keep keys."""
-    plain = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
-    mamba = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
+    plain: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    mamba: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
     assert has_formulas(LlamaConfig(**plain))
     assert not has_formulas(LlamaConfig(**plain), itemsize=8)
     other = (GPT2Config(), MixtralConfig(), Gemma2Config(), MistralConfig(sliding_window=8), DeepseekV3Config())
