@@ -80,15 +80,13 @@ def estimate(model: PreTrainedModel, config: DictConfig, memory: MemoryConfig, f
     """
     job, layout = instantiated(config.job), cast(Layout, instantiated(config.layout))
     if not isinstance(job, CalibrationJob):
-        check_idle(
-            config,
-            ["recipe"],
-            "job.weight_bits=4 is of quantized weights in job=inference, job.method=qlora in job=finetuning.",
-        )
+        quantized = "job.weight_bits=4 is of quantized weights in job=inference, job.method=qlora in job=finetuning."
+        check_idle(config, ["recipe"], quantized)
+        check_idle(config, ["memory"], "An estimate of another job says what it takes, whatever there is.")
         check_unquantized(model, config.model)
         check_takes_tokens(model, job)
-        if memory.device_budget is not None or memory.host_budget is not None:
-            raise CompressionError("memory.device_budget and memory.host_budget are for job=calibration.")
+        if memory != MemoryConfig():  # not by the command
+            raise CompressionError("memory is for job=calibration.")
         place: Place = "device" if config.device == "cuda" else "host"
         return _of_one_rank_or_shared(model, job, layout, place, config.model)
     if layout != Layout():

@@ -29,6 +29,7 @@ _DO_NOT_FIT = (
     "num_experts",
     "n_routed_experts",
 )
+_OFF = 0.05
 
 
 @final
@@ -64,7 +65,8 @@ class Decoder:
 
 def decoder(config: Any, num_parameters: int, itemsize: int) -> Decoder | None:
     """From a transformers config; None if the formulas do not fit: no such decoder; experts; attention that caps its
-    scores, compresses keys and values, or sees a window only; numbers of other than 2 or 4 bytes."""
+    scores, compresses keys and values, or sees a window only; layers of another kind (Mamba's), by name or by their
+    number of parameters; numbers of other than 2 or 4 bytes."""
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size", "num_attention_heads")
     sizes = [size for name in names if (size := size_in(config, name)) is not None]
     if (
@@ -73,13 +75,22 @@ def decoder(config: Any, num_parameters: int, itemsize: int) -> Decoder | None:
         or itemsize not in LOSS
         or any(varies(config, name) or getattr(config, name, None) for name in _DO_NOT_FIT)
         or any(varies(config, name) for name in ("head_dim", "num_key_value_heads"))
+        or any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ())
     ):
         return None
     hidden, intermediate, layers, vocabulary, heads = sizes
     head_dim = getattr(config, "head_dim", None) or hidden // heads
     keys = head_dim * (getattr(config, "num_key_value_heads", None) or heads)
     sides, is_tied = (heads * head_dim, keys, heads), bool(getattr(config, "tie_word_embeddings", False))
-    return Decoder(hidden, intermediate, layers, vocabulary, *sides, num_parameters, itemsize, is_tied)
+    found = Decoder(hidden, intermediate, layers, vocabulary, *sides, num_parameters, itemsize, is_tied)
+    return found if _is_plain(found) else None
+
+
+def _is_plain(sizes: Decoder) -> bool:
+    """Whether layers have the parameters that are counted, but for norms, biases and the like."""
+    counted = sizes.layers * sum(rows * columns for rows, columns in _linear_shapes(sizes))
+    embeddings = (1 if sizes.is_tied else 2) * sizes.vocabulary * sizes.hidden
+    return abs(sizes.num_parameters - embeddings - counted) <= _OFF * counted
 
 
 def inference_phases(sizes: Decoder, job: InferenceJob) -> list[Phase]:

@@ -25,9 +25,11 @@ what the heap gives back has to be mapped again, which is counted when the progr
 
 On the host of a GPU what waits there is pinned, once: seconds of the moment with the most.
 
-All activations in memory is a programme of its own (no s, and nothing on its way to the file). Subgraphs that are alike
-share their variables. The least time has many solutions where computing is the longest lane, so a second programme
-minimizes the seconds of file and link within half a percent of it.
+All activations in memory is a programme of its own (no s, and nothing on its way to the file). So is, on a GPU, every
+level of w up to which all wait there (B_g is w or more): at such moments nothing is on its way, and nothing waits in
+host memory, which no bound on B_g and B_c alone would say. Subgraphs that are alike share their variables. The least
+time has many solutions where computing is the longest lane, so a second programme minimizes the seconds of file and
+link within half a percent of it.
 """
 
 from collections.abc import Sequence
@@ -98,21 +100,44 @@ def best(candidate: Candidate, machine: Machine, resources: Resources) -> Plan |
 
 
 def smallest(candidates: Sequence[Candidate], machine: Machine) -> dict[Place, tuple[Choice, int]]:
-    """For each place the candidate that needs least of it, and how much that is, with all activations in the file."""
+    """For each place the candidate that needs least of it, and how much that is: with all activations in the file, or
+    where nothing is on its way there, which of few batches may take more than waits."""
     places: tuple[Place, ...] = ("host",) if machine.device == "cpu" else ("device", "host")
     found: dict[Place, tuple[Choice, int]] = {}
     for place in places:
-        least = [max(peak.num_bytes for peak in peaks_of(each, machine, place, Waiting(0, 0))) for each in candidates]
+        least = [
+            min(
+                max(peak.num_bytes for peak in peaks_of(each, machine, place, waiting))
+                for waiting in _plainest(each, machine)
+            )
+            for each in candidates
+        ]
         number = least.index(min(least))
         found[place] = candidates[number].choice, least[number]
     return found
 
 
+def _plainest(candidate: Candidate, machine: Machine) -> list[Waiting]:
+    """Everything in the file, and every way in which some moments have nothing on its way there."""
+    in_memory = [] if machine.device == "cuda" else [Waiting(0, None)]
+    return [*(Waiting(level, 0) for level in _levels(candidate, machine)), *in_memory]
+
+
+def _levels(candidate: Candidate, machine: Machine) -> list[int]:
+    """Bytes that are to be able to wait on the device, at least: nothing, or all that waits at some moments."""
+    if machine.device == "cpu":
+        return [0]
+    return sorted({0, *(moment.waiting for row in candidate.table for moment in row.moments)})
+
+
 def _best(candidate: Candidate, machine: Machine, resources: Resources, spares: Sequence[Spare]) -> Plan | None:
     found: list[Plan] = []
     bound = _bound_s(candidate, machine, resources)
-    for spare, spills in product(spares, (False, True)):
-        waiting = _solved(candidate, machine, resources, spills, spare)
+    ways = product(spares, _levels(candidate, machine), (False, True))
+    for spare, level, spills in ways:
+        if spills and level == _most_waiting(candidate) > 0:
+            continue  # nothing is left for the file
+        waiting = _solved(candidate, machine, resources, spills, spare, level)
         if waiting is not None:
             plan = foreseen(candidate, machine, waiting, resources.ranks, resources.host)
             found.append(plan)
@@ -131,14 +156,18 @@ def _most_waiting(candidate: Candidate) -> int:
     return max((moment.waiting for row in candidate.table for moment in row.moments), default=0)
 
 
-def _solved(candidate: Candidate, machine: Machine, resources: Resources, spills: bool, spare: Spare) -> Waiting | None:
-    """The budgets of activations that make the run fastest; None if it does not fit."""
+def _solved(
+    candidate: Candidate, machine: Machine, resources: Resources, spills: bool, spare: Spare, level: int = 0
+) -> Waiting | None:
+    """The budgets of activations that make the run fastest, with `level` on the device at least; None if it does not
+    fit."""
     programme = LinearProgramme()
     most = _most_waiting(candidate)
-    budgets = _Budgets(
-        programme.variable(most if machine.device == "cuda" else 0), programme.variable(most), most if spills else 0
-    )
-    _bound(programme, budgets, candidate, machine, resources, spare)
+    on_device = programme.variable(most if machine.device == "cuda" else 0)
+    budgets = _Budgets(on_device, programme.variable(most), most if spills else 0, level)
+    programme.at_most({on_device: -1}, -level)
+    if not _bound(programme, budgets, candidate, machine, resources, spare):
+        return None
     seconds: dict[int, float] = {}
     if machine.device == "cuda":
         seconds[_pinning(programme, budgets, candidate, machine)] = 1
@@ -152,35 +181,39 @@ def _solved(candidate: Candidate, machine: Machine, resources: Resources, spills
         return None
     programme.at_most(seconds, SLACK * first.cost)
     second = programme.minimized(traffic) or first
-    on_device, on_host = (int(second.values[budget] + 0.5) for budget in (budgets.device, budgets.host))
-    return Waiting(on_device, on_host if spills else None)
+    device, host = (int(second.values[budget] + 0.5) for budget in (budgets.device, budgets.host))
+    return Waiting(max(device, level), host if spills else None)
 
 
 def _pinning(programme: LinearProgramme, budgets: "_Budgets", candidate: Candidate, machine: Machine) -> int:
     """The variable of the seconds in which host memory is pinned, once: that of the moment which needs the most."""
     pinning, rate = programme.variable(), machine.rate("pinning")
     ratio = rounding(candidate.table, torch.device(machine.device))
-    found = peaks_of(candidate, machine, "host", Waiting(0, 0))
-    names = ("weights", "prefetch", "waiting", *(("in_flight",) if budgets.file else ()))
+    found = peaks_of(candidate, machine, "host", Waiting(budgets.level, 0))
+    names = ("weights", "prefetch", "waiting", "in_flight")
     others = [sum(peak.parts.get(each, 0) for each in names) for peak in found]
-    waits = [peak.moment.waiting for peak in found]
     programme.at_most({pinning: -1}, -max(others) / rate)
-    if budgets.file:
-        beside = max(other for other, waiting in zip(others, waits, strict=True) if waiting == max(waits))
+    waits = {  # what waits somewhere else than on the device alone, and what there is in host memory beside it
+        number: peak.moment.waiting for number, peak in enumerate(found) if peak.moment.waiting > budgets.level
+    }
+    if waits and budgets.file:
+        beside = max(others[number] for number, waiting in waits.items() if waiting == max(waits.values()))
         programme.at_most({pinning: -1, budgets.host: ratio / rate}, -beside / rate)
-    else:
-        takes = max(other + ratio * waiting for other, waiting in zip(others, waits, strict=True))
+    elif waits:
+        takes = max(others[number] + ratio * waiting for number, waiting in waits.items())
         programme.at_most({pinning: -1, budgets.device: -ratio / rate}, -takes / rate)
     return pinning
 
 
 @dataclass(frozen=True)
 class _Budgets:
-    """The variables of what may wait on the device and in host memory, and the bytes that may wait in the file."""
+    """The variables of what may wait on the device and in host memory, the bytes that may wait in the file, and those
+    that are to be able to wait on the device at least."""
 
     device: int
     host: int
     file: int
+    level: int
 
 
 def _bound(
@@ -190,8 +223,9 @@ def _bound(
     machine: Machine,
     resources: Resources,
     spare: Spare,
-) -> None:
-    """What every moment leaves of memory; beside what waits in the heap, that keeps a part free."""
+) -> bool:
+    """What every moment leaves of memory; beside what waits in the heap, that keeps a part free. Whether it fits with
+    everything elsewhere but what is to be on the device."""
     moments = [moment for row in candidate.table for moment in row.moments if moment.waiting]
     in_heap = max((each.heap_waiting / each.waiting for each in moments), default=0.0)
     free = KEPT_FREE * in_heap if spare == "kept" else 0.0
@@ -202,20 +236,24 @@ def _bound(
             continue
         ratio = rounding(candidate.table, torch.device(machine.device)) if place == "host" else 1.0
         limit -= swing(candidate.table) if spare == "kept" else 0  # beyond that the heap gives back what it has free
-        for peak in peaks_of(candidate, machine, place, Waiting(0, 0 if budgets.file else None), spare):
+        for peak in peaks_of(candidate, machine, place, Waiting(budgets.level, 0 if budgets.file else None), spare):
             waits = peak.moment.waiting  # of which a byte takes `ratio`
+            on_device, on_host, _ = Waiting(budgets.level, 0 if budgets.file else None).shares(waits)
+            left = limit - peak.num_bytes + (on_device if place == "device" else int(ratio * on_host))
             all_wait_here = place == "host" and not budgets.file
-            left = limit - peak.num_bytes + (int(ratio * waits) if all_wait_here else 0)
             keeps = free if place == "host" and budgets.file else 0.0
-            if left < 0:
-                programme.at_most({}, left)  # whatever waits elsewhere
-            elif all_wait_here and ratio * waits > left:
+            if left < (on_device if place == "device" else 0):
+                return False
+            if budgets.level and waits <= budgets.level:
+                continue  # all of it on the device
+            if all_wait_here and ratio * waits > left:
                 programme.at_most({budgets.device: -ratio}, left - ratio * waits)
             elif not all_wait_here and (ratio + keeps) * waits > left:
                 of_budget = budgets.device if place == "device" else budgets.host
                 programme.at_most({of_budget: ratio + keeps}, left)
             elif keeps:  # for what waits at other moments
                 programme.at_most({budgets.host: keeps}, left - waits)
+    return True
 
 
 def _distinct(candidate: Candidate) -> list[tuple[int, int]]:

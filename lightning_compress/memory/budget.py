@@ -320,7 +320,10 @@ def _waiting(table: Sequence[Needs], device: torch.device, budgets: Budgets, dep
             )
 
         ratio = rounding(table, device) if "host" in places else 1.0
-        return None if left(None) >= 0 else max(int(left(0) / ratio), 0)
+        everything, nothing = left(None), left(0)
+        if everything >= min(nothing, 0):  # of few batches more may be on its way to the file than waits
+            return None
+        return max(int(nothing / ratio), 0)
 
     is_apart, on_device = device.type != "cpu", budgets.device_activations
     if is_apart and on_device is None:

@@ -10,6 +10,7 @@ import resource
 import sys
 import weakref
 from collections.abc import Callable, Iterable
+from math import isfinite
 from pathlib import Path
 from typing import Any, final
 
@@ -162,11 +163,12 @@ def parse_bytes(size: int | str, of: Callable[[], int] | None = None) -> int:
     if part is not None and of is not None and float(part[1]) <= 100:
         return int(of() * float(part[1]) / 100)
     found = re.fullmatch(rf"\s*{number}\s*(?:([KMGT])(i?)B?|B)?\s*", str(size), re.IGNORECASE)
-    if found is None or not (found[2] or float(found[1]).is_integer()):
+    amount, unit, binary = found.groups() if found is not None else ("inf", None, None)
+    base = 1024 if binary else 1000
+    num_bytes = float(amount) * base ** (" KMGT".index(unit.upper()) if unit else 0)
+    if not isfinite(num_bytes) or not (unit or num_bytes.is_integer()):  # infinite: beyond what floats hold
         percent = "" if of is None else ", or up to 100%"
         raise ValueError(
             f"{size!r} is no size; write bytes, or a number with KB, MB, GB, TB, KiB, MiB, GiB or TiB{percent}."
         )
-    number, unit, binary = found.groups()
-    base = 1024 if binary else 1000
-    return int(float(number) * base ** (" KMGT".index(unit.upper()) if unit else 0))
+    return int(num_bytes)

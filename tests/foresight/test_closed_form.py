@@ -6,13 +6,17 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    AutoModelForCausalLM,
+    BambaConfig,
     DeepseekV3Config,
+    FalconH1Config,
     Gemma2Config,
     GPT2Config,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MixtralConfig,
+    PreTrainedConfig,
 )
 
 from lightning_compress.calibration.target import find_target
@@ -169,10 +173,36 @@ def test_adapters_without_one() -> None:
 
 
 def test_other_architectures_have_none() -> None:
-    assert decoder(LlamaConfig(), 1, 4) is not None
-    assert decoder(LlamaConfig(), 1, 8) is None
-    for config in (GPT2Config(), MixtralConfig(), Gemma2Config(), MistralConfig(sliding_window=8), DeepseekV3Config()):
-        assert decoder(config, 1, 4) is None
+    """Seen to fail: with formulas for layers of Mamba or linear attention, as if all had heads that keep keys."""
+    plain: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    mamba: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
+    assert has_formulas(LlamaConfig(**plain))
+    assert not has_formulas(LlamaConfig(**plain), itemsize=8)
+    other = (GPT2Config(), MixtralConfig(), Gemma2Config(), MistralConfig(sliding_window=8), DeepseekV3Config())
+    assert not any(decoder(config, 1, 4) for config in other)
+    assert not has_formulas(BambaConfig(**plain, **mamba, attn_layer_indices=[1], num_hidden_layers=3))
+    assert not has_formulas(FalconH1Config(**plain, mamba_d_ssm=128, **mamba, num_hidden_layers=2))
+
+
+def test_layers_of_other_parameters_have_none() -> None:
+    """Whatever their configuration calls them. Seen to fail: without looking at their number."""
+    sizes = LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_attention_heads=4, num_hidden_layers=2, vocab_size=100
+    )
+    linears = 2 * (4 * 64 * 64 + 3 * 64 * 96)
+    assert decoder(sizes, linears + 2 * 64 * 100 + 5 * 64, 4) is not None
+    assert decoder(sizes, linears * 2 // 3 + 2 * 64 * 100 + 5 * 64, 4) is None, "no gate"
+
+
+def has_formulas(config: PreTrainedConfig, itemsize: int = 4) -> bool:
+    with parameters_on_meta():
+        model = AutoModelForCausalLM.from_config(config)
+    return decoder(config, sum(parameter.numel() for parameter in model.parameters()), itemsize) is not None
 
 
 def test_llmem() -> None:

@@ -192,6 +192,41 @@ def test_no_other_budgets_of_activations_are_faster(
             assert found.total_s <= SLACK * min(plan.total_s for plan in with_reserve) + 1e-9
 
 
+def uneven(given: Candidate) -> Candidate:
+    """With much on its way at every moment, and a first subgraph of which less waits while much else is in host memory
+    (which is what binds there, where a part of what waits at other moments is on the device)."""
+
+    def changed(moment: Moment, number: int) -> Moment:
+        if number:
+            return replace(moment, in_flight=60)
+        return replace(moment, in_flight=60, waiting=40, loaded=40 * bool(moment.loaded), on_host=3 * moment.on_host)
+
+    rows = enumerate(given.table)
+    return replace(
+        given, table=tuple(replace(row, moments=tuple(changed(each, n) for each in row.moments)) for n, row in rows)
+    )
+
+
+@pytest.mark.parametrize("on_device", [130, 160, 180, 200, 230])
+@pytest.mark.parametrize("on_host", [None, 1085, 1160])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_nothing_is_on_its_way_where_all_waits_on_the_device(on_device: int, on_host: int | None, depth: int) -> None:
+    """Against a grid, as above. Seen to fail: with room left for it at every moment, by which plans were slower or
+    refused, and with budgets of host memory bound by moments of which nothing waits there."""
+    given, there_is = uneven(candidate("disk", depth)), machine()
+    there = Resources(on_device, on_host, 260)
+    grid = itertools.product(range(0, 101, 5), [None, *range(0, 101, 5)])
+    fitting = [plan for each in grid if fits(plan := foreseen(given, there_is, Waiting(*each)), there)]
+    found = best(given, there_is, there)
+    if found is None:
+        assert not fitting
+        return
+    assert fits(found, there)
+    most = math.inf if on_host is None else 1000 + (on_host - 1000) / (1 + RESERVE)
+    if with_reserve := [plan for plan in fitting if plan.peaks["host"] <= most]:
+        assert found.total_s <= SLACK * min(plan.total_s for plan in with_reserve) + 1e-9
+
+
 def fits(plan: Plan, there: Resources) -> bool:
     limits = {"device": there.device, "host": there.host, "disk": there.disk}
     return all(limits[place] is None or size <= limits[place] for place, size in plan.peaks.items())  # type: ignore[operator]
@@ -291,6 +326,20 @@ def test_the_smallest_budgets_are_the_smallest() -> None:
     assert plans(given, machine(), Resources(None, needed["host"], None))
     assert not plans(given, machine(), Resources(None, needed["host"] - 1, None))
     assert not plans(given, machine(), Resources(None, None, 199)), "less than the checkpoint"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_smallest_budgets_of_few_batches_are_the_smallest(device: str) -> None:
+    """More is on its way than waits, so all in memory takes less. Seen to fail: with all of it in the file."""
+    rows = candidate().table
+    table = tuple(
+        replace(row, moments=tuple(replace(each, waiting=10, in_flight=60) for each in row.moments)) for row in rows
+    )
+    given = replace(candidate(), table=table)
+    for place, (_, size) in smallest([given], machine(device)).items():
+        there = Resources(None, None, None)
+        assert best(given, machine(device), replace(there, **{place: size})) is not None
+        assert best(given, machine(device), replace(there, **{place: size - 1})) is None
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

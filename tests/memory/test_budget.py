@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_compress.errors import BudgetError
-from lightning_compress.memory.budget import RESERVE, Budgets, fit
+from lightning_compress.memory.budget import RESERVE, Budgets, Fit, fit
 from lightning_compress.memory.needs import PIECES, Moment, Needs, Requests, as_one
 from lightning_compress.memory.placement import MemoryConfig, placement
 from lightning_compress.memory.transfer import PIECE
@@ -124,6 +124,23 @@ def test_the_smallest_budget_that_is_named_holds() -> None:
     assert fit(TABLE, CPU, replace(NO_LIMIT, host=1350)).host_bytes == 1350
     with pytest.raises(BudgetError):
         fit(TABLE, CPU, replace(NO_LIMIT, host=1349))
+
+
+@pytest.mark.parametrize(("device", "held"), [(CPU, 1000), (CUDA, 0)])
+def test_the_smallest_budget_of_few_batches_is_named(device: torch.device, held: int) -> None:
+    """More is on its way than waits, so all in memory takes less. Seen to fail: with all in the file."""
+    few = Moment("batch", "", waiting=20, fixed=10, in_flight=60, batch=100, statistics=40)
+    least = held + 100 + 20 + 10 + 100 + 40
+
+    def fitted(size: int) -> Fit:
+        of_host = replace(NO_LIMIT, host=size)
+        of_device = replace(NO_LIMIT, device=size, device_activations=None)
+        return fit((Needs("layer", 100, (few,)),), device, of_host if device == CPU else of_device)
+
+    with pytest.raises(BudgetError, match=f"the smallest that can is {least} bytes"):
+        fitted(least - 1)
+    waiting = fitted(least).waiting
+    assert (waiting.host if device == CPU else waiting.device) is None
 
 
 def test_remedies_are_those_that_would_help() -> None:
