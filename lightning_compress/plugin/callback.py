@@ -27,7 +27,7 @@ from lightning_compress.export.checkpoint import SavesPretrained, check_output_d
 from lightning_compress.graph.restore import assigned
 from lightning_compress.graph.stages import Schedule
 from lightning_compress.graph.targets import as_patterns
-from lightning_compress.memory.pickled import UNFINISHED_KEY
+from lightning_compress.memory.pickled import QUANTIZED_KEY, UNFINISHED_KEY, said_of_quantized
 from lightning_compress.memory.placement import MemoryConfig, memory_config
 from lightning_compress.memory.source import is_on_meta
 from lightning_compress.plugin import compat
@@ -171,6 +171,8 @@ class CompressionCallback(Callback):
                 "A checkpoint is saved in which some weights are quantized and others are not, because the compression "
                 "did not finish: neither train nor compress what it holds."
             )
+        elif checkpoint.get("state_dict") and already_quantized(compressed_module(pl_module)):
+            checkpoint[QUANTIZED_KEY] = True
         if isinstance(loop, CompressionLoop) and loop.progress is not None and onloads(trainer):
             checkpoint["callbacks"][STATE_KEY] = loop.progress.to_state()
 
@@ -190,6 +192,8 @@ class CompressionCallback(Callback):
                 "weights are quantized and others are not. Load one of the training, and start the compression again; "
                 "it continues with the subgraphs that are in its output_dir."
             )
+        if QUANTIZED_KEY in checkpoint and compat.is_fitting(pl_module):
+            rank_zero_warn(said_of_quantized(trainer.ckpt_path))
         self._is_trained = TRAINED_KEY in checkpoint
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
