@@ -2,7 +2,19 @@
 
 from collections.abc import Sequence
 
+from lightning_compress.errors import CompressionError
+
 _MULTIRUN = ("-m", "--multirun")
+_WITH_VALUES = (
+    "--cfg",
+    "--config-dir",
+    "--config-name",
+    "--config-path",
+    "--experimental-rerun",
+    "--info",
+    "--package",
+)
+"""Hydra's flags that may be given as --FLAG=VALUE."""
 _WITH_FOLDER = ("-cd", "--config-dir", "-cp", "--config-path")
 
 
@@ -41,3 +53,16 @@ def as_overrides(arguments: Sequence[str]) -> list[str]:
             at = found.index(flag)
             found[at : at + 2] = [written.format(found[at + 1])]
     return found
+
+
+def check_flags(arguments: Sequence[str]) -> None:
+    """
+    Raises:
+        CompressionError: a key is given as other tools have it, of which Hydra's parser says how it is called itself.
+
+    >>> check_flags(["model.path=DIR", "-m", "--config-dir=cfg"])
+    """
+    for each in arguments:
+        flag, equals, _ = each.partition("=")
+        if equals and flag.startswith("--") and not any(known.startswith(flag) for known in _WITH_VALUES):
+            raise CompressionError(f"{each}: keys have no dashes before them: {each.lstrip('-')}")

@@ -21,7 +21,8 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from rich.console import Console
 from rich.table import Table
 
-from lightning_compress.command.arguments import as_overrides, is_multirun, overrides_first
+from lightning_compress.calibration.resume import versions
+from lightning_compress.command.arguments import as_overrides, check_flags, is_multirun, overrides_first
 from lightning_compress.command.compress import run_compress
 from lightning_compress.command.estimate import estimate as foresee
 from lightning_compress.command.evaluation import run_evaluate
@@ -72,7 +73,8 @@ USAGE = """lightning-compress COMMAND [GROUP=OPTION ...] [KEY=VALUE ...]
              lightning-compress inspect model.path=DIR graph=graph.svg
   probe      measure this machine for `plan`, or correct that by runs: refit=[OUT/report.json]
 
-  lightning-compress COMMAND --help lists the groups, their options, and every key."""
+  lightning-compress COMMAND --help lists the groups, their options, and every key.
+  lightning-compress --version says which versions of what this is."""
 
 
 @until_unread()
@@ -83,6 +85,9 @@ def main() -> None:
     command = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if command in ("-h", "--help"):
         print(USAGE)
+        return
+    if "--version" in sys.argv:
+        print(", ".join(f"{name} {number}" for name, number in versions().items()))
         return
     if command not in _COMMANDS:
         sys.exit(f"{USAGE}\n\nlightning-compress: there is no command {command!r}.")
@@ -101,6 +106,7 @@ def main() -> None:
     try:
         ordered = overrides_first(as_overrides(given[2:]))
         with named_recipes(with_quoted_paths(ordered, is_multirun(ordered))) as arguments:
+            check_flags(arguments)
             check_groups(arguments)
             sys.argv = [f"{given[0]} {command}", *arguments]
             hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=command)(task)()

@@ -15,6 +15,7 @@ from lightning_compress.calibration.prepare import needs_data
 from lightning_compress.command.evaluation import measured_perplexity
 from lightning_compress.command.models import (
     agreed_from_disk,
+    check_not_quantized,
     left_out,
     load_model,
     memory_options,
@@ -74,6 +75,7 @@ def _compress_among(ranks: Collective, trainer: pl.Trainer, config: DictConfig, 
     memory_options(config.memory)  # what is misspelt is told before anything is loaded
     check_number("data.num_samples", config.data.num_samples, 1)
     check_output_dir(output_dir)
+    check_not_quantized(config.model)
     planned = None
     if config.plan is not None:
         planned = plan_for_run(config, trainer, onload_device(trainer), output_dir, ranks)

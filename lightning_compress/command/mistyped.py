@@ -65,8 +65,10 @@ def mistyped(error: HydraException | OmegaConfBaseException, command: str = "") 
         return _unknown_at_the_top(override[1], override[1], own, command)
     given = f"{error.override}: " if isinstance(error, OverrideParseException) else ""
     remedy = "--help behind the command lists groups and keys."
+    if isinstance(error, OverrideParseException) and "missing EQUAL" in str(error):
+        return f"{error.override} is no KEY=VALUE, such as model.path=DIR."
     if given:
-        remedy = "What holds spaces, brackets or other letters is quoted twice: 'KEY=\"VALUE\"'."
+        remedy = "What holds spaces, brackets or other letters is quoted twice: 'KEY=\"VALUE\"', 'KEY=[\"VALUE\"]'."
     lines = [line for line in str(error).splitlines() if not line.startswith((" ", "See http", "To append"))]
     return f"{given}{' '.join(lines)} ({remedy})"
 
@@ -92,11 +94,14 @@ def complete(config: DictConfig) -> DictConfig:
     """A command's configuration as it is, if all is given; of the data, a command says itself what it needs.
 
     Raises:
-        CompressionError: names all that is missing, or null where there is no such choice.
+        CompressionError: names all that is missing, or null or empty where there is no such choice.
     """
     null = [f"{key}=null" for key in ("output_dir", "calibration", "memory") if key in config and config[key] is None]
     if null:
         raise CompressionError(f"{' '.join(null)}: there has to be one.")
+    empty = [f"{key}=" for key in ("model.path", "output_dir") if OmegaConf.select(config, key) == ""]
+    if empty:  # a path that is empty is the folder one is in
+        raise CompressionError(f"{' '.join(empty)} is empty, as of a variable that is not set: give a folder.")
     missing = [f"{key}=..." for key in _missing(config, "") if not key.startswith("data.")]
     if missing:
         raise CompressionError(f"{' '.join(missing)} has to be given.")
@@ -118,7 +123,12 @@ def _defaults(command: str) -> set[str]:
 
 
 def _unknown_option(file: str, options: Iterable[str]) -> str:
-    group, _, option = file.partition("/")
+    group, slash, option = file.partition("/")
+    if not slash:  # a command's own, or what --config-name says
+        return (
+            f"There is no configuration {file!r} in the folders that are looked through. One of yours is added to "
+            "ours by --config-dir DIR; --config-path takes their place."
+        )
     remedy = ""
     if option.endswith((".yaml", ".yml")) or "/" in option:
         remedy = (

@@ -18,6 +18,7 @@ from lightning_compress.calibration.resume import begun_run
 from lightning_compress.distributed.collective import Collective
 from lightning_compress.errors import CompressionError, RunWarning, listed
 from lightning_compress.export.checkpoint import check_finished
+from lightning_compress.export.processors import has_processor, load_processor
 from lightning_compress.memory.dequantized import METHODS
 from lightning_compress.memory.files import has_safetensors, stored_dtype, stored_tensors
 from lightning_compress.memory.host import available_bytes
@@ -29,7 +30,6 @@ _AUTO_CLASSES = (
     *("AutoModelForMaskedLM", "AutoModelForImageClassification", "AutoModel"),
 )
 _CONFIGS = ("config.json", "adapter_config.json")
-_PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 
 
 def memory_options(config: DictConfig) -> MemoryConfig:
@@ -95,6 +95,26 @@ def with_dequantized(config: DictConfig) -> DictConfig:
         )
     config.model.load = "disk"
     return config
+
+
+def check_not_quantized(config: DictConfig) -> None:
+    """
+    Raises:
+        CompressionError: the model that is to be compressed is quantized, and not to be dequantized. Said before it is
+            loaded, which may take a package that is not there.
+    """
+    if not Path(config.path).is_dir() or _dequantizes(config):
+        return
+    try:
+        method = _method(config.path)
+    except OSError:  # which is told where it is loaded
+        return
+    if method is not None:
+        remedy = "; or the floats that it stands for, by model.dequantize=true" if method in METHODS else ""
+        raise CompressionError(
+            f"model.path={config.path} is quantized already, by {method} (quantization_config in its config.json). "
+            f"Compress the original{remedy}."
+        )
 
 
 def _method(path: str) -> str | None:
@@ -193,17 +213,12 @@ def find_processor(config: DictConfig) -> Any:
 
 
 def _has_processor(config: DictConfig) -> bool:
-    return config.tokenizer is not None and any((Path(config.tokenizer) / name).is_file() for name in _PROCESSORS)
+    return config.tokenizer is not None and has_processor(config.tokenizer)
 
 
 def _processor(config: DictConfig) -> Any:
-    """The folder's processor or tokenizer, or what it has of one: sounds without a word."""
-    auto_class: Any = transformers.AutoProcessor if _has_processor(config) else transformers.AutoTokenizer
     try:
-        try:
-            return auto_class.from_pretrained(config.tokenizer, trust_remote_code=config.trust_remote_code)
-        except TypeError:  # a processor whose tokenizer is not there
-            return transformers.AutoFeatureExtractor.from_pretrained(config.tokenizer)
+        return load_processor(config.tokenizer, config.trust_remote_code)
     except (OSError, ValueError, ImportError, TypeError) as error:
         has_model = (Path(config.path) / "config.json").is_file()
         if not has_model:  # which is what is wrong

@@ -94,7 +94,8 @@ class DocsConfig(TokensConfig):
 class TextConfig(TokensConfig):
     """Plain text files in UTF-8, one document each; a file of more than 65536 characters is several, cut between lines.
 
-    files: their paths.
+    files: their paths, or patterns of them (`texts/*.txt`, `**` for folders at any depth), packed (.gz, .bz2, .xz) or
+        not.
     """
 
     source: ClassVar[str] = "text"
@@ -119,7 +120,8 @@ class TextConfig(TokensConfig):
 class HfConfig(TokensConfig):
     """A data set of the `datasets` library; one row is one document.
 
-    path: a name on the Hub, a folder written by `save_to_disk`, or a local .json, .jsonl, .parquet or .csv file.
+    path: a name on the Hub, a folder written by `save_to_disk`, or a local .json, .jsonl, .parquet or .csv file, packed
+        (.gz, .bz2, .xz) or not.
     name: the data set's configuration, where it has several.
     split: e.g. "train" or "train[:1000]".
     column: a string, or a chat (list of {role, content}), which goes through the tokenizer's chat template.
@@ -236,8 +238,10 @@ def load_data_config(values: Mapping[str, Any] | DictConfig) -> DataConfig:
     except OmegaConfBaseException as error:
         value = plain.get(str(error.full_key))
         of_list = isinstance(value, str) and isinstance(getattr(schema, str(error.full_key), None), ListConfig)
-        listed = f"; give a list, as data.{error.full_key}=[{value}]" if of_list else ""
-        raise CalibrationDataError(f"data.{error.full_key}: {_first_line(error)}{listed}") from error
+        remedy = f"; give a list, as data.{error.full_key}=[{value}]" if of_list else ""
+        if isinstance(value, list):
+            remedy = "; give one, not a list"
+        raise CalibrationDataError(f"data.{error.full_key}: {_first_line(error)}{remedy}") from error
     assert isinstance(typed, dict)
     arguments: dict[str, Any] = {str(key): tuple(v) if isinstance(v, list) else v for key, v in typed.items()}
     return config(**arguments)

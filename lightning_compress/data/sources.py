@@ -5,13 +5,16 @@ until they are drawn). Documents are strings, or chats (lists of messages) for `
 """
 
 import ast
+import bz2
 import glob
+import gzip
 import inspect
+import lzma
 import os
 import sysconfig
 import tokenize
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -34,6 +37,7 @@ _TEST_EVERY = 20
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 # Characters of a document that is part of a text file: a tokenizer takes some 150 bytes for each of those it reads.
 _LONGEST = 2**16
+_PACKED: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 _LOADERS = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
@@ -51,7 +55,7 @@ def load_documents(config: TokensConfig) -> Sequence[Document]:
             held_out = config.split == "test"
             return [text for i, text in enumerate(documents) if (i % _TEST_EVERY == _TEST_EVERY - 1) == held_out]
         case TextConfig():
-            return [part for path in config.files for part in _parts(_read_text(path))]
+            return [part for path in _named(config.files) for part in _parts(_read_text(path))]
         case HfConfig():
             return _column(load_rows(config), config)
         case _:
@@ -103,13 +107,33 @@ def _visit(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
             yield from _visit(child, f"{name}.{child.name}" if isinstance(child, _Scope) else name)
 
 
+def _named(files: Sequence[str]) -> Iterator[str]:
+    """The files, and by their names those that a pattern matches."""
+    for path in files:
+        found = [path]
+        if glob.has_magic(path) and not os.path.exists(path):
+            found = sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
+            if not found:
+                raise FileNotFoundError(f"data.files: no file matches {path!r} (looked in {os.getcwd()}).")
+        if os.path.isdir(path):
+            raise CalibrationDataError(
+                f"data.files: {path!r} is a folder; name its files, as in data.files=[{os.path.join(path, '*.txt')}]."
+            )
+        yield from found
+
+
 def _read_text(path: str) -> str:
     if not os.path.isfile(path):
         raise FileNotFoundError(f"data.files: {path!r} is not a file (looked in {os.getcwd()}).")
     try:
-        return Path(path).read_text(encoding="utf-8-sig")  # a byte order mark is no text
+        with _PACKED.get(Path(path).suffix.lower(), open)(path, "rt", encoding="utf-8-sig") as file:
+            return cast(str, file.read())  # without a byte order mark, which is no text
     except UnicodeDecodeError as error:
-        raise CalibrationDataError(f"data.files: {path!r} is not text in UTF-8 ({error}).") from error
+        raise CalibrationDataError(
+            f"data.files: {path!r} is not text in UTF-8 ({error}). Convert it, as with iconv -f LATIN1 -t UTF-8."
+        ) from error
+    except (gzip.BadGzipFile, lzma.LZMAError, EOFError) as error:
+        raise CalibrationDataError(f"data.files: {path!r} cannot be unpacked: {error}") from error
 
 
 def _parts(text: str) -> Iterator[str]:
@@ -130,15 +154,15 @@ def load_rows(config: HfConfig | MultimodalConfig) -> datasets.Dataset:
     Raises FileNotFoundError or CalibrationDataError naming the file or split that is missing, and those there are.
     """
     path = Path(config.path)
-    kind = _LOADERS.get(path.suffix.lower())
+    kind = _LOADERS.get((path.with_suffix("") if path.suffix.lower() in _PACKED else path).suffix.lower())
     is_saved = any((path / marker).is_file() for marker in ("dataset_dict.json", "state.json"))
     saved = datasets.load_from_disk(config.path) if is_saved else None
     if kind is not None and not path.is_file():
         raise FileNotFoundError(f"data.path: {config.path!r} is not a file (looked in {os.getcwd()}).")
     if kind is None and path.is_file():
         raise CalibrationDataError(
-            f"data.path: {config.path!r} ends with {path.suffix!r}; files that end with {', '.join(_LOADERS)} are read "
-            "(and plain text, by data=text data.files=[...])."
+            f"data.path: {config.path!r} ends with {path.suffix!r}; files that end with {', '.join(_LOADERS)} are "
+            f"read, packed ({', '.join(_PACKED)}) or not (and plain text, by data=text data.files=[...])."
         )
     try:
         if saved is not None:

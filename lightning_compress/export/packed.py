@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +165,12 @@ def load_compressed(module: nn.Module, directory: str | Path) -> nn.Module:
 
     Raises:
         CompressionError: the folder holds no compressed checkpoint, or its tensors do not fit the module.
+        TypeError: the module is none, or the folder is no path.
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"The module is one that has been made, not {module!r}; then comes the checkpoint's folder.")
+    if not isinstance(directory, str | PathLike):
+        raise TypeError(f"The directory is the path of a checkpoint's folder, not {directory!r}.")
     directory = Path(directory)
     config = stored_quantization(directory)
     if config is None:

@@ -11,8 +11,19 @@ from lightning_compress.recipe.resolve import matches
 
 
 def as_patterns(given: str | Iterable[str] | None) -> tuple[str, ...] | None:
-    """Sequential targets as a user gives them: several, or one."""
-    return (given,) if isinstance(given, str) else None if given is None else tuple(given)
+    """Sequential targets as a user gives them: several, or one.
+
+    Raises:
+        UnsupportedModelError: what is given is no text, or holds what is none.
+    """
+    if given is None or isinstance(given, str):
+        return None if given is None else (given,)
+    found = tuple(given) if isinstance(given, Iterable) else (given,)
+    if not all(isinstance(each, str) for each in found):
+        raise UnsupportedModelError(
+            f"sequential_targets={given!r} is no list of class names, module names or 're:' patterns."
+        )
+    return found
 
 
 def sequential_modules(

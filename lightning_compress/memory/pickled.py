@@ -10,6 +10,7 @@ inert object: nothing is imported, and no code of the file's choice runs. Altern
 """
 
 import pickle
+import warnings
 import zipfile
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any, BinaryIO, final
 import torch
 from torch import Tensor
 
-from lightning_compress.errors import CompressionError
+from lightning_compress.errors import CompressionError, RunWarning
 from lightning_compress.memory.files import StoredFile, StoredTensor, stored_file
 
 _TENSOR_PARTS = {
@@ -37,6 +38,16 @@ _LOCAL_HEADER_BYTES = 30
 UNFINISHED_KEY = "lightning_compress.unfinished"
 """In checkpoints that were saved behind a compression that had ended before its time, of weights half of which are
 quantized: callbacks that save at an exception do that."""
+QUANTIZED_KEY = "lightning_compress.quantized"
+"""In checkpoints that were saved behind a compression, of weights that are as that left them."""
+
+
+def said_of_quantized(file: object) -> str:
+    """What is to be told of a checkpoint that is marked so, and is taken for the original weights."""
+    return (
+        f"{file} was saved behind a compression: its weights are quantized already, and this run starts from those, "
+        "not from the original's. To compress anew give a checkpoint of the training."
+    )
 
 
 def stored_state_dict(file: Path) -> dict[str, StoredTensor]:
@@ -53,6 +64,8 @@ def stored_state_dict(file: Path) -> dict[str, StoredTensor]:
             f"{file} was saved when a compression had not finished: some of its weights are quantized and others are "
             "not. Give one that was saved in the training."
         )
+    if isinstance(content, dict) and QUANTIZED_KEY in content:
+        warnings.warn(said_of_quantized(file), RunWarning, stacklevel=2)
     state = content.get("state_dict", content) if isinstance(content, dict) else {}
     found = {
         name: locate(tensor)

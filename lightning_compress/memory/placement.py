@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ class MemoryConfig:
             is in memory.
 
     Raises:
-        CompressionError: a size that is none, or a depth that is no number from 0 on.
+        CompressionError: a size that is none, a depth that is no number from 0 on, or a folder that is no path.
     """
 
     device_budget: int | str | None = None
@@ -54,8 +55,11 @@ class MemoryConfig:
         depth = self.prefetch_depth
         if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
             raise CompressionError(
-                f"prefetch_depth={depth} is no number of subgraphs: 0, 1, 2, ...; 0 reads nothing ahead."
+                f"prefetch_depth={depth!r} is no number of subgraphs: 0, 1, 2, ...; 0 reads nothing ahead."
             )
+        folder = self.scratch_dir
+        if folder is not None and (not isinstance(folder, str | PathLike) or folder == ""):
+            raise CompressionError(f"scratch_dir={folder!r} is no path of a folder; leave it out for the system's own.")
 
     def num_bytes(self, name: str, device: torch.device) -> int | None:
         """A budget in bytes, of a run on `device`.

@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from omegaconf import MISSING
 from torch import nn
 
 from lightning_compress.calibration.batches import CalibrationSet
@@ -26,7 +27,7 @@ from lightning_compress.export.checkpoint import SavesPretrained, check_output_d
 from lightning_compress.graph.restore import assigned
 from lightning_compress.graph.stages import Schedule
 from lightning_compress.graph.targets import as_patterns
-from lightning_compress.memory.pickled import UNFINISHED_KEY
+from lightning_compress.memory.pickled import QUANTIZED_KEY, UNFINISHED_KEY, said_of_quantized
 from lightning_compress.memory.placement import MemoryConfig, memory_config
 from lightning_compress.memory.source import is_on_meta
 from lightning_compress.plugin import compat
@@ -48,7 +49,7 @@ from lightning_compress.plugin.module import compressed_module, onload_device, o
 from lightning_compress.plugin.progress import STATE_KEY, Progress, from_state
 from lightning_compress.plugin.requeue import TRAINED_KEY, replace_run
 from lightning_compress.plugin.rng import rng_kept
-from lightning_compress.plugin.settings import Settings, as_folder, check_number
+from lightning_compress.plugin.settings import Settings, as_folder, as_processor, check_number
 from lightning_compress.recipe.load import RecipeLike, load_recipe
 from lightning_compress.recipe.refused import adapters
 from lightning_compress.report.report import Report, partial_line
@@ -67,7 +68,8 @@ class CompressionCallback(Callback):
 
     Args:
         recipe: a shipped name (`w4a16_gptq`), a path, a mapping, or a `Recipe`.
-        output_dir: folder of the checkpoint and the report; None changes the module in memory only.
+        output_dir: folder of the checkpoint and the report; None changes the module in memory only. One of them has to
+            be given.
         when: `after_train`, when all `on_train_end` hooks have run; or `only`: `fit` compresses and does not train.
         calibration: a DataLoader, a collection of them, or any iterable of batches. Without it:
             `calibration_dataloader()` of the module or datamodule, else the training data.
@@ -80,7 +82,7 @@ class CompressionCallback(Callback):
             at once take too much memory; by default one, or as many as `memory`'s budgets demand.
         memory: options of `MemoryConfig` (a mapping will do): budgets, where activations wait, prefetch depth.
         verify: read the checkpoint back and compare it with the module.
-        tokenizer: saved with the checkpoint; a tokenizer or processor.
+        tokenizer: saved with the checkpoint; a tokenizer or processor, or the folder of one.
         weights: what parameters on the meta device are read from, a subgraph at a time: a folder of safetensors files
             (of the module, or of the transformers model in it), or a Lightning checkpoint (`.ckpt`: one file, or the
             folder of a sharded one), of which only the `state_dict` is read. Needs `when="only"`,
@@ -100,7 +102,7 @@ class CompressionCallback(Callback):
     def __init__(
         self,
         recipe: RecipeLike,
-        output_dir: str | Path | None,
+        output_dir: str | Path | None = MISSING,
         when: Literal["after_train", "only"] = "after_train",
         calibration: Iterable[Any] | None = None,
         max_samples: int | None = None,
@@ -109,7 +111,7 @@ class CompressionCallback(Callback):
         expert_parts: int | None = None,
         memory: MemoryConfig | Mapping[str, Any] | None = None,
         verify: bool = True,
-        tokenizer: SavesPretrained | None = None,
+        tokenizer: SavesPretrained | str | Path | None = None,
         weights: str | Path | None = None,
         resume: Literal["auto", "never"] = "auto",
         keep_activations: bool = False,
@@ -137,7 +139,7 @@ class CompressionCallback(Callback):
             weights=as_folder("weights", weights),
             resume=resume == "auto",
             keep_activations=keep_activations,
-            tokenizer=tokenizer,
+            tokenizer=as_processor(tokenizer),
         )
         self.when = when
         self.calibration = calibration
@@ -169,6 +171,8 @@ class CompressionCallback(Callback):
                 "A checkpoint is saved in which some weights are quantized and others are not, because the compression "
                 "did not finish: neither train nor compress what it holds."
             )
+        elif checkpoint.get("state_dict") and already_quantized(compressed_module(pl_module)):
+            checkpoint[QUANTIZED_KEY] = True
         if isinstance(loop, CompressionLoop) and loop.progress is not None and onloads(trainer):
             checkpoint["callbacks"][STATE_KEY] = loop.progress.to_state()
 
@@ -188,6 +192,8 @@ class CompressionCallback(Callback):
                 "weights are quantized and others are not. Load one of the training, and start the compression again; "
                 "it continues with the subgraphs that are in its output_dir."
             )
+        if QUANTIZED_KEY in checkpoint and compat.is_fitting(pl_module):
+            rank_zero_warn(said_of_quantized(trainer.ckpt_path))
         self._is_trained = TRAINED_KEY in checkpoint
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

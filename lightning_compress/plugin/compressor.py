@@ -26,6 +26,7 @@ from lightning_compress.report.report import Report
 _OF_TRAINING = (CompressionCallback, LearningRateFinder, BatchSizeFinder, BaseFinetuning, StochasticWeightAveraging)
 """Callbacks that sit out: there is no training that could be searched for its settings, that they could change, or that
 a compression could follow."""
+_LOADERS = "; loaders are given as `dataloaders`"
 
 
 @final
@@ -68,16 +69,14 @@ class Compressor:
         Raises:
             CompressionError: see `CompressionCallback`.
             ValueError: both `dataloaders` and `datamodule`.
-            TypeError: a `trainer` or `model` that is none, or of the `pytorch_lightning` package.
+            TypeError: a `trainer`, `model` or `datamodule` that is none, or of the `pytorch_lightning` package.
             RuntimeError: the run was interrupted, or its report stayed in processes that the strategy spawned.
         """
         if dataloaders is not None and datamodule is not None:
             raise ValueError("Give either `dataloaders` or `datamodule`, not both.")
         for given in (self._trainer, model, datamodule):
             compat.check_class_tree(given)
-        for name, given, kind in (("trainer", self._trainer, pl.Trainer), ("model", model, nn.Module)):
-            if not isinstance(given, kind):
-                raise TypeError(f"The {name} is a {kind.__name__}, not {_said(given)}; a model is loaded before.")
+        _check_kinds(self._trainer, model, datamodule)
         callback = CompressionCallback(recipe, output_dir, when="only", calibration=dataloaders, **options)
         others = [other for other in compat.callbacks(self._trainer) if not isinstance(other, _OF_TRAINING)]
         with (
@@ -98,8 +97,25 @@ class Compressor:
         return callback.report
 
 
+def _check_kinds(trainer: object, model: object, datamodule: object) -> None:
+    """
+    Raises:
+        TypeError: one is of another kind.
+    """
+    kinds: tuple[tuple[str, object, Any, str, str], ...] = (
+        ("trainer", trainer, pl.Trainer, "a Trainer", ""),
+        ("model", model, nn.Module, "a Module", "; a model is loaded before"),
+        ("datamodule", datamodule, pl.LightningDataModule | None, "a LightningDataModule", _LOADERS),
+    )
+    for name, given, kind, wanted, remedy in kinds:
+        if not isinstance(given, kind):
+            raise TypeError(f"The {name} is {wanted}, not {_said(given)}{remedy}.")
+
+
 def _said(given: object) -> str:
     """What was given, without all of its values."""
+    if isinstance(given, type):
+        return f"the class {given.__name__}"
     return repr(given) if isinstance(given, str | PathLike | None) else f"a {type(given).__name__}"
 
 

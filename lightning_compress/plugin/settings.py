@@ -4,9 +4,13 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from os import PathLike
 from pathlib import Path
+from typing import Any
+
+from omegaconf import MISSING
 
 from lightning_compress.errors import CompressionError
 from lightning_compress.export.checkpoint import SavesPretrained
+from lightning_compress.export.processors import load_processor
 from lightning_compress.graph.stages import Schedule
 from lightning_compress.memory.placement import MemoryConfig
 from lightning_compress.recipe.config import Recipe
@@ -60,11 +64,32 @@ def as_folder(name: str, given: object) -> Path | None:
     """A folder that may be given as text.
 
     Raises:
-        CompressionError: it is neither.
+        CompressionError: it is neither, or nothing: as a path that would be the folder one is in.
     """
-    if given is not None and not isinstance(given, str | PathLike):
+    if given == MISSING:  # a default other than None, for which jsonargparse takes an argument that is null as left out
+        raise CompressionError(f"{name} has to be given: a folder; or None, which changes the module in memory only.")
+    if given is not None and (not isinstance(given, str | PathLike) or given == ""):
         raise CompressionError(f"{name}={given!r} is no path.")
     return None if given is None else Path(given)
+
+
+def as_processor(given: object) -> Any:
+    """A tokenizer or processor that may be given as the folder that it is in, as configuration files do.
+
+    Raises:
+        CompressionError: there is no such folder, or none in it.
+    """
+    if not isinstance(given, str | PathLike):
+        return given
+    if not Path(given).is_dir():
+        raise CompressionError(
+            f"tokenizer={str(given)!r} is no folder: give one, or the tokenizer or processor itself, as from "
+            "AutoTokenizer.from_pretrained(...)."
+        )
+    try:
+        return load_processor(given)
+    except (OSError, ValueError, ImportError, TypeError) as error:
+        raise CompressionError(f"tokenizer={str(given)!r} cannot be loaded: {error}") from error
 
 
 def check_number(name: str, given: object, least: int, most: int | None = None) -> None:

@@ -57,7 +57,10 @@ def load_recipe(recipe: RecipeLike) -> Recipe:
     if OmegaConf.is_config(recipe):
         recipe = cast(Mapping[str, object], OmegaConf.to_container(cast(DictConfig, recipe), resolve=True))
     if not isinstance(recipe, Mapping):
-        raise RecipeError(f"A recipe is a name, a path, a mapping or a Recipe, but this is a {type(recipe).__name__}.")
+        raise RecipeError(
+            f"A recipe is a name, a path, a mapping or a Recipe, but this is a {type(recipe).__name__}."
+            f"{' A list of modifiers is given as {modifiers: [...]}.' if isinstance(recipe, list) else ''}"
+        )
     _check_keys(recipe, ("modifiers",), "the recipe")
     modifiers = recipe.get("modifiers")
     if not isinstance(modifiers, Sequence) or isinstance(modifiers, str) or not modifiers:

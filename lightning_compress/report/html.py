@@ -11,6 +11,7 @@ from lightning_compress.memory.budget import MemoryUse
 from lightning_compress.report.experts import collapsed, coverage, coverage_lines
 from lightning_compress.report.figures import error_figure, lanes_figure, memory_figure
 from lightning_compress.report.plan import amount, described
+from lightning_compress.report.sizes import sized
 
 _STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:70rem;margin:2rem auto;padding:0 1rem;color:#222}
@@ -139,7 +140,7 @@ def _facts(report: Mapping[str, Any]) -> str:
         ("recipe", "<br>".join(_text(f"{algorithm}, {scheme}") for algorithm, scheme in kinds)),
         (
             "all weights, quantized or not",
-            f"{report['bytes_before'] / 1e6:.2f} MB &rarr; {report['bytes_after'] / 1e6:.2f} MB",
+            f"{sized(report['bytes_before'])} &rarr; {sized(report['bytes_after'])}",
         ),
         (
             "ran",

@@ -19,6 +19,7 @@ from lightning_compress.recipe.resolve import Excluded
 from lightning_compress.report.experts import Coverage, collapsed, coverage, coverage_lines
 from lightning_compress.report.html import render_html
 from lightning_compress.report.plan import comparison_lines
+from lightning_compress.report.sizes import sized
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ class Report:
         lines = [
             f"{len(errors)} modules quantized in {self.total_s:.1f} s ({self.schedule} on {self.devices}, "
             f"{self.num_batches} batches); "
-            f"all weights: {self.bytes_before / 1e6:.1f} MB -> {self.bytes_after / 1e6:.1f} MB"
+            f"all weights: {sized(self.bytes_before)} -> {sized(self.bytes_after)}"
         ]
         if errors:
             worst = max(self.modules, key=lambda record: record.error)
@@ -186,6 +187,8 @@ class Report:
             lines.append(partial_line(self.output_dir))
         elif self.output_dir is not None:
             lines.append(f"checkpoint: {self.place}")
+        else:
+            lines.append("nothing was written (output_dir is None): the model in memory has the quantized weights")
         return "\n".join(lines)
 
     def added_lines(self) -> list[str]:

@@ -37,6 +37,7 @@ def test_plain_values_become_the_sources_dataclass() -> None:
         ({"seed": 2**70}, f"data.seed={2**70}: must be below 2**63"),
         ({"split": "valid"}, "data.split='valid': the splits are 'train', 'test' and 'all'"),
         ({"source": "text"}, "data.files is empty"),
+        ({"source": "hf", "path": "a.csv", "column": ["q", "a"]}, "; give one, not a list"),
         ({"source": "hf"}, "data.path is missing"),
     ],
 )

@@ -1,6 +1,9 @@
 """Sources of text: what is read, in which order, and what the errors say."""
 
+import bz2
+import gzip
 import json
+import lzma
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -88,8 +91,45 @@ def test_text_files_that_cannot_be_read(tmp_path: Path) -> None:
         load_documents(TextConfig(files=("/no/such.txt",)))
     binary = tmp_path / "binary"
     binary.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(CalibrationDataError, match=r"binary' is not text in UTF-8"):
+    with pytest.raises(CalibrationDataError, match=r"binary' is not text in UTF-8 .* Convert it, as with iconv"):
         load_documents(TextConfig(files=(str(binary),)))
+    with pytest.raises(CalibrationDataError, match=r"is a folder; name its files, as in data.files=\[.*/\*.txt\]"):
+        load_documents(TextConfig(files=(str(tmp_path),)))
+    with pytest.raises(FileNotFoundError, match=r"data.files: no file matches '.*/\*.md'"):
+        load_documents(TextConfig(files=(f"{tmp_path}/*.md",)))
+    (tmp_path / "none.gz").write_text("text")
+    with pytest.raises(CalibrationDataError, match=r"none.gz' cannot be unpacked: Not a gzipped file"):
+        load_documents(TextConfig(files=(f"{tmp_path}/none.gz",)))
+
+
+def test_text_files_by_a_pattern(tmp_path: Path) -> None:
+    """In the order of their names; a file whose own name is a pattern is that file."""
+    for name in ("b.txt", "a.txt", "[ab].txt", "deep/er/c.txt", "d.md"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+
+    def found(*patterns: str) -> list[object]:
+        return list(load_documents(TextConfig(files=tuple(f"{tmp_path}/{each}" for each in patterns))))
+
+    assert found("*.txt") == ["[ab].txt", "a.txt", "b.txt"]
+    assert found("d.md", "**/[bc].txt") == ["d.md", "b.txt", "deep/er/c.txt"]
+    assert found("[ab].txt") == ["[ab].txt"]
+
+
+@pytest.mark.parametrize("suffix", ["gz", "bz2", "XZ"])
+def test_packed_text_files(tmp_path: Path, suffix: str) -> None:
+    pack = {"gz": gzip.compress, "bz2": bz2.compress, "XZ": lzma.compress}[suffix]
+    (tmp_path / f"a.txt.{suffix}").write_bytes(pack("tëxt\r\nof two lines".encode()))
+    assert load_documents(TextConfig(files=(f"{tmp_path}/a.txt.{suffix}",))) == ["tëxt\nof two lines"]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv"])
+def test_packed_files_of_datasets(tmp_path: Path, suffix: str) -> None:
+    rows = datasets.Dataset.from_dict({"text": ["one", "two"]})
+    {"csv": rows.to_csv, "jsonl": rows.to_json}[suffix](tmp_path / f"rows.{suffix}")
+    packed = tmp_path / f"rows.{suffix}.gz"
+    packed.write_bytes(gzip.compress((tmp_path / f"rows.{suffix}").read_bytes()))
+    assert list(load_documents(HfConfig(path=str(packed)))) == ["one", "two"]
 
 
 @pytest.mark.parametrize("suffix", ["json", "jsonl", "JSONL", "parquet", "csv"])

@@ -344,3 +344,11 @@ def test_a_module_around_a_model(tmp_path: Path) -> None:
     batch = token_batches(1)[0]
     with torch.no_grad():
         assert torch.equal(fresh(batch), around(batch))
+
+
+def test_what_is_loaded_into_what(tmp_path: Path) -> None:
+    """Seen to fail: an AttributeError, and pathlib's TypeError."""
+    with pytest.raises(TypeError, match=r"^The module is one that has been made, not 'folder'; then comes the checkp"):
+        load_compressed("folder", tmp_path)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^The directory is the path of a checkpoint's folder, not None"):
+        load_compressed(tiny_llama(1), None)  # type: ignore[arg-type]

@@ -1,17 +1,20 @@
 """Modules that were compressed before: what is left of that, and what is said."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from lightning_compress import Compressor, load_compressed, parameters_on_meta
 from lightning_compress.calibration.quantized import InputQuantizer, quantize_inputs
+from lightning_compress.errors import RunWarning
 
 from .conftest import GPTQ, TinyModule, compression, loader, samples, tiny_model, weights_of
 
@@ -20,6 +23,18 @@ TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "
 W8A8 = {"modifiers": [{"algorithm": "rtn", "scheme": {"weights": CHANNEL, "input_activations": TOKEN}}]}
 ON_INPUTS = r"made 14 modules \(model.layers.0.self_attn.q_proj, \.\.\.\) quantize their inputs"
 ON_WEIGHTS = r"14 weights \(model.layers.0.self_attn.q_proj.weight, \.\.\.\) are as an earlier compression left them"
+
+SAVED = "quantized.ckpt was saved behind a compression: its weights are quantized already"
+
+
+class SavesAtEnd(Callback):
+    """Of the training, before what is behind it."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        trainer.save_checkpoint(self.file)
 
 
 def logits(model: torch.nn.Module) -> Tensor:
@@ -91,6 +106,27 @@ def test_a_checkpoint_of_the_training_is_tested_as_it_is_and_that_is_said(make_t
     make_trainer().test(trained, loader(), verbose=False)
     compressed, loaded = module.test_losses[:4], module.test_losses[4:]
     assert loaded == trained.test_losses != compressed
+
+
+def test_a_checkpoint_of_quantized_weights_is_known_for_one(
+    make_trainer: Any, compressor: Compressor, tmp_path: Path
+) -> None:
+    """Warnings are errors where it is tested, or was trained since. Seen to fail: weights were quantized twice, and
+    nothing was said."""
+    module, files = TinyModule(), [tmp_path / name for name in ("trained.ckpt", "quantized.ckpt")]
+    trainer = make_trainer(compression(), SavesAtEnd(files[0]))
+    trainer.fit(module, loader())
+    trainer.save_checkpoint(files[1])
+    make_trainer(compression()).test(TinyModule(), loader(), ckpt_path=files[1], verbose=False)
+    for file, said in zip(files, (nullcontext(), pytest.warns(UserWarning, match=SAVED)), strict=True):
+        with said:
+            make_trainer(compression(), max_epochs=2).fit(TinyModule(), loader(), ckpt_path=file)
+    with parameters_on_meta():
+        meta = TinyModule()
+    for number, said in enumerate((nullcontext(), pytest.warns(RunWarning, match=SAVED))):
+        given = {"output_dir": tmp_path / f"out{number}", "weights": files[number], "dataloaders": loader()}
+        with said:
+            compressor.compress(meta, recipe=GPTQ, **given)
 
 
 def test_gradients_of_rounded_inputs_are_those_of_whole_ones() -> None:

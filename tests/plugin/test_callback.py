@@ -1,5 +1,6 @@
 """`CompressionCallback`: what happens to the training around it, and when it refuses."""
 
+import inspect
 import random
 import warnings
 from pathlib import Path
@@ -353,19 +354,41 @@ def test_two_callbacks_are_refused(make_trainer: Any) -> None:
         ({"seed": 2**40}, "seed=1099511627776 is more than 4294967295"),
         ({"schedule": "fast"}, "fast"),
         ({"output_dir": 5}, "output_dir=5 is no path"),
+        ({"output_dir": ""}, "output_dir='' is no path"),
+        ({"output_dir": "???"}, "output_dir has to be given: a folder; or None"),
+        ({"sequential_targets": 3}, "sequential_targets=3 is no list of class names"),
+        ({"sequential_targets": ["Linear", 3]}, r"sequential_targets=\['Linear', 3\] is no list"),
+        ({"memory": {"prefetch_depth": "1"}}, "prefetch_depth='1' is no number"),
+        ({"memory": {"scratch_dir": 3}}, "scratch_dir=3 is no path"),
+        ({"recipe": [{"algorithm": "rtn"}]}, r"this is a list. A list of modifiers is given as \{modifiers"),
         ({"weights": 5, "when": "only"}, "weights=5 is no path"),
         ({"verify": "no"}, "verify='no' is neither True nor False"),
         ({"keep_activations": "no"}, "keep_activations='no' is neither"),
-        ({"tokenizer": "gpt2"}, r"tokenizer='gpt2' has no `save_pretrained`.*AutoTokenizer.from_pretrained"),
+        ({"tokenizer": 5}, r"tokenizer=5 has no `save_pretrained`.*AutoTokenizer.from_pretrained"),
+        ({"tokenizer": "gpt2"}, r"tokenizer='gpt2' is no folder: give one, or .*AutoTokenizer.from_pretrained"),
+        ({"tokenizer": Path(__file__).parent}, r"tokenizer='.*plugin' cannot be loaded: "),
         ({"calibration": 5}, "The calibration data is a int: give a DataLoader"),
         ({"calibration": TensorDataset(torch.zeros(2, 3))}, r"a dataset \(TensorDataset\).*DataLoader\(dataset, batch"),
     ],
 )
 def test_bad_arguments(options: dict[str, Any], match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        compression(GPTQ, **options)
+    with pytest.raises(CompressionError, match=match):
+        compression(**{"recipe": GPTQ, **options})
+
+
+def test_output_dir_is_not_left_out_unseen() -> None:
+    """It has a default all the same, since jsonargparse takes what has none, and is null, as left out."""
+    assert inspect.signature(CompressionCallback).parameters["output_dir"].default == "???"
+    with pytest.raises(CompressionError, match="output_dir has to be given"):
+        CompressionCallback(GPTQ)
 
 
 def test_the_model_alone_is_the_reference(make_trainer: Any) -> None:
     """The seeds of this file's helpers give one model, without which comparisons above would be idle."""
     assert same(weights_of(tiny_model()), weights_of(TinyModule().model))
+
+
+def test_a_tokenizer_by_its_folder(checkpoint: Path) -> None:
+    """As configuration files give it; seen to fail."""
+    found = compression(GPTQ, tokenizer=str(checkpoint)).settings.tokenizer
+    assert found.eos_token == "<eos>"  # type: ignore[union-attr]

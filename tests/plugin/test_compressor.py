@@ -309,6 +309,11 @@ def test_what_is_of_another_kind(compressor: Compressor) -> None:
         CompressionCallback(GPTQ, None, memory="4GiB")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"^The trainer is a Trainer, not None"):
         Compressor(None).compress(tiny_model(), recipe=RTN, output_dir=None)  # type: ignore[arg-type]
+    for given, said in ((pl.LightningDataModule, "the class LightningDataModule"), (loader(), "a DataLoader")):
+        with pytest.raises(
+            TypeError, match=rf"^The datamodule is a LightningDataModule, not {said}; loaders are given"
+        ):
+            compressor.compress(tiny_model(), recipe=RTN, output_dir=None, datamodule=given)
     with pytest.raises(TypeError, match=r"^The model is a Module, not 'folder'; a model is loaded before"):
         compressor.compress("folder", recipe=RTN, output_dir=None)  # type: ignore[arg-type]
 

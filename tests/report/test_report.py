@@ -157,6 +157,14 @@ def test_summary(saved: tuple[Report, Path]) -> None:
     assert f"largest {worst.error:.2e} ({worst.module})" in summary
 
 
+def test_sizes_of_a_small_model_are_none_of_zero(saved: tuple[Report, Path]) -> None:
+    """Seen to fail: "0.0 MB -> 0.0 MB"."""
+    report = replace(saved[0], bytes_before=7_200, bytes_after=900)
+    assert "all weights: 7.2 kB -> 900 bytes" in report.summary()
+    assert "7.2 kB &rarr; 900 bytes" in render_html(report.to_dict())
+    assert "all weights: 141.1 GB -> " in replace(report, bytes_before=141_107_000_000).summary()
+
+
 def test_errors_of_modules_with_quantized_inputs_are_of_their_weights() -> None:
     """Seen to fail: with an error that seems to be of both."""
     inputs = {"input_activations": {"num_bits": 8, "strategy": "token", "dynamic": True}}
@@ -210,6 +218,7 @@ def test_partial_runs_say_so() -> None:
     assert report.verification is None
     assert report.output_dir is None
     assert "checkpoint" not in report.summary()
+    assert "nothing was written (output_dir is None)" in report.summary()
     assert "PARTIAL" in Report(**{**vars(report), "is_partial": True}).summary()
     assert report.to_dict()["verified"] is None
 
