@@ -175,11 +175,11 @@ def with_observations(
         reason = told[name].reason if name in told else "it has to be run"
         raise untraceable(root, Failure(name, RuntimeError(f"{reason} (and the weights for a run are not here)")))
     try:
-        first, second = (observe(root, cut.leaves, cut.methods, run) for run in runs)
+        found = [observe(root, cut.leaves, cut.methods, run) for run in runs]
         both = [behaviour(root, methods, run) for run in runs] if methods else []
     except Exception as error:
         raise untraceable(root, Failure(min(names), error)) from error
-    seen = {name: (first[name], second[name]) for name in names}
+    seen = {name: [each[name] for each in found] for name in names}
     knowing = {name: _knowing(method, [each[name] for each in both]) for name, method in methods.items()}
     return replace(cut, observed={**cut.observed, **seen}, methods={**cut.methods, **knowing})
 
