@@ -291,7 +291,7 @@ def _attempt(
             written = tuple(n for n, each, version in untouched if each in now and each._version != version)
         except Exception as error:
             name = attempt.failure[0] if attempt.failure is not None and attempt.failure[1] is error else ""
-            return _failure(name, error, inputs)
+            return _failure(name, error, inputs, real)
     guards = tuple(each for each in dict.fromkeys(shapes.decisions) if each.free_symbols <= attempt.symbols)
     return Traced(
         recorder.graph,
@@ -343,10 +343,11 @@ def _tidy(graph: fx.Graph, spans: Sequence[tuple[str, Sequence[fx.Node]]]) -> tu
     return tuple(sorted(made, key=lambda span: span.first))
 
 
-def _failure(name: str, error: Exception, inputs: Sequence[Tensor]) -> Failure:
+def _failure(name: str, error: Exception, inputs: Sequence[Tensor], real: Sequence[Sequence[Tensor]]) -> Failure:
     fixed = _dimensions(inputs, error)
     rows = any(dim == 0 and inputs[i].ndim == 2 and not inputs[i].is_floating_point() for i, dim in fixed)
-    return Failure(name, error, fixed, rows)
+    ragged = any(len({tensors[i].shape[dim] for tensors in real}) > 1 for i, dim in fixed)
+    return Failure(name, error, fixed, rows, ragged and not rows)
 
 
 def _dimensions(inputs: Sequence[Tensor], error: Exception) -> frozenset[tuple[int, int]]:

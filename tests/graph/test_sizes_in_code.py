@@ -10,6 +10,7 @@ import torch
 from helpers import check_inputs, compress_in_memory, recipe
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from lightning_compress.errors import CalibrationDataError, UntraceableModelError
 
@@ -197,3 +198,33 @@ def test_pooled_graphs(pooling: nn.Module | None, has_loss: bool, monkeypatch: p
     with warnings.catch_warnings():  # of torch's, that predictions of repeated graphs are not as many as targets
         warnings.filterwarnings("ignore", "Using a target size", UserWarning)
         check_inputs(model, made, monkeypatch)
+
+
+def ramp(x: Tensor, length: int) -> Tensor:
+    """By an operator that takes plain numbers alone."""
+    return x + torch.linspace(0, 1, length)[:, None]
+
+
+class Packing(nn.Module):
+    """Lengths that differ within a batch and between batches, of features and no ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.recurrent = nn.GRU(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        packed = pack_padded_sequence(self.first(batch["x"]), batch["lengths"], batch_first=True)
+        found: Tensor = self.last(pad_packed_sequence(self.recurrent(packed)[0], batch_first=True)[0])
+        return found
+
+
+def test_functions_that_take_plain_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a size is no constant where batches have several: the function is a single call. Seen to fail: refused, as
+    batches of several lengths."""
+    check_inputs(Between(lambda x: ramp(x, x.shape[1])), batches(), monkeypatch)
+    torch.manual_seed(1)
+    lengths = ([7, 3, 2], [12, 12, 4], [5, 2])
+    padded = [{"x": torch.randn(len(each), each[0], WIDTH), "lengths": torch.tensor(each)} for each in lengths]
+    check_inputs(Packing(), padded, monkeypatch)
