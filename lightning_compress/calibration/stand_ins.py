@@ -12,9 +12,9 @@ from compressed_tensors.quantization import DynamicType, QuantizationArgs, Quant
 from torch import Tensor, fx, nn
 
 from lightning_compress.calibration.quantized import InputHook
-from lightning_compress.graph.compat import calls_replaced
 from lightning_compress.graph.leaf import Leaf, place_of
 from lightning_compress.graph.methods import Method, methods_replaced, original
+from lightning_compress.graph.restore import calls_replaced
 from lightning_compress.graph.sizes import nodes_by_values, traced_output
 from lightning_compress.graph.trees import tensors_in
 

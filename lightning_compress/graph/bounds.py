@@ -6,7 +6,7 @@ nothing changes: `cos[:length]` is of that length, not of the lesser of two. The
 have to meet, would refuse those on both sides of `ids[:, :512]`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
@@ -32,7 +32,7 @@ def within_bounds(function: object, args: tuple[Any, ...], batches: Sequence[Siz
 def _within(bound: int | SymInt | None, size: int | SymInt, batches: Sequence[Sizes]) -> int | SymInt | None:
     if bound is None or not (is_symbolic(bound) or is_symbolic(size)):
         return bound
-    at, ends = _numbers(bound, batches), _numbers(size, batches)
+    at, ends = sizes_in(batches, bound), sizes_in(batches, size)
     if len({number < 0 for number in at}) != 1 or len(at) != len(ends):
         return bound
     pairs = list(zip(at, ends, strict=True))
@@ -50,7 +50,7 @@ def pad_sequence(
 ) -> Any:
     """As `aten.pad_sequence`, of parts; `NotImplemented` where the same one is the longest in all batches."""
     sizes = [tensor.shape[0] for tensor in sequences]
-    lengths = [_numbers(size, batches) for size in sizes]
+    lengths = [sizes_in(batches, size) for size in sizes]
     longest = [max(numbers) for numbers in zip(*lengths, strict=False)]
     if not longest or longest in lengths:
         return NotImplemented
@@ -62,7 +62,39 @@ def pad_sequence(
     return torch.stack(padded, 0 if batch_first else 1)
 
 
-def _numbers(size: int | SymInt, batches: Sequence[Sizes]) -> list[int]:
+def sizes_by_symbol(inputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> dict[sympy.Basic, int]:
+    """What the symbolic sizes of the recorded inputs are in a batch."""
+    pairs = [
+        pair
+        for mine, yours in zip(inputs, tensors, strict=False)
+        for pair in zip(mine.shape, yours.shape, strict=False)
+    ]
+    return {expression(size): number for size, number in pairs if is_symbolic(size)}
+
+
+def deciding_otherwise(conditions: Iterable[sympy.Basic], batches: Sequence[Sizes]) -> list[Sizes]:
+    """Batches in which some of the conditions have another outcome than in the first; of those in which all have the
+    same, two."""
+    first = dict(batches[0])
+    whole = [first, *(dict(each) for each in dict.fromkeys(frozenset(each.items()) for each in batches[1:]))]
+    whole = [each for each in whole if each.keys() >= first.keys()]
+    known = [condition for condition in conditions if condition.free_symbols <= first.keys()]
+    outcomes = [[_outcome(condition, each) for each in whole] for condition in known]
+    differing = [found for found in outcomes if any(outcome != found[0] for outcome in found)]
+    alike: dict[tuple[object, ...], list[Sizes]] = {}
+    for each, *found in zip(whole, *differing, strict=True):
+        alike.setdefault(tuple(found), []).append(each)
+    return [each for group in list(alike.values())[1:] for each in (group[0], group[-1])]
+
+
+def _outcome(condition: sympy.Basic, sizes: Sizes) -> object:
+    try:
+        return condition.xreplace(dict(sizes))
+    except ZeroDivisionError:
+        return None
+
+
+def sizes_in(batches: Sequence[Sizes], size: int | SymInt) -> list[int]:
     """A size in each batch; none where it depends on values."""
     found = [sympy.sympify(expression(size).xreplace(dict(batch))) for batch in batches]
     return [] if any(number.free_symbols for number in found) else [int(number) for number in found]

@@ -4,8 +4,6 @@ Written against torch 2.11-2.15 and transformers 5.15-5.24. What is used and why
 
 - `ProxyTorchDispatchMode`, `PythonKeyTracer`, `FakeTensorMode`, `ShapeEnv`: parts of `make_fx`, which itself names
   parameters `_param_constant0`, keeps `no_grad` and autocast switches as nodes and builds a GraphModule nobody runs.
-- `nn.Module._compiled_call_impl`: an instance-level hook around `__call__`, made for `nn.Module.compile`. It sees a
-  call with the module's own hooks inside and leaves `forward` alone, whoever else has replaced it.
 - `masking_utils.find_packed_sequence_indices` reads values; on fake tensors it assumes packing (no fast path).
 - `config._experts_implementation`: mixture-of-experts modules loop over the experts that were hit, which fake tensors
   cannot tell; `batched_mm` has the same result shape and no such loop. `grouped_mm` takes fakes of bfloat16 alone.
@@ -51,6 +49,7 @@ from lightning_compress.graph.bounds import Sizes, of_some, pad_sequence, within
 from lightning_compress.graph.configs import configs_of
 from lightning_compress.graph.draws import draws
 from lightning_compress.graph.failures import AutocastError, ExchangeError, SpecializedSizeError, UnrecordedTensorError
+from lightning_compress.graph.python_functions import taking_symbols
 from lightning_compress.graph.restore import assigned, autocast_restored
 from lightning_compress.graph.values import SYMBOLIC_TYPES, Made, attributes_of_dataclass, map_nested, unlike_one
 
@@ -104,7 +103,8 @@ class Recorder(PythonKeyTracer):
 
 
 class _GradAndAutocast(PreDispatchTorchFunctionMode):
-    """Carries out switches of gradient and autocast without recording them: the executor runs under `no_grad`."""
+    """Carries out switches of gradient and autocast without recording them: the executor runs under `no_grad`. Whether
+    `contiguous` has something to do is its own affair."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -116,6 +116,9 @@ class _GradAndAutocast(PreDispatchTorchFunctionMode):
             if args[2]:
                 raise AutocastError(f"autocast to {args[1]} is switched on between two modules")
             return None
+        if func is Tensor.contiguous and isinstance(self.tracer, Recorder):
+            with assigned(shapes_of(self.tracer.fake_mode), inside_operation=lambda: True):
+                return super().__torch_function__(func, types, args, kwargs)
         is_exit = func is torch.amp.autocast_mode._exit_autocast
         return None if is_exit else super().__torch_function__(func, types, args, kwargs)
 
@@ -134,6 +137,7 @@ class Shapes(ShapeEnv):
         self.inside_operation: Callable[[], bool] = lambda: False
         self.equalities_allowed = True
         self.unlike_one: set[sympy.Symbol] = set()  # of which was taken for granted what does not hold of 1
+        self.asked: set[sympy.Basic] = set()  # within a leaf
         self._unlike_one = cache(unlike_one)  # kernels that are made of others ask the same again and again
         self.decide: Callable[[sympy.Basic], bool | int | None] = lambda condition: None
 
@@ -141,7 +145,9 @@ class Shapes(ShapeEnv):
         """As in torch; what depends on values is asked of `decide`, which may leave it undecided."""
         try:
             found = super().evaluate_expr(orig_expr, *args, **kwargs)
-            if isinstance(orig_expr, sympy.Basic) and self.equalities_allowed and not self.inside_operation():
+            if isinstance(orig_expr, sympy.Basic) and not self.equalities_allowed:
+                self.asked.add(orig_expr)
+            elif isinstance(orig_expr, sympy.Basic) and not self.inside_operation():
                 self.unlike_one |= self._unlike_one(orig_expr, found)
             return found
         except GuardOnDataDependentSymNode:
@@ -228,6 +234,7 @@ def recording(recorder: Recorder) -> Iterator[None]:
         # a proxy mode defers sizes exactly while it runs an operation; torch's caches keep the shapes for good
         shapes = shapes_of(recorder.fake_mode)
         stack.enter_context(assigned(shapes, inside_operation=lambda: recorder.enable_thunkify))
+        stack.enter_context(taking_symbols(shapes.batches))
         stack.enter_context(autocast_restored())
         stack.enter_context(torch.no_grad())
         stack.enter_context(recorder.fake_mode)
@@ -254,8 +261,8 @@ def on_real_tensors() -> Iterator[None]:
 
 
 @contextmanager
-def deciding_nothing(shapes: Shapes) -> Iterator[None]:
-    """Within: conditions on sizes are evaluated for the traced batch and not kept; an equality raises.
+def deciding_nothing(shapes: Shapes) -> Iterator[set[sympy.Basic]]:
+    """Within: conditions on sizes are evaluated for the traced batch and not kept, but given; an equality raises.
 
     For the body of a leaf: it is run for real later and decides anew.
 
@@ -263,8 +270,8 @@ def deciding_nothing(shapes: Shapes) -> Iterator[None]:
         SpecializedSizeError: at the first equality that is not true for all sizes.
     """
     kept = len(shapes.decisions)
-    with shapes.suppress_guards(), assigned(shapes, equalities_allowed=False):
-        yield
+    with shapes.suppress_guards(), assigned(shapes, equalities_allowed=False, asked=set()):
+        yield shapes.asked
     del shapes.decisions[kept:]
 
 
@@ -319,20 +326,6 @@ def _track(recorder: Recorder, proxy: fx.Proxy, value: Any) -> None:
     for access, key, item in parts:
         if isinstance(item, (Tensor, *SYMBOLIC_TYPES, Mapping, list, tuple)) or is_dataclass(item):
             _track(recorder, recorder.create_proxy("call_function", access, (proxy, key), {}), item)
-
-
-@contextmanager
-def calls_replaced(
-    modules: Mapping[str, nn.Module], wrap: Callable[[str, nn.Module], Callable[..., Any]]
-) -> Iterator[None]:
-    """Within: calling a module calls `wrap(name, module)`, which reaches the module and its hooks by `_call_impl`."""
-    for name, module in modules.items():
-        module.__dict__["_compiled_call_impl"] = wrap(name, module)
-    try:
-        yield
-    finally:
-        for module in modules.values():
-            module.__dict__.pop("_compiled_call_impl", None)
 
 
 def replace_by_fakes(root: nn.Module, fake_mode: FakeTensorMode, device: torch.device = TRACE_DEVICE) -> dict[int, str]:

@@ -4,7 +4,8 @@ In this order: a leaf's output shape is found in another way (see `record`); the
 a leaf for which that did not help, and all of its class, become single calls, unless that hid everything; a number of
 rows that the model insists on becomes a constant; a method that was running becomes a single call (see `methods`); any
 other size becomes a constant; the branches that values decide are those that all batches take, and numbers that
-code takes for constants those that all have (see `decisions`); a function that was running becomes a single call.
+code takes for constants those that all have (see `decisions`); a function that was running becomes a single call,
+before a size becomes a constant of which batches have other numbers.
 """
 
 import warnings
@@ -57,12 +58,14 @@ class Failure:
     Attributes:
         fixed: if the code took one size of the batch for a constant, the (tensor, dimension) pairs of that size.
         are_rows: that size is the number of rows.
+        is_ragged: it is none, and batches have other numbers of it, so that a constant does not serve them.
     """
 
     module: str
     error: Exception
     fixed: frozenset[tuple[int, int]] = frozenset()
     are_rows: bool = False
+    is_ragged: bool = False
 
 
 Fixed = frozenset[tuple[int, int]]
@@ -102,7 +105,7 @@ def fall_back(
         f"{name}.{method}" if name else method for method in running_methods(cut.containers[name], failure.error)
     ]
     left = [method for method in running if method not in cut.methods and method not in cut.given_up]
-    if new and (failure.are_rows or not left):
+    if new and (failure.are_rows or not left) and not failure.is_ragged:
         return replace(cut, observed={}), fixed | new, one_size  # of other batches, of which nothing has been seen
     if left:
         return _with_method(root, cut, left[0], name), fixed, [_told_of_method(left[0], reason)]
@@ -112,6 +115,8 @@ def fall_back(
     functions = running_functions(cut.containers[name], failure.error)
     if left := [each for each in functions if each not in cut.methods and each not in cut.given_up]:
         return _with_method(root, cut, left[0], name), fixed, [_told_of_method(left[0], reason)]
+    if new:
+        return replace(cut, observed={}), fixed | new, one_size
     if opaque:  # with all layers, which is the last resort
         return _with_opaque(cut, opaque), fixed, _told_of_opaque(opaque, reason, targets)
     raise untraceable(root, failure)
@@ -175,11 +180,11 @@ def with_observations(
         reason = told[name].reason if name in told else "it has to be run"
         raise untraceable(root, Failure(name, RuntimeError(f"{reason} (and the weights for a run are not here)")))
     try:
-        first, second = (observe(root, cut.leaves, cut.methods, run) for run in runs)
+        found = [observe(root, cut.leaves, cut.methods, run) for run in runs]
         both = [behaviour(root, methods, run) for run in runs] if methods else []
     except Exception as error:
         raise untraceable(root, Failure(min(names), error)) from error
-    seen = {name: (first[name], second[name]) for name in names}
+    seen = {name: [each[name] for each in found] for name in names}
     knowing = {name: _knowing(method, [each[name] for each in both]) for name, method in methods.items()}
     return replace(cut, observed={**cut.observed, **seen}, methods={**cut.methods, **knowing})
 

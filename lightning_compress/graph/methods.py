@@ -17,9 +17,8 @@ from typing import Any, final
 
 from torch import nn
 
-from lightning_compress.graph.compat import calls_replaced
 from lightning_compress.graph.names import is_in, outermost
-from lightning_compress.graph.restore import assigned, attributes_restored, owning
+from lightning_compress.graph.restore import assigned, attributes_restored, calls_replaced, owning
 from lightning_compress.graph.trees import versions
 
 _RECORDING = ("lightning_compress.", "torch.fx.")

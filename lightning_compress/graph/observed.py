@@ -8,7 +8,7 @@ that a module returns.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, repeat
 from typing import Any, cast
 
 import sympy
@@ -21,7 +21,7 @@ from lightning_compress.graph.experts import GroupedLinear
 from lightning_compress.graph.failures import SpecializedSizeError
 from lightning_compress.graph.kept import is_plain
 from lightning_compress.graph.methods import Method, methods_replaced, original
-from lightning_compress.graph.restore import attributes_restored
+from lightning_compress.graph.restore import attributes_restored, calls_replaced
 from lightning_compress.graph.values import (
     SYMBOLIC_TYPES,
     concrete,
@@ -103,12 +103,94 @@ def symbolic_like(first: Any, second: Any, known: Sequence[Known], other: Callab
     if not isinstance(second, Layout) or len(first.sizes) != len(second.sizes):
         raise SpecializedSizeError("it returns a tensor, in another batch none or one of other dimensions")
     sizes = [_symbolic_size(a, b, known, other) for a, b in zip(first.sizes, second.sizes, strict=True)]
+    return _fake(sizes, first.strides, first.dtype)
+
+
+def _fake(sizes: Sequence[int | torch.SymInt], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor with symbolic sizes, dense, with its dimensions in the order of these strides."""
     for size in sizes:
         if is_symbolic(size) and depends_on_values(size):
             torch._check(size >= 0)
-    order = sorted(range(len(sizes)), key=lambda dim: -first.strides[dim])
-    stored = torch.empty([sizes[dim] for dim in order], dtype=first.dtype, device=compat.TRACE_DEVICE)
+    order = sorted(range(len(sizes)), key=lambda dim: -strides[dim])
+    stored = torch.empty([sizes[dim] for dim in order], dtype=dtype, device=compat.TRACE_DEVICE)
     return stored.permute([order.index(dim) for dim in range(len(sizes))])
+
+
+Seen = Sequence[tuple[Any, Mapping[sympy.Basic, int]]]
+"""What was returned for batches with these sizes, with each tensor replaced by its `Layout`."""
+
+
+def as_in_all(value: Any, seen: Seen, other: Callable[[type], Any]) -> Any:
+    """What a module returns on the traced batch, with symbolic sizes; those that are not what they say in other
+    batches, and numbers and flags that are not the same there, replaced by what is read when it is needed.
+
+    Args:
+        value: what it returns on the traced batch.
+        seen: what it returns on others, in which it decides otherwise.
+        other: makes a number of a type.
+
+    Raises:
+        SpecializedSizeError: it returns something else there.
+    """
+    if not seen:
+        return value
+    if isinstance(value, Tensor):
+        return _tensor_as_in_all(value, seen, other)
+    if isinstance(value, SYMBOLIC_TYPES) or (is_plain(value) and not isinstance(value, tuple)):
+        if all(_is_told(value, found, sizes) for found, sizes in seen):
+            return value
+        kind = type(concrete(value))
+        unlike = next(found for found, sizes in seen if not _is_told(value, found, sizes))
+        if kind not in (int, float, bool) or any(type(found) is not kind for found, _ in seen):
+            another = "a tensor" if isinstance(unlike, Layout) else _text(unlike)
+            raise SpecializedSizeError(f"it returns {_text(_described(value))}, in another batch {another}")
+        return other(kind)
+    items = items_of(value)
+    for found, _ in seen:
+        is_alike = type(found) is type(value) and len(items_of(found)) == len(items)
+        if not is_alike or (isinstance(value, dict) and found.keys() != value.keys()):
+            raise SpecializedSizeError(
+                f"it returns a {type(value).__name__}, in another batch a {type(found).__name__} or other items"
+            )
+    parts = iter(list(zip(*(items_of(found) for found, _ in seen), strict=True)))
+    given = [sizes for _, sizes in seen]
+    return map_nested(value, lambda item: as_in_all(item, list(zip(next(parts), given, strict=True)), other))
+
+
+def of_another_form(value: Any, seen: Seen) -> list[Mapping[sympy.Basic, int]]:
+    """The sizes of batches on which a module returns tensors of other dimensions, as `squeeze` makes them of sizes of
+    one."""
+    return [sizes for found, sizes in seen if not _has_form(value, found)]
+
+
+def _has_form(value: Any, found: Any) -> bool:
+    if isinstance(value, Tensor):
+        return isinstance(found, Layout) and len(found.sizes) == value.ndim
+    pairs = zip(items_of(value), items_of(found), strict=False)
+    return all(_has_form(ours, theirs) for ours, theirs in pairs)
+
+
+def _tensor_as_in_all(value: Tensor, seen: Seen, other: Callable[[type], Any]) -> Tensor:
+    for found, _ in seen:
+        if not isinstance(found, Layout) or (len(found.sizes), found.dtype) != (value.ndim, value.dtype):
+            raise SpecializedSizeError("it returns a tensor, in another batch none or one of other dimensions")
+    given = [sizes for _, sizes in seen]
+    found_sizes = zip(*(found.sizes for found, _ in seen), strict=True)
+    is_told = [
+        all(map(_is_told, repeat(size), found, given)) for size, found in zip(value.shape, found_sizes, strict=True)
+    ]
+    if all(is_told):
+        return value
+    new = [size if told else other(int) for size, told in zip(value.shape, is_told, strict=True)]
+    return _fake(new, concrete(value.stride()), value.dtype)
+
+
+def _is_told(value: Any, found: Any, sizes: Mapping[sympy.Basic, int]) -> bool:
+    """Whether a size or number of the traced batch comes to what was found where the batch has these sizes; those that
+    depend on values do: they are read."""
+    if isinstance(value, SYMBOLIC_TYPES) and not value.node.expr.free_symbols <= sizes.keys():
+        return True
+    return bool(concrete(value, sizes) == found)
 
 
 def _symbolic_number(first: Any, second: Any, known: Sequence[Known], other: Callable[[type], Any] | None) -> Any:
@@ -178,7 +260,7 @@ def observe(
 
     with (
         attributes_restored(root),
-        compat.calls_replaced(modules, lambda name, module: seeing(name, module._call_impl)),
+        calls_replaced(modules, lambda name, module: seeing(name, module._call_impl)),
         methods_replaced(methods, lambda name, method: seeing(name, original(method))),
         torch.no_grad(),
     ):

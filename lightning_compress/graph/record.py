@@ -26,15 +26,25 @@ from transformers import PreTrainedConfig
 
 from lightning_compress.graph import compat
 from lightning_compress.graph.aliases import note_viewed
+from lightning_compress.graph.bounds import Sizes, deciding_otherwise
 from lightning_compress.graph.experts import GroupedLinear
 from lightning_compress.graph.failures import SetFromOutsideError, SpecializedSizeError
 from lightning_compress.graph.kept import NOT_IN_SIGNATURE, Kept, Preset, changed, is_plain, what_is_kept
 from lightning_compress.graph.leaf import Leaf, Within
 from lightning_compress.graph.methods import Method, Unrecorded, original
-from lightning_compress.graph.observed import check_only_tensors, expect, known_sizes, layouts, symbolic_like
+from lightning_compress.graph.observed import (
+    Seen,
+    as_in_all,
+    check_only_tensors,
+    expect,
+    known_sizes,
+    layouts,
+    of_another_form,
+    symbolic_like,
+)
 from lightning_compress.graph.restore import attributes_restored
 from lightning_compress.graph.trees import storages, tensors_in, versions
-from lightning_compress.graph.values import concrete, expression, symbolic_sizes
+from lightning_compress.graph.values import all_symbolic_sizes, concrete, expression, symbolic_sizes
 from lightning_compress.recipe.forms import Rows, has_forward_of
 
 PASS_THROUGH = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
@@ -57,7 +67,7 @@ class Cut:
         containers: are looked into.
         boundaries: their calls are marked as spans.
         bodies: how the output shape of a leaf is found.
-        observed: what real runs of two batches told of leaves and methods, call by call.
+        observed: what real runs of two batches, and of true ones beside, told of leaves and methods, call by call.
         methods: of containers, single calls too, with bodies that are observed.
         given_up: methods that cannot be.
         decides: branches that values decide are taken as all batches take them.
@@ -69,12 +79,16 @@ class Cut:
     containers: Mapping[str, nn.Module]
     boundaries: frozenset[str]
     bodies: Mapping[str, Body]
-    observed: Mapping[str, tuple[Sequence[Any], Sequence[Any]]]
+    observed: Mapping[str, Sequence[Sequence[Any]]]
     methods: Mapping[str, Method] = field(default_factory=dict)
     given_up: frozenset[str] = frozenset()
     decides: bool = False
     multiplied: frozenset[str] = frozenset()
     counted: tuple[frozenset[str], int] = (frozenset(), 0)
+
+
+ANY_SIZE = 7
+"""Stands for sizes that follow from values."""
 
 
 class LastCallRecorded(BaseException):
@@ -85,10 +99,10 @@ class LastCallRecorded(BaseException):
 class Attempt:
     """State of one recording: what was seen so far.
 
-    `sizes`: the batch's symbolic sizes, which consist of `symbols`; `other`: their values in the second batch; `kept`:
-    what modules of leaves had when it began, or after their last call; `presets`: what of that was set before their
-    first; `opened`: leaves that are recorded by their operations; `remembering`: leaves of which one call tells another
-    something.
+    `sizes`: the batch's symbolic sizes, which consist of `symbols`; `other`: their values in the second batch; `true`:
+    in further ones, of which real runs tell; `kept`: what modules of leaves had when it began, or after their last
+    call; `presets`: what of that was set before their first; `opened`: leaves that are recorded by their operations;
+    `remembering`: leaves of which one call tells another something.
     """
 
     cut: Cut
@@ -96,6 +110,7 @@ class Attempt:
     symbols: frozenset[sympy.Symbol]
     sizes: Sequence[torch.SymInt]
     other: Mapping[sympy.Symbol, int]
+    true: Sequence[Sizes] = ()
     spans: list[tuple[str, list[fx.Node]]] = field(default_factory=list)
     calls: Counter[str] = field(default_factory=Counter)
     outputs: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)
@@ -117,7 +132,7 @@ class Attempt:
         yield
 
     def wrap(self, name: str, module: nn.Module) -> Callable[..., Any]:
-        """What a call of `module` does while recording (see `compat.calls_replaced`)."""
+        """What a call of `module` does while recording (see `restore.calls_replaced`)."""
         is_leaf = name in self.cut.leaves
         original: Callable[..., Any] = module._call_impl
 
@@ -164,15 +179,14 @@ class Attempt:
         given = compat.pytree.tree_map(lambda leaf: leaf, (args, kwargs))
         before = _contents(given)
         with compat.not_recording():
-            output = self._leaf_output(name, module, *given)
+            output, memory = self._leaf_output(name, module, *given)
         if before != _contents(given):  # what it wrote to others may read, which operations tell
             return self._call_container(name, module, args, kwargs)
         grouped = module.grouped(name) if isinstance(module, GroupedLinear) else None
         lender = name.rpartition(".")[0] if isinstance(module, Rows) else None
         leaf = Leaf(name, grouped, lender=lender, hooked=bool(module._forward_pre_hooks))
-        returned = storages(output)
         with compat.not_recording():
-            given_on = [each for each in tensors_in((args, kwargs)) if not returned.isdisjoint(storages(each))]
+            given_on = [each for each in tensors_in((args, kwargs)) if not memory.isdisjoint(storages(each))]
             viewed = [compat.to_argument(self.recorder, each) for each in given_on]
         node = compat.add_call(self.recorder, leaf, args, kwargs, output)
         note_viewed(node, viewed)
@@ -208,19 +222,26 @@ class Attempt:
 
         return call
 
-    def _leaf_output(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _leaf_output(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, set[int]]:
+        """What a call returns, and whose memory that has."""
         body = self.cut.bodies.get(name, Body.SYMBOLIC)
         if body is Body.SYMBOLIC:
             return self._symbolic_output(module, args, kwargs)
         if body is Body.OBSERVED:
-            return self._observed_output(name, args, kwargs)
-        first, second = (self._static_output(module, args, kwargs, values) for values in (None, self.other))
-        return self._of_two(first, second, args, kwargs)
+            output = self._observed_output(name, args, kwargs)
+        else:
+            first, second = (self._static_output(module, args, kwargs, values) for values in (None, self.other))
+            output = self._of_two(first, second, args, kwargs)
+            seen = self._static_outputs(self.true[-1:], module, args, kwargs)
+            output = as_in_all(output, seen, compat.shapes_of(self.recorder.fake_mode).number_from_values)
+        return output, storages(output)
 
     def _observed_output(self, name: str, args: Any, kwargs: Any) -> Any:
         number, self.calls[name] = self.calls[name], self.calls[name] + 1
-        first, second = (observed[number] for observed in self.cut.observed[name])
-        return self._of_two(first, second, args, kwargs, compat.shapes_of(self.recorder.fake_mode).number_from_values)
+        first, second, *others = (observed[number] for observed in self.cut.observed[name])
+        from_values = compat.shapes_of(self.recorder.fake_mode).number_from_values
+        output = self._of_two(first, second, args, kwargs, from_values)
+        return as_in_all(output, list(zip(others, self.true, strict=True)), from_values)
 
     def _of_two(
         self, first: Any, second: Any, args: Any, kwargs: Any, other: Callable[[type], Any] | None = None
@@ -235,22 +256,43 @@ class Attempt:
         with attributes_restored(module):
             return layouts(module._call_impl(*plain_args, **plain_kwargs))
 
-    def _symbolic_output(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _static_outputs(self, batches: Sequence[Sizes], module: nn.Module, args: Any, kwargs: Any) -> Seen:
+        """What a module returns on batches of these sizes; those that follow from values are any."""
+        given = [symbol for size in all_symbolic_sizes((args, kwargs)) for symbol in expression(size).free_symbols]
+        found = [{**dict.fromkeys(given, ANY_SIZE), **sizes} for sizes in batches]
+        return [(self._static_output(module, args, kwargs, sizes), sizes) for sizes in found]
+
+    def _symbolic_output(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, set[int]]:
         key = call_signature(module, args, kwargs)
         if key is not None and key in self.outputs:
             known = self.outputs[key]
-            return known.new_empty_strided(known.shape, known.stride())  # memory of its own
+            return known.new_empty_strided(known.shape, known.stride()), set()  # memory of its own
         shapes = compat.shapes_of(self.recorder.fake_mode)
         before = versions((args, kwargs, list(module.buffers())))
-        with compat.deciding_nothing(shapes):
+        with compat.deciding_nothing(shapes) as asked:
             output = module._call_impl(*args, **kwargs)
-        _forget_inner_sizes(shapes, output)
+        memory = storages(output)
         # both have to be seen of each such module
-        is_view = not storages(output).isdisjoint(storages((args, kwargs)))
+        is_view = not memory.isdisjoint(storages((args, kwargs)))
         writes = before != versions((args, kwargs, list(module.buffers())))
+        seen = self._elsewhere(asked, output, module, args, kwargs)
+        output = as_in_all(output, seen, shapes.number_from_values)
+        _forget_inner_sizes(shapes, output)
         if key is not None and isinstance(output, Tensor) and not (is_view or writes):
             self.outputs[key] = output
-        return output
+        return output, memory
+
+    def _elsewhere(self, asked: set[sympy.Basic], output: Any, module: nn.Module, args: Any, kwargs: Any) -> Seen:
+        """What a module returns on batches for which it answers a question otherwise, less those of one row or token
+        where tensors have other dimensions then: of these `ones` tells."""
+        shapes = compat.shapes_of(self.recorder.fake_mode)
+        seen = self._static_outputs(deciding_otherwise(asked, shapes.batches), module, args, kwargs)
+        unlike = of_another_form(output, seen)
+        ones = [{symbol for symbol, size in sizes.items() if size == 1} for sizes in unlike]
+        if not ones or not all(ones):
+            return seen
+        shapes.unlike_one.update(*ones)
+        return [(found, sizes) for found, sizes in seen if sizes not in unlike]
 
     def _opens(self, name: str, module: nn.Module) -> bool:
         """Whether a leaf is recorded by its operations, for code has changed what it keeps and it owns no weights.

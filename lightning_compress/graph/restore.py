@@ -74,6 +74,24 @@ def owning(target: object, attributes: Mapping[str, object]) -> Iterator[None]:
 
 
 @contextmanager
+def calls_replaced(
+    modules: Mapping[str, nn.Module], wrap: Callable[[str, nn.Module], Callable[..., Any]]
+) -> Iterator[None]:
+    """Within: calling a module calls `wrap(name, module)`, which reaches the module and its hooks by `_call_impl`.
+
+    `_compiled_call_impl` is an instance-level hook around `__call__`, made for `nn.Module.compile`. It sees a call with
+    the module's own hooks inside and leaves `forward` alone, whoever else has replaced it.
+    """
+    for name, module in modules.items():
+        module.__dict__["_compiled_call_impl"] = wrap(name, module)
+    try:
+        yield
+    finally:
+        for module in modules.values():
+            module.__dict__.pop("_compiled_call_impl", None)
+
+
+@contextmanager
 def autocast_restored() -> Iterator[None]:
     """Within: code may enter autocast and be stopped there, before it would leave it."""
     kinds = [kind for kind in ("cpu", "cuda") if torch.amp.is_autocast_available(kind)]

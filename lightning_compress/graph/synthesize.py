@@ -127,6 +127,7 @@ class Synthetic:
         places: of each tensor what its dimensions count: rows, or tokens of a group; None: the size is a constant.
         has_fewer_rows: their number is no multiple of the true one.
         is_true: it is one of the user's.
+        has_ragged_rows: true batches have other numbers of them.
         staying: (tensor, dimension) of rows that are as many in all true batches, unlike those of other tensors: the
             two ends of a graph's edges, [2, E].
     """
@@ -135,6 +136,7 @@ class Synthetic:
     places: tuple[tuple[str | None, ...], ...]
     has_fewer_rows: bool = False
     is_true: bool = False
+    has_ragged_rows: bool = False
     staying: frozenset[tuple[int, int]] = frozenset()
 
     @property
@@ -198,10 +200,10 @@ def synthesize(
         or any((dims[d] is not None or (index, d) in fixed) and d != row_dims[index] for d in range(tensor.ndim))
         for index, (tensor, dims) in enumerate(zip(tensors, places, strict=True))
     )
-    staying = _staying(sizes, row_dims)
+    staying, is_ragged = _staying(sizes, row_dims)
     fixes_rows = any((index, dim) in fixed for index, dim in enumerate(row_dims))
     if as_they_are or (not only_tokens and fixes_rows) or any(_OF_IMAGES in of_tensor for of_tensor in places):
-        true = Synthetic(tuple(tensors), places, is_true=True, staying=staying)
+        true = Synthetic(tuple(tensors), places, is_true=True, has_ragged_rows=is_ragged, staying=staying)
         return true, replace(true, tensors=tuple(_most_different(tensors, true.dynamic, others)))
     taken: set[int] = set()
     made = []
@@ -211,8 +213,17 @@ def synthesize(
         new = _new_lengths(given, taken) if only_tokens else given
         factor = (rows, given_rows if few else 1)
         resized = [_resized(tensor, of_tensor, new, factor) for tensor, of_tensor in zip(tensors, places, strict=True)]
-        made.append(Synthetic(tuple(resized), places, few and given_rows > 1, staying=staying))
+        has_fewer = few and given_rows > 1
+        made.append(Synthetic(tuple(resized), places, has_fewer, has_ragged_rows=is_ragged, staying=staying))
     return made[0], made[1]
+
+
+def true_ones(made: Synthetic, tensors: Sequence[Tensor], others: Sequence[Sequence[Tensor]]) -> list[Sequence[Tensor]]:
+    """True batches of which the constants of one that was made hold: the one that it is like, and the smallest. None
+    where it is one itself."""
+    fitting = [other for other in others if _number_unlike(tensors, other, made.dynamic) >= 0]
+    smallest = min([tensors, *fitting], key=lambda batch: sum(tensor.numel() for tensor in batch))
+    return [] if made.is_true else [tensors] if smallest is tensors else [tensors, smallest]
 
 
 def _times(tensors: Sequence[Tensor], places: Sequence[Sequence[str | None]]) -> Sequence[int]:
@@ -232,24 +243,26 @@ def _most_different(
 ) -> Sequence[Tensor]:
     """Of batches that are alike but in dynamic sizes, the one with most of these unlike; the batch itself if alone."""
 
-    def number_unlike(other: Sequence[Tensor]) -> int:
-        pairs = list(zip(tensors, other, dynamic, strict=False))
-        if len(other) != len(tensors) or any(mine.ndim != yours.ndim for mine, yours, _ in pairs):
-            return -1
-        unlike = [
-            may_differ
-            for mine, yours, dims in pairs
-            for a, b, may_differ in zip(mine.shape, yours.shape, dims, strict=True)
-            if a != b
-        ]
-        values = [  # of a few numbers, such as sizes of images
-            torch.equal(mine, yours)
-            for mine, yours, _ in pairs
-            if mine.numel() <= _FEW and mine.shape == yours.shape and not mine.is_floating_point()
-        ]
-        return len(unlike) + values.count(False) if all(unlike) else -1
+    return max([tensors, *others], key=lambda other: _number_unlike(tensors, other, dynamic))
 
-    return max([tensors, *others], key=number_unlike)
+
+def _number_unlike(tensors: Sequence[Tensor], other: Sequence[Tensor], dynamic: Sequence[Sequence[bool]]) -> int:
+    """How many sizes, and tensors of a few numbers, are unlike in another batch; -1: a constant is."""
+    pairs = list(zip(tensors, other, dynamic, strict=False))
+    if len(other) != len(tensors) or any(mine.ndim != yours.ndim for mine, yours, _ in pairs):
+        return -1
+    unlike = [
+        may_differ
+        for mine, yours, dims in pairs
+        for a, b, may_differ in zip(mine.shape, yours.shape, dims, strict=True)
+        if a != b
+    ]
+    values = [  # of a few numbers, such as sizes of images
+        torch.equal(mine, yours)
+        for mine, yours, _ in pairs
+        if mine.numel() <= _FEW and mine.shape == yours.shape and not mine.is_floating_point()
+    ]
+    return len(unlike) + values.count(False) if all(unlike) else -1
 
 
 def _last(path: str) -> str:
@@ -286,10 +299,14 @@ def _lengths(
     return lengths
 
 
-def _staying(sizes: Sequence[Sequence[tuple[int, ...]]], row_dims: Sequence[int]) -> frozenset[tuple[int, int]]:
+def _staying(
+    sizes: Sequence[Sequence[tuple[int, ...]]], row_dims: Sequence[int]
+) -> tuple[frozenset[tuple[int, int]], bool]:
+    """`Synthetic.staying` and `Synthetic.has_ragged_rows`."""
     rows = [(index, dim) for index, dim in enumerate(row_dims) if sizes[index]]
     stay = [(index, dim) for index, dim in rows if len(set(sizes[index][dim])) == 1]
-    return frozenset(stay) if len(stay) < len(rows) else frozenset()
+    is_ragged = len(stay) < len(rows)
+    return frozenset(stay) if is_ragged else frozenset(), is_ragged
 
 
 def _num_rows(tensors: Sequence[Tensor], lengths: Sequence[int]) -> int:

@@ -27,6 +27,7 @@ from torchmetrics import Metric
 from lightning_compress.errors import UntraceableModelError
 from lightning_compress.graph import compat
 from lightning_compress.graph.awaited import substituted
+from lightning_compress.graph.bounds import sizes_by_symbol
 from lightning_compress.graph.configs import is_encoder_decoder, without_cache
 from lightning_compress.graph.decisions import Decision, decide
 from lightning_compress.graph.failures import about_a_size
@@ -47,8 +48,14 @@ from lightning_compress.graph.multiplied import as_calls
 from lightning_compress.graph.observed import counted
 from lightning_compress.graph.reads import Reads, watching
 from lightning_compress.graph.record import Attempt, Cut, LastCallRecorded
-from lightning_compress.graph.restore import assigned, attributes_restored, caches_restored, contents_restored
-from lightning_compress.graph.synthesize import Structure, Synthetic, flatten_batch, synthesize
+from lightning_compress.graph.restore import (
+    assigned,
+    attributes_restored,
+    caches_restored,
+    calls_replaced,
+    contents_restored,
+)
+from lightning_compress.graph.synthesize import Structure, Synthetic, flatten_batch, synthesize, true_ones
 from lightning_compress.graph.values import SIZE_READERS, expression, is_symbolic, symbolic_sizes
 from lightning_compress.recipe.forms import reader
 
@@ -138,18 +145,19 @@ def trace(
     made = partial(synthesize, structure.paths, tensors, separate_decoder=is_encoder_decoder(root), others=others_flat)
     first = cut = replace(_first_cut(root, leaf_names, boundary_names), multiplied=frozenset(multiplied))
     lengths, rows = made()[0].lengths, made()[0].rows
-    fallbacks: dict[str, Fallback] = {}
+    fallbacks, run = dict[str, Fallback](), partial(_run, root, step, structure, onloading)
     with attributes_restored(root), without_cache(root), watching(root, leaf_names) as reads:
         while True:
             batches = made(fixed=fixed)
-            runs = [partial(_run, root, step, structure, each, onloading) for each in batches]
+            true = true_ones(batches[0], tensors, others_flat)
+            runs = [partial(run, each) for each in (batches[0].tensors, batches[1].tensors, *true)]
             try:
                 cut = with_observations(root, cut, runs, fallbacks, can_run=onloading is not None)
                 cut = cut if to_the_end else replace(cut, counted=counted(root, cut.leaves, leaf_names, runs[0]))
                 with caches_restored(root):
-                    outcome = _attempt(root, step, cut, structure, batches, others_flat or [tensors])
-                if isinstance(outcome, Traced) and violated_guards(outcome, batch) and lengths - fixed:
-                    fallbacks[""] = _of_one_size(f"one length only: {violated_guards(outcome, batch)[0]}")
+                    outcome = _attempt(root, step, cut, structure, batches, others_flat or [tensors], true)
+                if isinstance(outcome, Traced) and (violated := violated_guards(outcome, batch)) and lengths - fixed:
+                    fallbacks[""] = _of_one_size(f"one length only: {violated[0]}")
                     fixed, cut = fixed | lengths, replace(cut, observed={})
                     continue
                 if isinstance(outcome, Traced):
@@ -181,20 +189,22 @@ def _otherwise(
 ) -> tuple[Fixed, dict[str, bool]]:
     """For another try where sizes do not fit together, which of them are constants, and how batches are made: because
     a model takes so many rows together, with a multiple of the true batch's rows; then with those constant that are no
-    rows, as other batches show; then with all of them constant; because values tell of sizes (how long each row is),
-    with the true batches.
+    rows, as other batches show; then with all of them constant, unless batches have other numbers of them; because
+    values tell of sizes (how long each row is), with the true batches.
 
     Raises:
         UntraceableModelError: the given one, where it is about something else or nothing is left.
     """
     kind = type(error.__cause__)
-    are_left = kind is RuntimeError and bool(fixed) and fixed == tried.staying
+    are_left = kind is RuntimeError and not rows <= fixed and (tried.has_ragged_rows or fixed == tried.staying)
     if (tried.is_true and not are_left) or kind not in (RuntimeError, IndexError, ValueError, AssertionError):
         raise error
     if kind is RuntimeError and tried.has_fewer_rows:
         return frozenset(), {"repeats_rows": True}
-    if kind is RuntimeError and not rows <= fixed:
-        return (rows if tried.staying <= fixed else tried.staying), {"repeats_rows": True}
+    if kind is RuntimeError and not tried.staying <= fixed:
+        return tried.staying, {"repeats_rows": True}
+    if kind is RuntimeError and not rows <= fixed and (tried.is_true or not tried.has_ragged_rows):
+        return rows, {"repeats_rows": True, "as_they_are": False}
     return frozenset(), {"as_they_are": True}
 
 
@@ -249,11 +259,12 @@ def _attempt(
     structure: Structure,
     batches: tuple[Synthetic, Synthetic],
     real: Sequence[Sequence[Tensor]],
+    true: Sequence[Sequence[Tensor]],
 ) -> Traced | Failure:
     fake_mode = compat.new_fake_mode(cached=len(cut.boundaries) >= _LAYERS_TO_CACHE)
     synthetic, second = batches
     inputs = compat.fake_batch(fake_mode, synthetic.tensors, synthetic.dynamic)
-    other = _sizes(inputs, second.tensors)
+    other = sizes_by_symbol(inputs, second.tensors)
     packed = any(path.endswith("position_ids") for path in structure.paths)
     with attributes_restored(root), compat.traceable_transformers(root, packed_sequences=packed, experts="batched_mm"):
         originals = list(root.parameters())
@@ -261,14 +272,15 @@ def _attempt(
         fakes = dict(zip(map(id, originals), root.parameters(), strict=True))  # no `getattr`, which is watched
         kept_elsewhere = substituted(originals, lambda original: fakes[id(original)])
         untouched = [(name, buffer, buffer._version) for name, buffer in root.named_buffers()]
-        attempt = Attempt(cut, recorder, frozenset(other), symbolic_sizes(inputs), other)
+        observed = [sizes_by_symbol(inputs, tensors) for tensors in true]
+        attempt = Attempt(cut, recorder, frozenset(other), symbolic_sizes(inputs), other, observed)
         recorder.before_node = attempt.check_sizes
         decisions: dict[sympy.Basic, Decision] = {}
         shapes = compat.shapes_of(fake_mode)
-        shapes.batches = [_sizes(inputs, tensors) for tensors in (synthetic.tensors, *real)]
+        shapes.batches = [sizes_by_symbol(inputs, tensors) for tensors in (synthetic.tensors, *real)]
         chosen = partial(decide, recorder, real, decisions) if cut.decides else shapes.decide
         try:
-            replaced = compat.calls_replaced({**cut.leaves, **cut.containers}, attempt.wrap)
+            replaced = calls_replaced({**cut.leaves, **cut.containers}, attempt.wrap)
             methods, deciding = methods_replaced(cut.methods, attempt.wrap_method), assigned(shapes, decide=chosen)
             with replaced, methods, kept_elsewhere, compat.recording(recorder), deciding, attempt.watching():
                 for path, value in zip(structure.paths, inputs, strict=True):
@@ -279,7 +291,7 @@ def _attempt(
             written = tuple(n for n, each, version in untouched if each in now and each._version != version)
         except Exception as error:
             name = attempt.failure[0] if attempt.failure is not None and attempt.failure[1] is error else ""
-            return _failure(name, error, inputs)
+            return _failure(name, error, inputs, real)
     guards = tuple(each for each in dict.fromkeys(shapes.decisions) if each.free_symbols <= attempt.symbols)
     return Traced(
         recorder.graph,
@@ -296,16 +308,6 @@ def _attempt(
         presets=tuple(attempt.presets),
         remembering=frozenset(attempt.remembering),
     )
-
-
-def _sizes(inputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> dict[sympy.Basic, int]:
-    """What the symbolic sizes of the recorded inputs are in a batch."""
-    pairs = [
-        pair
-        for mine, yours in zip(inputs, tensors, strict=False)
-        for pair in zip(mine.shape, yours.shape, strict=False)
-    ]
-    return {expression(size): number for size, number in pairs if is_symbolic(size)}
 
 
 def _returned(step: Callable[[Any], Any], batch: Any) -> tuple[list[Tensor], Structure]:
@@ -341,10 +343,11 @@ def _tidy(graph: fx.Graph, spans: Sequence[tuple[str, Sequence[fx.Node]]]) -> tu
     return tuple(sorted(made, key=lambda span: span.first))
 
 
-def _failure(name: str, error: Exception, inputs: Sequence[Tensor]) -> Failure:
+def _failure(name: str, error: Exception, inputs: Sequence[Tensor], real: Sequence[Sequence[Tensor]]) -> Failure:
     fixed = _dimensions(inputs, error)
     rows = any(dim == 0 and inputs[i].ndim == 2 and not inputs[i].is_floating_point() for i, dim in fixed)
-    return Failure(name, error, fixed, rows)
+    ragged = any(len({tensors[i].shape[dim] for tensors in real}) > 1 for i, dim in fixed)
+    return Failure(name, error, fixed, rows, ragged and not rows)
 
 
 def _dimensions(inputs: Sequence[Tensor], error: Exception) -> frozenset[tuple[int, int]]:
@@ -358,13 +361,13 @@ def _run(
     root: nn.Module,
     step: Callable[[Any], Any],
     structure: Structure,
-    synthetic: Synthetic,
     onloading: Callable[[], AbstractContextManager[None]] | None,
+    tensors: Sequence[Tensor],
 ) -> None:
     there = (parameter.device for parameter in root.parameters() if not parameter.is_meta)
     device = next(there, torch.device("cpu"))
     with nullcontext() if onloading is None else onloading(), contents_restored(root):
-        step(structure.build([tensor.to(device) for tensor in synthetic.tensors]))
+        step(structure.build([tensor.to(device) for tensor in tensors]))
 
 
 def violated_guards(traced: Traced, batch: Any) -> list[str]:

@@ -16,7 +16,7 @@ SIZE_READERS = (
     torch.ops.aten.sym_storage_offset.default,
 )
 """Targets of nodes that ask a tensor for a number and do not need its data."""
-_PLAIN = dict(zip(SYMBOLIC_TYPES, (int, float, bool), strict=True))
+PLAIN = dict(zip(SYMBOLIC_TYPES, (int, float, bool), strict=True))
 
 
 def is_symbolic(size: object) -> TypeGuard[torch.SymInt]:
@@ -133,12 +133,19 @@ def concrete(value: Any, sizes: Mapping[sympy.Symbol, int | float] | None = None
         known = value.node.hint if sizes is None else sympy.sympify(value.node.expr).xreplace(dict(sizes))
         if known is None or (isinstance(known, sympy.Basic) and known.free_symbols):
             raise ValueError(f"the size {value} depends on values")
-        return _PLAIN[type(value)](known)
+        return PLAIN[type(value)](known)
     return map_nested(value, lambda item: concrete(item, sizes))
 
 
 def symbolic_sizes(value: Any) -> list[torch.SymInt]:
     """All symbolic sizes of the tensors in a nested value that sizes of a batch tell."""
+    return [size for size in all_symbolic_sizes(value) if not depends_on_values(size)]
+
+
+def all_symbolic_sizes(value: Any) -> list[torch.SymInt]:
+    """All symbolic sizes of the tensors in a nested value, and the sizes in it."""
+    if is_symbolic(value):
+        return [value]
     if isinstance(value, Tensor):
-        return [size for size in value.shape if is_symbolic(size) and not depends_on_values(size)]
-    return [size for item in items_of(value) for size in symbolic_sizes(item)]
+        return [size for size in value.shape if is_symbolic(size)]
+    return [size for item in items_of(value) for size in all_symbolic_sizes(item)]

@@ -1,0 +1,230 @@
+"""Code that asks for sizes of a batch, where batches have several: all of them are served, or it is told why not."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from helpers import check_inputs, compress_in_memory, recipe
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from lightning_compress.errors import CalibrationDataError, UntraceableModelError
+
+WIDTH = 16
+
+pytestmark = pytest.mark.filterwarnings("ignore::lightning_compress.graph.fallback.TraceFallbackWarning")
+
+SIZES = ((3, 7), (3, 12), (2, 5), (2, 9))
+
+
+def batches(sizes: Sequence[tuple[int, int]] = SIZES) -> list[dict[str, Tensor]]:
+    """Of rows and lengths."""
+    torch.manual_seed(1)
+    return [{"x": torch.randn(*each, WIDTH), "ids": torch.zeros(each, dtype=torch.long)} for each in sizes]
+
+
+class Between(nn.Module):
+    """Two Linears and code between them, in a module of its own or not."""
+
+    def __init__(self, code: Callable[[Tensor], Any], after: Callable[[Any], Tensor] | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.code: Any = code if after is None else Code(code)
+        self.after = after or (lambda found: found)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        found: Tensor = self.last(self.after(self.code(self.first(batch["x"]))))
+        return found
+
+
+class Code(nn.Module):
+    def __init__(self, code: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.code = code
+
+    def forward(self, x: Tensor) -> Any:
+        return self.code(x)
+
+
+def padded(x: Tensor) -> Tensor:
+    return functional.pad(x, (0, 0, 0, 8 - x.shape[1])) if x.shape[1] < 8 else x
+
+
+def mean_of_many(x: Tensor) -> Tensor:
+    return x.mean(1, keepdim=True) if x.shape[1] > 8 else x
+
+
+def twice_few(x: Tensor) -> Tensor:
+    return torch.cat([x, x]) if x.shape[0] < 3 else x
+
+
+def steps(x: Tensor) -> Tensor:
+    return torch.stack([x[:, step] for step in range(min(8, x.shape[1]))], 1)
+
+
+IN_A_MODULE: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+    "padded": (padded, lambda x: x * x.shape[1]),
+    "padded, with positions": (padded, lambda x: x + torch.arange(x.shape[1])[:, None]),
+    "padded, and cut again": (lambda x: (padded(x), x), lambda both: both[0][:, : both[1].shape[1]] + both[1]),
+    "mean": (mean_of_many, lambda x: x * x.shape[1]),
+    "rows": (twice_few, lambda x: x * x.shape[0]),
+    "steps": (steps, lambda x: x * x.shape[1]),
+    "size": (lambda x: (x, 8 if x.shape[1] > 8 else x.shape[1]), lambda both: both[0] * both[1]),
+    "number": (lambda x: (x, 2.0 if x.shape[1] > 8 else 0.5), lambda both: both[0] * both[1]),
+    "rows that values choose": (lambda x: x[x[..., 0] > 0] * (2 if x.shape[1] > 8 else 1), lambda x: x * x.shape[0]),
+}
+
+
+@pytest.mark.parametrize(("code", "after"), IN_A_MODULE.values(), ids=IN_A_MODULE)
+def test_modules_that_decide_by_a_size(
+    code: Callable[[Tensor], Any], after: Callable[[Any], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A module is run anew for every batch, but what it returns for the traced one was taken for what all get. Seen to
+    fail: mostly silently, with values of other batches; but for what is cut again and what values choose."""
+    check_inputs(Between(code, after), batches(), monkeypatch)
+
+
+def test_modules_that_squeeze_a_length_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of another form where a length is one, which makes no difference behind it. Seen to fail: with that refused."""
+    check_inputs(Between(lambda x: x.squeeze(1), lambda x: x * 2), batches(((3, 7), (3, 1), (2, 5))), monkeypatch)
+
+
+def test_modules_that_return_something_else() -> None:
+    """Seen to fail: an error of torch's, on the calibration data."""
+    model = Between(lambda x: (x, None if x.shape[1] > 8 else x), lambda both: both[0] + (0 if both[1] is None else 1))
+    with pytest.raises(
+        UntraceableModelError, match=r"cannot record code \(Code\).*returns None, in another batch a ten"
+    ):
+        compress_in_memory(model, batches(), recipe())
+
+
+BY_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "len": lambda x: x + torch.zeros(len(x), 1, WIDTH),
+    "len in arithmetic": lambda x: x.flatten(0, 1) / len(x.flatten(0, 1)),
+    "isinstance": lambda x: x * 2 if isinstance(x.shape[1], int) else x,
+    "min": lambda x: x[:, : min(x.shape[1], 8)] * min(8, x.shape[1]),
+    "min of several": lambda x: x * min([x.shape[1], 8, x.shape[0] + 5]),
+    "max": lambda x: functional.pad(x, (0, 0, 0, max(8 - x.shape[1], 0))),
+    "max of those that are yielded": lambda x: x * max(size + 1 for size in x.shape[:2]),
+    "of numbers": lambda x: x * min(2, 3) * max((4,), default=5) * len("six") * max([], default=2),
+}
+
+
+@pytest.mark.parametrize("code", BY_FUNCTIONS.values(), ids=BY_FUNCTIONS)
+def test_functions_of_python(code: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen to fail: `isinstance` silently, as no size was an `int` while the model was recorded; the others were
+    refused, as rows or lengths of several numbers."""
+    check_inputs(Between(code), batches(), monkeypatch)
+    assert not {"len", "isinstance", "min", "max"} & globals().keys()
+
+
+@lru_cache
+def positions(length: int) -> Tensor:
+    return torch.arange(length)[:, None].sin()
+
+
+class Table:
+    """What was made of a length is kept."""
+
+    def __init__(self) -> None:
+        self.found: dict[int, Tensor] = {}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.shape[1] not in self.found:
+            self.found[x.shape[1]] = torch.arange(x.shape[1])[:, None].cos()
+        return x * self.found[x.shape[1]]
+
+
+@pytest.mark.parametrize("code", [lambda x: x + positions(x.shape[1]), Table()])
+def test_sizes_that_are_keys(code: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen to fail: both kinds of batches, as a symbol cannot be hashed; the first one is all right."""
+    check_inputs(Between(code), batches(((3, 7), (2, 7))), monkeypatch)
+    with pytest.raises(CalibrationDataError, match="one length"):
+        compress_in_memory(Between(code), batches(), recipe())
+
+
+def test_parts_that_are_all_in_some_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen to fail: refused, because `contiguous` has something to do, but not in the second batch."""
+
+    def pairs(x: Tensor) -> Tensor:
+        return x[:, : x.shape[1] // 2 * 2].contiguous().view(x.shape[0], -1, 2, WIDTH).sum(2)
+
+    check_inputs(Between(pairs), batches(), monkeypatch)
+
+
+def pooled(x: Tensor, graph: Tensor) -> Tensor:
+    """A sum over the nodes of each graph: there are as many as values say."""
+    number = int(graph.max()) + 1
+    return x.new_zeros(number, x.shape[1]).index_add_(0, graph, x)
+
+
+class Pooling(nn.Module):
+    def forward(self, x: Tensor, graph: Tensor) -> Tensor:
+        return pooled(x, graph)
+
+
+class OfGraphs(nn.Module):
+    """Of sets of nodes without edges, and a loss of what is said of each of them."""
+
+    def __init__(self, pooling: nn.Module | None, has_loss: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.pooling, self.has_loss = pooling, has_loss
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        x = self.first(batch["x"])
+        x = pooled(x, batch["graph"]) if self.pooling is None else self.pooling(x, batch["graph"])
+        out: Tensor = self.out(self.last(x).relu()).squeeze(-1)
+        return functional.mse_loss(out, batch["of_graph"]) if self.has_loss else out
+
+
+@pytest.mark.parametrize("has_loss", [False, True])
+@pytest.mark.parametrize("pooling", [None, Pooling()])
+def test_pooled_graphs(pooling: nn.Module | None, has_loss: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen to fail: refused by their second batch or, with a loss, as batches of other numbers of nodes. Rows that are
+    repeated are of as many graphs as before, which true batches show to be chance."""
+    made: list[Any] = []
+    generator = torch.Generator().manual_seed(1)
+    for nodes, graphs in ((9, 3), (12, 4), (7, 2)):
+        of = torch.cat([torch.arange(graphs), torch.randint(graphs, (nodes - graphs,), generator=generator)])
+        made.append({"x": torch.randn(nodes, WIDTH), "graph": of.sort().values, "of_graph": torch.randn(graphs)})
+    model = OfGraphs(pooling, has_loss)
+    with warnings.catch_warnings():  # of torch's, that predictions of repeated graphs are not as many as targets
+        warnings.filterwarnings("ignore", "Using a target size", UserWarning)
+        check_inputs(model, made, monkeypatch)
+
+
+def ramp(x: Tensor, length: int) -> Tensor:
+    """By an operator that takes plain numbers alone."""
+    return x + torch.linspace(0, 1, length)[:, None]
+
+
+class Packing(nn.Module):
+    """Lengths that differ within a batch and between batches, of features and no ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.recurrent = nn.GRU(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        packed = pack_padded_sequence(self.first(batch["x"]), batch["lengths"], batch_first=True)
+        found: Tensor = self.last(pad_packed_sequence(self.recurrent(packed)[0], batch_first=True)[0])
+        return found
+
+
+def test_functions_that_take_plain_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a size is no constant where batches have several: the function is a single call. Seen to fail: refused, as
+    batches of several lengths."""
+    check_inputs(Between(lambda x: ramp(x, x.shape[1])), batches(), monkeypatch)
+    torch.manual_seed(1)
+    lengths = ([7, 3, 2], [12, 12, 4], [5, 2])
+    padded = [{"x": torch.randn(len(each), each[0], WIDTH), "lengths": torch.tensor(each)} for each in lengths]
+    check_inputs(Packing(), padded, monkeypatch)
