@@ -138,17 +138,16 @@ class ProcessGroup:
         self.gather(None, what)
 
     def failed(self, error: BaseException) -> None:
-        if isinstance(error, CommunicationError):  # of another's making, who need not wait for this one
-            _within(_ROLL_CALL_S, lambda: self._board.set(f"waiting/{self.rank}", ""))
+        if isinstance(error, CommunicationError):  # of another's making, whom this one has heard
             return
         told = "".join(traceback.format_exception(error))
 
         def tell() -> None:
             self._board.set(f"failed/{self.rank}", told)
-            self._board.set(f"waiting/{self.rank}", "")  # so that another that fails does not wait for this one
+            self._board.set(f"heard/{self.rank}", "")  # so that another that fails does not wait for this one
 
         if _within(_ROLL_CALL_S, tell):
-            others = [f"waiting/{rank}" for rank in range(self.size) if rank != self.rank]
+            others = [f"heard/{rank}" for rank in range(self.size) if rank != self.rank]
             self.close()  # which wakes the others
             _within(_ROLL_CALL_S, lambda: self._board.wait(others, timedelta(seconds=_ROLL_CALL_S / 2)))
 
@@ -193,6 +192,7 @@ class ProcessGroup:
                     theirs = self._board.get(f"waiting/{rank}").decode()
                     elsewhere += [f"Rank {rank} waits in {theirs}."] if theirs != what else []
             time.sleep(0.05)
+        self._board.set(f"heard/{self.rank}", "")  # the board may end with who has failed
         if missing:
             reasons.append(f"Nothing is heard from ranks {', '.join(map(str, sorted(missing)))}.")
         elif elsewhere:

@@ -2,6 +2,7 @@
 
 import shutil
 import signal
+import socket
 import time
 from itertools import chain
 from pathlib import Path
@@ -195,6 +196,19 @@ def test_one_rank_fails(tmp_path: Path, failing: int) -> None:
             assert f"CommunicationError: Rank {rank} of 3 could not go on with" in end.stderr
             assert f"Rank {failing} failed:" in end.stderr
             assert "can be started again, on any number of ranks" in end.stderr
+
+
+def test_who_fails_ends_when_it_was_heard() -> None:
+    """Rank 0's process holds what the others read of it. Seen to fail on a busy machine: it was gone, and rank 1 told of
+    a node that was cut off."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        place = f"tcp://127.0.0.1:{found.getsockname()[1]}"
+    processes = [Script(SCRIPT.with_name("slow_to_hear.py"), rank, place) for rank in ("0", "1")]
+    assert processes[0].wait(100).returncode == 1
+    said = processes[1].wait(100).stderr
+    assert "Rank 0 failed:" in said
+    assert "ArithmeticError: of the rank that holds the board" in said
 
 
 def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
