@@ -168,7 +168,10 @@ class ProcessGroup:
         except RuntimeError as error:
             reasons: list[str] = []
             if not _within(2 * _ROLL_CALL_S, lambda: self._call_roll(what, reasons)):
-                reasons.append("The ranks' meeting place cannot be reached: this node, or that one, is cut off.")
+                reasons.append(
+                    "The ranks' meeting place cannot be reached. Either the process that holds it has ended (rank 0, "
+                    "where no launcher has it: see what that says), or this node, or that one, is cut off."
+                )
             raise CommunicationError(
                 f"Rank {self.rank} of {self.size} could not go on with {what} (an operation that a rank does not come "
                 f"to within {self._timeout.total_seconds():.0f} s ends all): {error}\n"
