@@ -123,8 +123,8 @@ def restore_boundary(
             *(pickle.UnpicklingError, BadZipFile, zlib.error),
         ) as error:
             raise OutputDirectoryError(
-                f"The activations in {file} cannot be read: {type(error).__name__}: {error}. Delete the folder {folder} and start the same run "
-                "again: it computes them anew."
+                f"The activations in {file} cannot be read: {type(error).__name__}: {error}. Delete the folder "
+                f"{folder} and start the same run again: it computes them anew."
             ) from error
         flow.cache.store(batch, found)
         flow.cache.retain(batch, set(found))

@@ -200,8 +200,8 @@ def test_one_rank_fails(tmp_path: Path, failing: int) -> None:
 
 @pytest.mark.parametrize("late", ["reads", "comes"])
 def test_who_fails_ends_when_it_was_heard(late: str) -> None:
-    """Rank 0's process holds what the others read of it, and does not wait for those that are at work. Seen to fail on a
-    busy machine: it was gone before rank 1 had looked, which told of a node that was cut off."""
+    """Rank 0's process holds what the others read of it, and does not wait for those that are at work. Seen to fail on
+    a busy machine: it was gone before rank 1 had looked, which told of a node that was cut off."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         place = f"tcp://127.0.0.1:{found.getsockname()[1]}"
