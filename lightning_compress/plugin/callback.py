@@ -32,6 +32,7 @@ from lightning_compress.memory.source import is_on_meta
 from lightning_compress.plugin import compat
 from lightning_compress.plugin.agreement import check_data, check_settings
 from lightning_compress.plugin.beforehand import (
+    check_apart,
     check_foldable,
     check_ranks,
     meta_under,
@@ -67,7 +68,8 @@ class CompressionCallback(Callback):
 
     Args:
         recipe: a shipped name (`w4a16_gptq`), a path, a mapping, or a `Recipe`.
-        output_dir: folder of the checkpoint and the report; None changes the module in memory only.
+        output_dir: folder of the checkpoint and the report, and of nothing that the Trainer writes; None changes the
+            module in memory only.
         when: `after_train`, when all `on_train_end` hooks have run; or `only`: `fit` compresses and does not train.
         calibration: a DataLoader, a collection of them, or any iterable of batches. Without it:
             `calibration_dataloader()` of the module or datamodule, else the training data.
@@ -213,6 +215,7 @@ class CompressionCallback(Callback):
         undo_earlier(compressed_module(pl_module))
         with closing_all(compat.collective(trainer)) as collective:
             check_settings(self.settings, collective)
+            check_apart(trainer, self.settings.output_dir, trains=self.when == "after_train")
             self._prepare(trainer, compressed_module(pl_module))
             check_data(self._data, collective)
         self._num_sanity_val_steps = trainer.num_sanity_val_steps
