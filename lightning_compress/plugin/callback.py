@@ -50,6 +50,7 @@ from lightning_compress.plugin.progress import STATE_KEY, Progress, from_state
 from lightning_compress.plugin.requeue import TRAINED_KEY, replace_run
 from lightning_compress.plugin.rng import rng_kept
 from lightning_compress.plugin.settings import Settings, as_folder, check_number
+from lightning_compress.plugin.warned import warned_by_first
 from lightning_compress.recipe.load import RecipeLike, load_recipe
 from lightning_compress.recipe.refused import adapters
 from lightning_compress.report.report import Report, partial_line
@@ -213,7 +214,7 @@ class CompressionCallback(Callback):
         """Called when model and data exist, before training: checks the recipe and reads the calibration set."""
         self.report, self._is_unfinished = None, False
         undo_earlier(compressed_module(pl_module))
-        with closing_all(compat.collective(trainer)) as collective:
+        with closing_all(compat.collective(trainer)) as collective, warned_by_first(collective.rank):
             check_settings(self.settings, collective)
             check_apart(trainer, self.settings.output_dir, trains=self.when == "after_train")
             self._prepare(trainer, compressed_module(pl_module))
@@ -316,6 +317,7 @@ class CompressionCallback(Callback):
             calibrating(pl_module),
             closing_all(compat.collective(trainer)) as collective,
             bars_of_first(collective.rank),
+            warned_by_first(collective.rank),
             compat.HeldSignals(trainer, collective) as signals,
         ):
             with compat.profile(trainer, "prepare"):
