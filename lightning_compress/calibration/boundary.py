@@ -9,9 +9,11 @@ own and other batches come to them, they are not found, and the activations are 
 import pickle
 import re
 import shutil
+import zlib
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from zipfile import BadZipFile, ZipFile
 
 import torch
 
@@ -116,16 +118,27 @@ def restore_boundary(
     for batch, number in enumerate(share):
         file = folder / f"{index:05d}" / _file_name(number)
         try:
-            values = torch.load(file, map_location="cpu", weights_only=True)
-            found = {keys[name]: value for name, value in values.items()}
-        except (OSError, RuntimeError, KeyError, EOFError, pickle.UnpicklingError) as error:
+            found = {keys[name]: value for name, value in _read(file).items()}
+        except (
+            *(OSError, RuntimeError, LookupError, ValueError, EOFError),
+            *(pickle.UnpicklingError, BadZipFile, zlib.error),
+        ) as error:
             raise OutputDirectoryError(
-                f"The activations in {file} cannot be read: {error}. Delete the folder {folder} and start the same run "
-                "again: it computes them anew."
+                f"The activations in {file} cannot be read: {type(error).__name__}: {error}. Delete the folder "
+                f"{folder} and start the same run again: it computes them anew."
             ) from error
         flow.cache.store(batch, found)
         flow.cache.retain(batch, set(found))
     return index
+
+
+def _read(file: Path) -> dict[str, object]:
+    """The values by their names; torch writes sums of them, and compares none."""
+    with ZipFile(file) as archive:
+        if (damaged := archive.testzip()) is not None:
+            raise BadZipFile(f"{damaged} is not what was written")
+    values: dict[str, object] = torch.load(file, map_location="cpu", weights_only=True)
+    return values
 
 
 def _file_name(number: int) -> str:

@@ -33,6 +33,7 @@ from lightning_compress.plugin.callback import CompressionCallback
 from lightning_compress.plugin.compressor import Compressor
 from lightning_compress.plugin.job import plan_recipe
 from lightning_compress.plugin.module import onload_device, onloads
+from lightning_compress.plugin.run import save_report
 from lightning_compress.plugin.settings import Settings, check_number
 from lightning_compress.plugin.strategy import check_precision
 from lightning_compress.recipe.load import load_recipe
@@ -131,4 +132,4 @@ def _check(trainer: pl.Trainer, model: nn.Module, settings: Settings) -> bool:
 def _save_again(report: Report, output_dir: Path, ranks: Collective) -> None:
     """With what was found out behind the run; on every disk that has the checkpoint."""
     if shared_folder(output_dir, ranks).is_first:
-        report.save(output_dir)
+        save_report(report, output_dir)

@@ -14,12 +14,13 @@ from lightning_compress.distributed.collective import Collective, SingleProcess,
 from lightning_compress.errors import CompressionError
 from lightning_compress.plugin import compat
 from lightning_compress.plugin.strategy import check_srun
+from lightning_compress.plugin.warned import warned_by_first
 
 
 @contextmanager
 def ranks_of(trainer: pl.Trainer) -> Iterator[Collective]:
     """The trainer's ranks, outside of its functions, which find them as they are then. An error inside ends all; bars
-    are shown by the first.
+    and warnings are shown by the first.
 
     Raises:
         CompressionError: a multirun, which every rank would run anew; a SLURM job's tasks that srun has not started.
@@ -46,7 +47,7 @@ def _met(trainer: pl.Trainer) -> Iterator[Collective]:
         strategy.setup_environment()
     else:
         strategy.launcher.launch(strategy.setup_environment, trainer=trainer)
-    with closing_all(compat.collective(trainer)) as ranks, bars_of_first(ranks.rank):
+    with closing_all(compat.collective(trainer)) as ranks, bars_of_first(ranks.rank), warned_by_first(ranks.rank):
         yield ranks
 
 

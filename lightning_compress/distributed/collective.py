@@ -138,17 +138,16 @@ class ProcessGroup:
         self.gather(None, what)
 
     def failed(self, error: BaseException) -> None:
-        if isinstance(error, CommunicationError):  # of another's making, who need not wait for this one
-            _within(_ROLL_CALL_S, lambda: self._board.set(f"waiting/{self.rank}", ""))
+        if isinstance(error, CommunicationError):  # of another's making, whom this one has heard
             return
         told = "".join(traceback.format_exception(error))
 
         def tell() -> None:
             self._board.set(f"failed/{self.rank}", told)
-            self._board.set(f"waiting/{self.rank}", "")  # so that another that fails does not wait for this one
+            self._board.set(f"heard/{self.rank}", "")  # so that another that fails does not wait for this one
 
         if _within(_ROLL_CALL_S, tell):
-            others = [f"waiting/{rank}" for rank in range(self.size) if rank != self.rank]
+            others = [f"heard/{rank}" for rank in range(self.size) if rank != self.rank]
             self.close()  # which wakes the others
             _within(_ROLL_CALL_S, lambda: self._board.wait(others, timedelta(seconds=_ROLL_CALL_S / 2)))
 
@@ -169,7 +168,10 @@ class ProcessGroup:
         except RuntimeError as error:
             reasons: list[str] = []
             if not _within(2 * _ROLL_CALL_S, lambda: self._call_roll(what, reasons)):
-                reasons.append("The ranks' meeting place cannot be reached: this node, or that one, is cut off.")
+                reasons.append(
+                    "The ranks' meeting place cannot be reached. Either the process that holds it has ended (rank 0, "
+                    "where no launcher has it: see what that says), or this node, or that one, is cut off."
+                )
             raise CommunicationError(
                 f"Rank {self.rank} of {self.size} could not go on with {what} (an operation that a rank does not come "
                 f"to within {self._timeout.total_seconds():.0f} s ends all): {error}\n"
@@ -193,6 +195,7 @@ class ProcessGroup:
                     theirs = self._board.get(f"waiting/{rank}").decode()
                     elsewhere += [f"Rank {rank} waits in {theirs}."] if theirs != what else []
             time.sleep(0.05)
+        self._board.set(f"heard/{self.rank}", "")  # the board may end with who has failed
         if missing:
             reasons.append(f"Nothing is heard from ranks {', '.join(map(str, sorted(missing)))}.")
         elif elsewhere:

@@ -28,6 +28,11 @@ def is_unfinished(folder: Path | None) -> bool:
     return folder is not None and (folder / INCOMPLETE).is_file()
 
 
+def is_ours(folder: Path) -> bool:
+    """Whether it holds a compression, finished or not."""
+    return (folder / MARKER).is_file() or (folder / INCOMPLETE).is_file()
+
+
 def check_finished(folder: Path) -> None:
     """
     Raises:
@@ -45,11 +50,10 @@ def check_output_dir(output_dir: Path) -> None:
     """
     if output_dir.is_file():
         raise OutputDirectoryError(f"output_dir {output_dir} is a file; give a folder.")
-    ours = (output_dir / MARKER).is_file() or (output_dir / INCOMPLETE).is_file()
     entries = [path.name for path in output_dir.iterdir()] if output_dir.is_dir() else []
     # what a run leaves that is killed before its first subgraph is written, and what its ranks try the folder with
     first = {name for name in entries if name in (PLAN, CLAIM) or fnmatch(name, ".*.partial")}
-    if not ours and not first.issuperset(entries):
+    if not is_ours(output_dir) and not first.issuperset(entries):
         is_model = any(fnmatch(name, pattern) for name in entries for pattern in _OF_MODELS)
         advice = "" if is_model else ", or remove this one"
         raise OutputDirectoryError(

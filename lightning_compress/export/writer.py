@@ -161,8 +161,9 @@ class CheckpointWriter:
         if is_finished and differences(self.folder, self._fingerprints):
             return None
         lines = read_manifest(self.folder, self._fingerprints, self._now)
-        if is_finished and len(lines) != len(self._parts):
-            return None
+        if is_finished and len(lines) != len(self._parts):  # shards were removed: what is behind them is made anew
+            with writing(self.folder, "its first files"):
+                self._mark_unfinished([self.folder / name for name in ("report.json", "report.html")])
         for leftover in partly_written(self.folder):
             leftover.unlink(missing_ok=True)  # another rank may be removing its own, see `shared_folder`
         return lines
@@ -314,11 +315,15 @@ class CheckpointWriter:
         self.folder.mkdir(parents=True, exist_ok=True)
         before = written_before(self.folder)
         (self.folder / MANIFEST).unlink(missing_ok=True)  # first: a finished run's is not that of an unfinished one
-        replace_file(self.folder / INCOMPLETE, _NOTICE.encode())
-        for path in (self.folder / "config.json", *before):
-            path.unlink(missing_ok=True)
+        self._mark_unfinished(before)
         forget_boundaries(self.folder / ACTIVATIONS)
         start_manifest(self.folder, self._fingerprints, self._now)
+
+    def _mark_unfinished(self, removed: Sequence[Path]) -> None:
+        """Let no loader take the folder for a checkpoint, and remove these files."""
+        replace_file(self.folder / INCOMPLETE, _NOTICE.encode())
+        for path in (self.folder / "config.json", *removed):
+            path.unlink(missing_ok=True)
 
     def _owner(self, part: int, piece: int) -> int:
         """The rank that packs and writes a shard, of those that share this one's folder."""

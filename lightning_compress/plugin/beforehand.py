@@ -1,8 +1,10 @@
 """What is told before a training, at whose end it would be late."""
 
+from pathlib import Path
+
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging
+from lightning.pytorch.callbacks import Callback, Checkpoint, StochasticWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -12,7 +14,8 @@ from lightning_compress.calibration.batches import CalibrationSet
 from lightning_compress.calibration.prepare import evaluating
 from lightning_compress.calibration.quantized import already_quantized, read_whole
 from lightning_compress.calibration.target import find_target
-from lightning_compress.errors import ComputedWeightError, UnsupportedModelError
+from lightning_compress.errors import ComputedWeightError, OutputDirectoryError, UnsupportedModelError
+from lightning_compress.export.checkpoint import is_ours
 from lightning_compress.graph.execute import rows_checked
 from lightning_compress.graph.restore import attributes_restored, contents_restored
 from lightning_compress.graph.synthesize import flatten_batch
@@ -67,6 +70,33 @@ def check_ranks(trainer: pl.Trainer) -> None:
             "it needs all of it on each. Train with strategy='ddp', or save a full checkpoint and compress that "
             "in a second run with when='only' and strategy='sequential_onload'."
         )
+
+
+def check_apart(trainer: pl.Trainer, output_dir: Path | None, trains: bool) -> None:
+    """Called when loggers and callbacks know where they write.
+
+    Args:
+        trainer: which has them.
+        output_dir: of the compression.
+        trains: whether that follows a training, with the checkpoints of which the folder would be somebody else's.
+
+    Raises:
+        OutputDirectoryError: one of them writes into what is no folder of ours yet.
+    """
+    if output_dir is None or is_ours(output_dir):
+        return
+    places = [(type(each).__name__, each.log_dir or each.save_dir) for each in trainer.loggers]
+    if trains:
+        savers = [each for each in compat.callbacks(trainer) if isinstance(each, Checkpoint)]
+        places += [(type(each).__name__, getattr(each, "dirpath", None)) for each in savers]
+        places += [("Trainer(default_root_dir=...)", trainer.default_root_dir)] * compat.requeues(trainer)
+    for name, place in places:
+        if place is not None and Path(place).resolve().is_relative_to(output_dir.resolve()):
+            raise OutputDirectoryError(
+                f"{name} writes to {place}, which is in output_dir {output_dir}: with such files in it that would be "
+                f"refused as a folder of somebody else's. Give a folder for the checkpoint alone, such as "
+                f"{output_dir / 'compressed'}."
+            )
 
 
 def try_step(module: nn.Module, data: CalibrationSet, precision: str) -> None:

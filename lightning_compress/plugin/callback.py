@@ -33,6 +33,7 @@ from lightning_compress.memory.source import is_on_meta
 from lightning_compress.plugin import compat
 from lightning_compress.plugin.agreement import check_data, check_settings
 from lightning_compress.plugin.beforehand import (
+    check_apart,
     check_foldable,
     check_ranks,
     meta_under,
@@ -50,6 +51,7 @@ from lightning_compress.plugin.progress import STATE_KEY, Progress, from_state
 from lightning_compress.plugin.requeue import TRAINED_KEY, replace_run
 from lightning_compress.plugin.rng import rng_kept
 from lightning_compress.plugin.settings import Settings, as_folder, as_processor, check_number
+from lightning_compress.plugin.warned import warned_by_first
 from lightning_compress.recipe.load import RecipeLike, load_recipe
 from lightning_compress.recipe.refused import adapters
 from lightning_compress.report.report import Report, partial_line
@@ -68,8 +70,8 @@ class CompressionCallback(Callback):
 
     Args:
         recipe: a shipped name (`w4a16_gptq`), a path, a mapping, or a `Recipe`.
-        output_dir: folder of the checkpoint and the report; None changes the module in memory only. One of them has to
-            be given.
+        output_dir: folder of the checkpoint and the report, and of nothing that the Trainer writes; None changes the
+            module in memory only. One of them has to be given.
         when: `after_train`, when all `on_train_end` hooks have run; or `only`: `fit` compresses and does not train.
         calibration: a DataLoader, a collection of them, or any iterable of batches. Without it:
             `calibration_dataloader()` of the module or datamodule, else the training data.
@@ -217,8 +219,9 @@ class CompressionCallback(Callback):
         """Called when model and data exist, before training: checks the recipe and reads the calibration set."""
         self.report, self._is_unfinished = None, False
         undo_earlier(compressed_module(pl_module))
-        with closing_all(compat.collective(trainer)) as collective:
+        with closing_all(compat.collective(trainer)) as collective, warned_by_first(collective.rank):
             check_settings(self.settings, collective)
+            check_apart(trainer, self.settings.output_dir, trains=self.when == "after_train")
             self._prepare(trainer, compressed_module(pl_module))
             check_data(self._data, collective)
         self._num_sanity_val_steps = trainer.num_sanity_val_steps
@@ -319,6 +322,7 @@ class CompressionCallback(Callback):
             calibrating(pl_module),
             closing_all(compat.collective(trainer)) as collective,
             bars_of_first(collective.rank),
+            warned_by_first(collective.rank),
             compat.HeldSignals(trainer, collective) as signals,
         ):
             with compat.profile(trainer, "prepare"):

@@ -128,7 +128,7 @@ def _run(
     _warn_of_unreached(report.modules)
     report = job.run.collective.broadcast(report, "sending the report")
     if writer is not None and not partial and writer.shared.is_first:
-        _save(report, writer.folder)
+        save_report(report, writer.folder)
     return report
 
 
@@ -155,8 +155,9 @@ def _warn_of_unreached(modules: Sequence[ModuleRecord]) -> None:
         )
 
 
-def _save(report: Report, output_dir: Path) -> None:
-    """An error here would let a run that has succeeded look like one that has to be started again."""
+def save_report(report: Report, output_dir: Path) -> None:
+    """Write it beside a checkpoint. An error here would let a run that has succeeded look like one that has to be
+    started again."""
     try:
         report.save(output_dir)
     except OSError as error:

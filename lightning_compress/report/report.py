@@ -9,6 +9,7 @@ from rich import box
 from rich.table import Table
 
 from lightning_compress.calibration.records import ModuleRecord, SubgraphRecord
+from lightning_compress.calibration.resume import replace_file
 from lightning_compress.errors import listed
 from lightning_compress.export.verify import Verification
 from lightning_compress.foresight.compare import Compared, compared
@@ -197,12 +198,12 @@ class Report:
         return [*([extra] if extra else []), *(f"plan, {line}" for line in comparison_lines(self.comparison))]
 
     def save(self, directory: str | Path) -> tuple[Path, Path]:
-        """Write report.json and report.html into `directory`; returns their paths."""
+        """Write report.json and report.html into `directory`, each whole or not at all; returns their paths."""
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         as_json, as_html = directory / "report.json", directory / "report.html"
-        as_json.write_text(json.dumps(self.to_dict(), indent=2, default=str) + "\n", encoding="utf-8")
-        as_html.write_text(render_html(self.to_dict()), encoding="utf-8", errors="backslashreplace")
+        replace_file(as_json, (json.dumps(self.to_dict(), indent=2, default=str) + "\n").encode())
+        replace_file(as_html, render_html(self.to_dict()).encode(errors="backslashreplace"))
         return as_json, as_html
 
 

@@ -2,6 +2,7 @@
 
 import shutil
 import signal
+import socket
 import time
 from itertools import chain
 from pathlib import Path
@@ -195,6 +196,23 @@ def test_one_rank_fails(tmp_path: Path, failing: int) -> None:
             assert f"CommunicationError: Rank {rank} of 3 could not go on with" in end.stderr
             assert f"Rank {failing} failed:" in end.stderr
             assert "can be started again, on any number of ranks" in end.stderr
+
+
+@pytest.mark.parametrize("late", ["reads", "comes"])
+def test_who_fails_ends_when_it_was_heard(late: str) -> None:
+    """Rank 0's process holds what the others read of it, and does not wait for those that are at work. Seen to fail on
+    a busy machine: it was gone before rank 1 had looked, which told of a node that was cut off."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        place = f"tcp://127.0.0.1:{found.getsockname()[1]}"
+    processes = [Script(SCRIPT.with_name("slow_to_hear.py"), rank, place, late) for rank in ("0", "1")]
+    assert processes[0].wait(100).returncode == 1
+    said = processes[1].wait(100).stderr
+    if late == "comes":
+        assert "Either the process that holds it has ended (rank 0," in said
+    else:
+        assert "Rank 0 failed:" in said
+        assert "ArithmeticError: of the rank that holds the board" in said
 
 
 def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:

@@ -9,12 +9,15 @@ import os
 import subprocess
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from helpers import contents, prepare, recipe, run, saved, tiny_llama, token_batches
 
 from lightning_compress.calibration.resume import MANIFEST
+from lightning_compress.command.compress import _save_again
+from lightning_compress.distributed.collective import SingleProcess
 from lightning_compress.errors import CompressionError, OutputDirectoryError
 from lightning_compress.export import layout, writer
 from lightning_compress.export.checkpoint import CLAIM, INCOMPLETE
@@ -147,6 +150,18 @@ def test_room_runs_out_at_the_end(job: Make, disk: Path, tmp_path: Path) -> None
     assert failed[-1] == "index and configuration"
     assert any("is complete, but its report could not be written" in str(warning.message) for warning in warned)
     assert contents(out) == contents(tmp_path / "whole")
+
+
+def test_no_room_for_what_is_added_to_the_report(disk: Path) -> None:
+    """The command's perplexities, when all is done: the report is left as it was, and that is said. Seen to fail: the
+    report was emptied, and the command ended in an error."""
+    report = run(prepare(tiny_llama(1), token_batches(), recipe(4), disk / "out"))
+    before = {name: (disk / "out" / name).read_bytes() for name in ("report.json", "report.html")}
+    fill(disk)
+    added = replace(report, extra={"perplexity_before": 1.5}, notes=("what was left out " * 1000,))
+    with pytest.warns(UserWarning, match="is complete, but its report could not be written there"):
+        _save_again(added, disk / "out", SingleProcess())
+    assert {name: (disk / "out" / name).read_bytes() for name in before} == before
 
 
 def test_no_room_for_activations(job: Make, disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,9 +140,14 @@ def test_what_cannot_be_kept_or_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in caught.value.__notes__[-1]
     stopped(job(), 2)
     (file,) = (tmp_path / "out" / KEPT).glob("*/000000.pt")
-    file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(OutputDirectoryError, match=r"cannot be read.*Delete the folder") as damaged:
-        run(job())
+    whole = file.read_bytes()
+    held = max(filter(torch.is_tensor, torch.load(file).values()), key=torch.numel)
+    place = whole.index(held.numpy().tobytes())
+    changed = whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :]
+    for content in (whole[:100], b"", changed):  # the last one seen to end in another checkpoint, without a word
+        file.write_bytes(content)
+        with pytest.raises(OutputDirectoryError, match=r"cannot be read: \w+: .*Delete the folder") as damaged:
+            run(job())
     assert "2 finished subgraphs are in" in damaged.value.__notes__[-1]  # seen to fail: "Nothing was written."
     assert run(prepare(tiny_llama(3), token_batches(), recipe(4), tmp_path / "out")).num_resumed == 2
     assert not (tmp_path / "out" / KEPT).exists()

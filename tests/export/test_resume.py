@@ -267,10 +267,27 @@ def test_a_finished_run_is_not_run_again(tmp_path: Path, monkeypatch: pytest.Mon
     assert (out / "report.json").is_file()
     assert {file: (file.stat().st_ino, file.stat().st_mtime_ns) for file in out.glob("*.safetensors")} == before
     assert contents(out) == content
-    next(out.glob("*.safetensors")).unlink()  # then it is no longer what the manifest says
-    assert compress(tiny_llama(2), token_batches(), recipe(4), out).num_resumed == 0
-    assert contents(out) == content
     assert compress(tiny_llama(2), token_batches(), recipe(4), out, resume=False).num_resumed == 0
+
+
+def test_a_shard_of_a_finished_checkpoint_is_made_anew(tmp_path: Path) -> None:
+    """With all behind it, as the error of a damaged one says. Seen to fail: everything was computed anew, and the
+    checkpoint was called one of another run."""
+    out = tmp_path / "out"
+    compress(tiny_llama(3), token_batches(), recipe(4), out)
+    content = contents(out)
+    shard = out / json.loads((out / MANIFEST).read_text().splitlines()[3])["shards"][0]["name"]
+    shard.write_bytes(shard.read_bytes()[:-5])
+    with pytest.raises(OutputDirectoryError, match="or delete it: then it and everything behind it is computed anew"):
+        compress(tiny_llama(3), token_batches(), recipe(4), out)
+    shard.unlink()
+    stopped(prepare(tiny_llama(3), token_batches(), recipe(4), out), 1)
+    assert (out / INCOMPLETE).exists()
+    assert not {"config.json", "report.json", "report.html"} & {path.name for path in out.iterdir()}
+    report = compress(tiny_llama(3), token_batches(), recipe(4), out)
+    assert report.num_resumed == 2
+    assert not report.notes
+    assert contents(out) == content
 
 
 def test_files_that_another_rank_removes_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_compress import Compressor, SequentialOnloadStrategy, load_compressed, parameters_on_meta
-from lightning_compress.errors import UnsupportedModelError
+from lightning_compress.errors import OutputDirectoryError, UnsupportedModelError
 from lightning_compress.plugin import compat
 
 from .conftest import compression
@@ -65,6 +65,27 @@ def test_what_changes_a_training_sits_out(make: Any, strategy: str, make_trainer
     assert len(report.modules) == 2
     assert all(parameter.requires_grad for parameter in module.parameters())
     assert "configure_optimizers" not in vars(module)
+
+
+@pytest.mark.parametrize(
+    ("given", "who"),
+    [
+        (lambda out: {"callbacks": [ModelCheckpoint(out)], "enable_checkpointing": True}, "ModelCheckpoint"),
+        (lambda out: {"default_root_dir": out, "enable_checkpointing": True}, "ModelCheckpoint"),
+        (lambda out: {"logger": CSVLogger(out)}, "CSVLogger"),
+    ],
+)
+def test_a_training_that_writes_into_the_checkpoint_s_folder(given: Any, who: str, tmp_path: Path) -> None:
+    """Is refused before it begins. Seen to fail: when it had ended, for then the folder was somebody else's."""
+    out, module = tmp_path / "out", Net()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    options = {"callbacks": [], "logger": False, "enable_checkpointing": False, **given(out)}
+    options["callbacks"].append(compression(PER_CHANNEL, output_dir=out))
+    quiet = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False, "max_epochs": 1}
+    quiet["log_every_n_steps"] = 1
+    with pytest.raises(OutputDirectoryError, match=f"{who} writes to {out}.*Give a folder for the checkpoint alone"):
+        pl.Trainer(**options, **quiet).fit(module, images())
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
 
 
 class Looks(Net):

@@ -219,9 +219,21 @@ def test_what_is_wrong_with_data_is_known_before_the_training(option: str, messa
 
 def run_command(*of_ranks: list[str]) -> list[Ended]:
     """The command on as many ranks as it is given arguments for."""
+    return run_script(COMMAND, *of_ranks)
+
+
+def run_script(script: Path, *of_ranks: list[str]) -> list[Ended]:
+    """A script on as many ranks as it is given arguments for."""
     shared = {"LOCAL_WORLD_SIZE": str(len(of_ranks)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    ranks = [Script(COMMAND, *given, LOCAL_RANK=str(rank), **shared) for rank, given in enumerate(of_ranks)]
+    ranks = [Script(script, *given, LOCAL_RANK=str(rank), **shared) for rank, given in enumerate(of_ranks)]
     return [rank.wait() for rank in ranks]
+
+
+def test_what_is_alike_on_all_ranks_is_warned_of_once() -> None:
+    """Seen to fail: by each of them."""
+    ends = run_script(Path(SCRIPT).with_name("warned_rank.py"), [], [])
+    assert [end.returncode for end in ends] == [0, 0], ends[-1].stderr
+    assert [end.stderr.count("The model writes to its buffers") for end in ends] == [1, 0]
 
 
 def test_the_command_measures_on_all_of_them(checkpoint: Path, texts: tuple[str, str], tmp_path: Path) -> None:
