@@ -1,4 +1,4 @@
-"""The callback in the configuration of a LightningCLI, which makes it by jsonargparse; skipped where that is not."""
+"""The callback in the configuration of a LightningCLI, which makes it by jsonargparse."""
 
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,6 @@ from torch.utils.data import DataLoader
 from lightning_compress import CompressionCallback
 
 from .conftest import RTN, TinyModule, samples
-
-pytest.importorskip("jsonargparse")
 
 
 class Data(pl.LightningDataModule):
