@@ -72,15 +72,25 @@ def sizes_by_symbol(inputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> dict
     return {expression(size): number for size, number in pairs if is_symbolic(size)}
 
 
-def deciding_otherwise(conditions: Iterable[sympy.Basic], batches: Sequence[Sizes]) -> list[Sizes]:
+def deciding_otherwise(
+    conditions: Iterable[sympy.Basic], batches: Sequence[Sizes], outcomes: dict[sympy.Basic, list[object]]
+) -> list[Sizes]:
     """Batches in which some of the conditions have another outcome than in the first; of those in which all have the
-    same, two."""
+    same, two.
+
+    Args:
+        conditions: on sizes.
+        batches: their sizes.
+        outcomes: of conditions, as earlier calls with the same batches found them, which takes longer than all else.
+    """
     first = dict(batches[0])
     whole = [first, *(dict(each) for each in dict.fromkeys(frozenset(each.items()) for each in batches[1:]))]
     whole = [each for each in whole if each.keys() >= first.keys()]
     known = [condition for condition in conditions if condition.free_symbols <= first.keys()]
-    outcomes = [[_outcome(condition, each) for each in whole] for condition in known]
-    differing = [found for found in outcomes if any(outcome != found[0] for outcome in found)]
+    for condition in known:
+        if condition not in outcomes:
+            outcomes[condition] = [_outcome(condition, each) for each in whole]
+    differing = [found for found in map(outcomes.__getitem__, known) if any(each != found[0] for each in found)]
     alike: dict[tuple[object, ...], list[Sizes]] = {}
     for each, *found in zip(whole, *differing, strict=True):
         alike.setdefault(tuple(found), []).append(each)

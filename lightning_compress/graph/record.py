@@ -102,7 +102,7 @@ class Attempt:
     `sizes`: the batch's symbolic sizes, which consist of `symbols`; `other`: their values in the second batch; `true`:
     in further ones, of which real runs tell; `kept`: what modules of leaves had when it began, or after their last
     call; `presets`: what of that was set before their first; `opened`: leaves that are recorded by their operations;
-    `remembering`: leaves of which one call tells another something.
+    `remembering`: leaves of which one call tells another something; `outcomes`: see `deciding_otherwise`.
     """
 
     cut: Cut
@@ -111,6 +111,7 @@ class Attempt:
     sizes: Sequence[torch.SymInt]
     other: Mapping[sympy.Symbol, int]
     true: Sequence[Sizes] = ()
+    outcomes: dict[sympy.Basic, list[object]] = field(default_factory=dict)
     spans: list[tuple[str, list[fx.Node]]] = field(default_factory=list)
     calls: Counter[str] = field(default_factory=Counter)
     outputs: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)
@@ -286,7 +287,8 @@ class Attempt:
         """What a module returns on batches for which it answers a question otherwise, less those of one row or token
         where tensors have other dimensions then: of these `ones` tells."""
         shapes = compat.shapes_of(self.recorder.fake_mode)
-        seen = self._static_outputs(deciding_otherwise(asked, shapes.batches), module, args, kwargs)
+        others = deciding_otherwise(asked, shapes.batches, self.outcomes)
+        seen = self._static_outputs(others, module, args, kwargs)
         unlike = of_another_form(output, seen)
         ones = [{symbol for symbol, size in sizes.items() if size == 1} for sizes in unlike]
         if not ones or not all(ones):
