@@ -23,6 +23,7 @@ from lightning_compress.graph.methods import Behaviour, Method, behaviour, runni
 from lightning_compress.graph.names import is_in
 from lightning_compress.graph.observed import observe
 from lightning_compress.graph.record import Body, Cut
+from lightning_compress.graph.synthesize import Synthetic
 
 
 class TraceFallbackWarning(UserWarning):
@@ -243,3 +244,27 @@ def _owner(root: nn.Module, name: str) -> str:
 def _first_line(error: BaseException) -> str:
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
+def otherwise(
+    error: UntraceableModelError, tried: Synthetic, rows: Fixed, fixed: Fixed
+) -> tuple[Fixed, dict[str, bool]]:
+    """For another try where sizes do not fit together, which of them are constants, and how batches are made: because
+    a model takes so many rows together, with a multiple of the true batch's rows; then with those constant that are no
+    rows, as other batches show; then with all of them constant, unless batches have other numbers of them; because
+    values tell of sizes (how long each row is), with the true batches.
+
+    Raises:
+        UntraceableModelError: the given one, where it is about something else or nothing is left.
+    """
+    kind = type(error.__cause__)
+    are_left = kind is RuntimeError and not rows <= fixed and (tried.has_ragged_rows or fixed == tried.staying)
+    if (tried.is_true and not are_left) or kind not in (RuntimeError, IndexError, ValueError, AssertionError):
+        raise error
+    if kind is RuntimeError and tried.has_fewer_rows:
+        return frozenset(), {"repeats_rows": True}
+    if kind is RuntimeError and not tried.staying <= fixed:
+        return tried.staying, {"repeats_rows": True}
+    if kind is RuntimeError and not rows <= fixed and (tried.is_true or not tried.has_ragged_rows):
+        return rows, {"repeats_rows": True, "as_they_are": False}
+    return frozenset(), {"as_they_are": True}

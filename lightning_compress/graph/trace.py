@@ -38,6 +38,7 @@ from lightning_compress.graph.fallback import (
     Fixed,
     fall_back,
     in_the_end,
+    otherwise,
     warn,
     with_observations,
 )
@@ -146,6 +147,7 @@ def trace(
     first = cut = replace(_first_cut(root, leaf_names, boundary_names), multiplied=frozenset(multiplied))
     lengths, rows = made()[0].lengths, made()[0].rows
     fallbacks, run = dict[str, Fallback](), partial(_run, root, step, structure, onloading)
+    ways: list[tuple[Fixed, dict[str, bool]]] = []
     with attributes_restored(root), without_cache(root), watching(root, leaf_names) as reads:
         while True:
             batches = made(fixed=fixed)
@@ -165,7 +167,10 @@ def trace(
                     return replace(outcome, fallbacks=left, only_read=_only_read(outcome.graph, leaf_names, reads))
                 cut, fixed, told = fall_back(root, cut, fixed, outcome, frozenset(leaf_names))
             except UntraceableModelError as error:
-                fixed, how = _otherwise(error, batches[0], rows, fixed)
+                fixed, how = otherwise(error, batches[0], rows, fixed)
+                if (fixed, how) in ways:  # it would go round in circles
+                    raise
+                ways.append((fixed, how))
                 fallbacks = {"": _of_one_size(f"as many rows only: {error.__cause__}")} if rows <= fixed else {}
                 cut, made = first, partial(made, **how)
                 continue
@@ -182,30 +187,6 @@ def _only_read(graph: fx.Graph, names: Collection[str], reads: Reads) -> tuple[s
     experts = (members for call in calls if call.grouped is not None for members in call.grouped.members)
     called = {*(call.weights_of for call in calls), *chain.from_iterable(experts)}
     return reads.without_call([name for name in names if name not in called])
-
-
-def _otherwise(
-    error: UntraceableModelError, tried: Synthetic, rows: Fixed, fixed: Fixed
-) -> tuple[Fixed, dict[str, bool]]:
-    """For another try where sizes do not fit together, which of them are constants, and how batches are made: because
-    a model takes so many rows together, with a multiple of the true batch's rows; then with those constant that are no
-    rows, as other batches show; then with all of them constant, unless batches have other numbers of them; because
-    values tell of sizes (how long each row is), with the true batches.
-
-    Raises:
-        UntraceableModelError: the given one, where it is about something else or nothing is left.
-    """
-    kind = type(error.__cause__)
-    are_left = kind is RuntimeError and not rows <= fixed and (tried.has_ragged_rows or fixed == tried.staying)
-    if (tried.is_true and not are_left) or kind not in (RuntimeError, IndexError, ValueError, AssertionError):
-        raise error
-    if kind is RuntimeError and tried.has_fewer_rows:
-        return frozenset(), {"repeats_rows": True}
-    if kind is RuntimeError and not tried.staying <= fixed:
-        return tried.staying, {"repeats_rows": True}
-    if kind is RuntimeError and not rows <= fixed and (tried.is_true or not tried.has_ragged_rows):
-        return rows, {"repeats_rows": True, "as_they_are": False}
-    return frozenset(), {"as_they_are": True}
 
 
 def _first_cut(root: nn.Module, leaf_names: Collection[str], boundary_names: Collection[str]) -> Cut:

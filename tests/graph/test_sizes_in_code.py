@@ -228,3 +228,21 @@ def test_functions_that_take_plain_numbers(monkeypatch: pytest.MonkeyPatch) -> N
     lengths = ([7, 3, 2], [12, 12, 4], [5, 2])
     padded = [{"x": torch.randn(len(each), each[0], WIDTH), "lengths": torch.tensor(each)} for each in lengths]
     check_inputs(Packing(), padded, monkeypatch)
+
+
+class Positions(nn.Module):
+    """Has fewer positions than its batches have tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.positions = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.zeros(4, WIDTH))
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        found: Tensor = self.first(batch["x"] + self.positions)
+        return found
+
+
+def test_what_fits_in_no_way_ends() -> None:
+    """Seen to fail: the same ways to make batches were tried over and over."""
+    with pytest.raises(UntraceableModelError, match="must match"):
+        compress_in_memory(Positions(), batches(((3, 7), (2, 7))), recipe(4))
