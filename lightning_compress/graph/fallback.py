@@ -11,6 +11,7 @@ before a size becomes a constant of which batches have other numbers.
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from torch import nn
 
@@ -70,6 +71,13 @@ class Failure:
 
 
 Fixed = frozenset[tuple[int, int]]
+
+
+class Way(NamedTuple):
+    """How a model is recorded: which sizes are constants, and with which options of `synthesize`."""
+
+    fixed: Fixed
+    options: dict[str, bool]
 
 
 def fall_back(
@@ -246,25 +254,32 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
 
 
-def otherwise(
-    error: UntraceableModelError, tried: Synthetic, rows: Fixed, fixed: Fixed
-) -> tuple[Fixed, dict[str, bool]]:
+def otherwise(error: UntraceableModelError, tried: Synthetic, rows: Fixed, fixed: Fixed, ways: list[Way]) -> Way:
     """For another try where sizes do not fit together, which of them are constants, and how batches are made: because
     a model takes so many rows together, with a multiple of the true batch's rows; then with those constant that are no
     rows, as other batches show; then with all of them constant, unless batches have other numbers of them; because
     values tell of sizes (how long each row is), with the true batches.
 
+    Args:
+        error: of the last try.
+        tried: what that recorded.
+        rows, fixed: sizes of rows, and those that were constants.
+        ways: that were taken so far; what is returned is added.
+
     Raises:
-        UntraceableModelError: the given one, where it is about something else or nothing is left.
+        UntraceableModelError: the given one, where it is about something else or no way is left.
     """
-    kind = type(error.__cause__)
+    kind, way = type(error.__cause__), Way(frozenset(), {"as_they_are": True})
     are_left = kind is RuntimeError and not rows <= fixed and (tried.has_ragged_rows or fixed == tried.staying)
     if (tried.is_true and not are_left) or kind not in (RuntimeError, IndexError, ValueError, AssertionError):
         raise error
     if kind is RuntimeError and tried.has_fewer_rows:
-        return frozenset(), {"repeats_rows": True}
-    if kind is RuntimeError and not tried.staying <= fixed:
-        return tried.staying, {"repeats_rows": True}
-    if kind is RuntimeError and not rows <= fixed and (tried.is_true or not tried.has_ragged_rows):
-        return rows, {"repeats_rows": True, "as_they_are": False}
-    return frozenset(), {"as_they_are": True}
+        way = Way(frozenset(), {"repeats_rows": True})
+    elif kind is RuntimeError and not tried.staying <= fixed:
+        way = Way(tried.staying, {"repeats_rows": True})
+    elif kind is RuntimeError and not rows <= fixed and (tried.is_true or not tried.has_ragged_rows):
+        way = Way(rows, {"repeats_rows": True, "as_they_are": False})
+    if way in ways:
+        raise error
+    ways.append(way)
+    return way

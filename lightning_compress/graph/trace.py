@@ -36,6 +36,7 @@ from lightning_compress.graph.fallback import (
     Failure,
     Fallback,
     Fixed,
+    Way,
     fall_back,
     in_the_end,
     otherwise,
@@ -146,8 +147,7 @@ def trace(
     made = partial(synthesize, structure.paths, tensors, separate_decoder=is_encoder_decoder(root), others=others_flat)
     first = cut = replace(_first_cut(root, leaf_names, boundary_names), multiplied=frozenset(multiplied))
     lengths, rows = made()[0].lengths, made()[0].rows
-    fallbacks, run = dict[str, Fallback](), partial(_run, root, step, structure, onloading)
-    ways: list[tuple[Fixed, dict[str, bool]]] = []
+    fallbacks, ways, run = dict[str, Fallback](), list[Way](), partial(_run, root, step, structure, onloading)
     with attributes_restored(root), without_cache(root), watching(root, leaf_names) as reads:
         while True:
             batches = made(fixed=fixed)
@@ -167,10 +167,7 @@ def trace(
                     return replace(outcome, fallbacks=left, only_read=_only_read(outcome.graph, leaf_names, reads))
                 cut, fixed, told = fall_back(root, cut, fixed, outcome, frozenset(leaf_names))
             except UntraceableModelError as error:
-                fixed, how = otherwise(error, batches[0], rows, fixed)
-                if (fixed, how) in ways:  # it would go round in circles
-                    raise
-                ways.append((fixed, how))
+                fixed, how = otherwise(error, batches[0], rows, fixed, ways)
                 fallbacks = {"": _of_one_size(f"as many rows only: {error.__cause__}")} if rows <= fixed else {}
                 cut, made = first, partial(made, **how)
                 continue

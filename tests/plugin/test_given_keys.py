@@ -38,7 +38,9 @@ def test_an_empty_path_is_not_the_folder_one_is_in(
 
 def test_a_folder_that_takes_the_place_of_ours(command: Command, tmp_path: Path) -> None:
     """Seen to fail: "compress= is not known; known are ."."""
-    (tmp_path / "mine.yaml").write_text("defaults: [compress, _self_]\nmodel: {path: nowhere}\noutput_dir: out\n")
+    (tmp_path / "mine.yaml").write_text(
+        f"defaults: [compress, _self_]\nmodel: {{path: {tmp_path}/nowhere}}\noutput_dir: out\n"
+    )
     said = refused(command, "compress", "--config-path", str(tmp_path), "--config-name", "mine")
     assert "There is no configuration 'compress'" in said
     assert "--config-dir DIR; --config-path takes their place" in said
