@@ -61,11 +61,29 @@ _AS_FAST = 1.01
 """Likewise, to bring fewer weights ahead: what reads them beside the run takes its cores and caches, which no lane has
 (1 to 8 % of streamed runs on two cores, whose weights were in the page cache)."""
 
+_NEARLY_AS_FAST = 1.05
+"""Candidates whose rough plans take longer than so many times the fastest one's are left with those."""
+
 
 def plans(candidates: Sequence[Candidate], machine: Machine, resources: Resources) -> list[Plan]:
     """The best plan of each candidate that fits, the fastest first."""
-    found = [plan for candidate in candidates if (plan := best(candidate, machine, resources)) is not None]
-    return sorted(found, key=lambda plan: plan.total_s)
+    rough = [best(each, machine, resources, rough=True) for each in candidates]
+    least = min((plan.total_s for plan in rough if plan is not None), default=inf)
+    pairs = zip(candidates, rough, strict=True)
+    found = [_refined(each, plan, least, machine, resources) for each, plan in pairs]
+    return sorted((plan for plan in found if plan is not None), key=lambda plan: plan.total_s)
+
+
+def _refined(
+    candidate: Candidate, rough: Plan | None, least: float, machine: Machine, resources: Resources
+) -> Plan | None:
+    """A candidate's best plan if it may be the fastest of all, where `least` is what the fastest rough one takes."""
+    is_slow = rough is not None and rough.total_s > _NEARLY_AS_FAST * least
+    if machine.device == "cpu":  # where nothing waits on a device, and a rough plan is the best one
+        return rough
+    if is_slow or _bound_s(candidate, machine, resources) >= least:
+        return rough
+    return best(candidate, machine, resources)
 
 
 def simplest_first(found: Sequence[Plan]) -> list[Plan]:
@@ -78,17 +96,20 @@ def simplest_first(found: Sequence[Plan]) -> list[Plan]:
 def least_s(candidates: Sequence[Candidate], machine: Machine, resources: Resources) -> float:
     """Seconds of the fastest plan of all; infinite where none fits. Candidates that could not be faster, whatever there
     is of memory, are not tried."""
-    least = inf
+    least, tried = inf, list[tuple[Candidate, Plan | None]]()
     for bound, number in sorted((_bound_s(each, machine, resources), i) for i, each in enumerate(candidates)):
         if bound >= least:
             break
-        plan = best(candidates[number], machine, resources)
+        plan = best(candidates[number], machine, resources, rough=True)
+        tried.append((candidates[number], plan))
         least = min(least, plan.total_s) if plan is not None else least
-    return least
+    found = [_refined(each, plan, least, machine, resources) for each, plan in tried]
+    return min((plan.total_s for plan in found if plan is not None), default=inf)
 
 
-def best(candidate: Candidate, machine: Machine, resources: Resources) -> Plan | None:
-    """The best plan of a candidate; None if it does not fit.
+def best(candidate: Candidate, machine: Machine, resources: Resources, rough: bool = False) -> Plan | None:
+    """The best plan of a candidate; None if it does not fit. A rough one is found in a fraction of the time, with room
+    for values on their way at all moments.
 
     Room is left for what a process takes beside its tensors, unless that is what it fails for. On a CPU it is worth
     trying to leave all that the heap keeps: less costs seconds, as does what waits in a file instead.
@@ -96,7 +117,9 @@ def best(candidate: Candidate, machine: Machine, resources: Resources) -> Plan |
     device = torch.device(machine.device)
     reserved = replace(resources, host=with_reserve(Budgets(resources.host, candidate.held), device).host)
     spares: tuple[Spare, ...] = ("kept", "least") if machine.device == "cpu" else ("none",)
-    return _best(candidate, machine, reserved, spares) or _best(candidate, machine, resources, ("none",))
+    levels = [0] if rough else _levels(candidate, machine)
+    found = _best(candidate, machine, reserved, spares, levels)
+    return found or _best(candidate, machine, resources, ("none",), levels)
 
 
 def smallest(candidates: Sequence[Candidate], machine: Machine) -> dict[Place, tuple[Choice, int]]:
@@ -130,10 +153,12 @@ def _levels(candidate: Candidate, machine: Machine) -> list[int]:
     return sorted({0, *(moment.waiting for row in candidate.table for moment in row.moments)})
 
 
-def _best(candidate: Candidate, machine: Machine, resources: Resources, spares: Sequence[Spare]) -> Plan | None:
+def _best(
+    candidate: Candidate, machine: Machine, resources: Resources, spares: Sequence[Spare], levels: Sequence[int]
+) -> Plan | None:
     found: list[Plan] = []
     bound = _bound_s(candidate, machine, resources)
-    ways = product(spares, _levels(candidate, machine), (False, True))
+    ways = product(spares, levels, (False, True))
     for spare, level, spills in ways:
         if spills and level == _most_waiting(candidate) > 0:
             continue  # nothing is left for the file
