@@ -95,7 +95,8 @@ def _serving_all(data: CalibrationSet, record: _Record) -> Traced:
     raise CalibrationDataError(
         f"{len(problems)} of {len(data.batches)} calibration batches ({counted(list(problems))}) would take another "
         f"path through the model than the one recorded (batch {first}: {'; '.join(violated[:3])}). Bring the batches "
-        "to one form: one length, as many rows (drop_last) and images in each, of one size; or leave these out."
+        "to one form: one length, as many rows (drop_last) and images in each, of one size; or leave these out; or put "
+        "what decides so into an nn.Module in which nothing is quantized, which runs anew for every batch."
     )
 
 

@@ -242,6 +242,21 @@ class Positions(nn.Module):
         return found
 
 
+def test_the_remedy_for_code_that_decides_by_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between modules it is refused; in a module of its own, as the error advises, it serves all batches."""
+
+    def to_eights(x: Tensor) -> Tensor:
+        return functional.pad(x, (0, 0, 0, -x.shape[1] % 8)) if x.shape[1] % 8 else x
+
+    def means(x: Tensor) -> Tensor:
+        return x.reshape(x.shape[0], -1, 8, WIDTH).mean(2)
+
+    given = batches(((2, 8), (2, 13), (2, 16), (3, 22)))
+    with pytest.raises(CalibrationDataError, match=r"2 of 4 calibration batches.*nn.Module in which nothing"):
+        compress_in_memory(Between(lambda x: means(to_eights(x))), given, recipe(4))
+    check_inputs(Between(to_eights, means), given, monkeypatch)
+
+
 def test_what_fits_in_no_way_ends() -> None:
     """Seen to fail: the same ways to make batches were tried over and over."""
     with pytest.raises(UntraceableModelError, match="must match"):
