@@ -11,6 +11,7 @@ import sympy
 import torch
 from helpers import check_inputs, compress_in_memory, recipe
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
@@ -99,6 +100,28 @@ def test_modules_that_decide_by_a_size(
 def test_modules_that_squeeze_a_length_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of another form where a length is one, which makes no difference behind it. Seen to fail: with that refused."""
     check_inputs(Between(lambda x: x.squeeze(1), lambda x: x * 2), batches(((3, 7), (3, 1), (2, 5))), monkeypatch)
+
+
+class Numbered(Code):
+    def __init__(self, code: Callable[[Tensor], Any], layer_idx: int) -> None:
+        super().__init__(code)
+        self.layer_idx = layer_idx
+
+
+def test_layers_that_differ_in_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they return elsewhere is found once. Seen to fail: by four runs, for each of them as for the first."""
+    shapes: list[tuple[int, ...]] = []
+
+    def code(x: Tensor) -> Tensor:
+        if isinstance(x, FakeTensor) and type(x.shape[1]) is int:
+            shapes.append((*x.shape,))
+        return padded(x)
+
+    layers = nn.ModuleList(Numbered(code, number) for number in range(4))
+    model = Between(lambda x: torch.cat([layer(x) for layer in layers], 1), lambda x: x * x.shape[1])
+    model.layers = layers
+    check_inputs(model, batches(((3, 12), (3, 7))), monkeypatch)
+    assert shapes.count((3, 7, WIDTH)) == 1
 
 
 def test_modules_that_return_something_else() -> None:
