@@ -96,7 +96,7 @@ def deciding_otherwise(
     alike: dict[tuple[object, ...], list[Sizes]] = {}
     for each, *found in zip(whole, *differing, strict=True):
         alike.setdefault(tuple(found), []).append(each)
-    return [each for group in list(alike.values())[1:] for each in (group[0], group[-1])]
+    return [each for group in list(alike.values())[1:] for each in (group[0], *group[1:][-1:])]
 
 
 def _outcomes(condition: sympy.Basic, batches: Sequence[Sizes]) -> list[object]:
