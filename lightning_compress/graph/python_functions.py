@@ -42,14 +42,15 @@ def taking_symbols(batches: Sequence[Sizes]) -> Iterator[None]:
     found = [each for name, each in list(sys.modules.items()) if name.partition(".")[0] not in _NOT_OF_MODELS]
     names_of = [vars(each) for each in found if isinstance(each, ModuleType)]
     put = [(names, name) for names in names_of for name in own if name not in names]
-    for names, name in put:
-        names[name] = own[name]
     try:
+        for names, name in put:
+            names[name] = own[name]
         with assigned(torch.SymInt, __hash__=_hash):
             yield
     finally:
         for names, name in put:
-            names.pop(name, None)
+            if names.get(name) is own[name]:  # and nothing that code has put there since
+                del names[name]
 
 
 def _length(value: Any) -> Any:
@@ -59,8 +60,10 @@ def _length(value: Any) -> Any:
 
 
 def _is_instance(value: object, kinds: Any) -> bool:
-    if isinstance(value, SYMBOLIC_TYPES):
-        return isinstance(value, kinds) or issubclass(PLAIN[type(value)], kinds)
+    """Classes have instances in ways of their own: a protocol with attributes has no subclasses that could be told."""
+    if isinstance(value, SYMBOLIC_TYPES) and not isinstance(value, kinds):
+        kind = PLAIN[type(value)]
+        return isinstance(kind() if value.node.hint is None else kind(value.node.hint), kinds)
     return isinstance(value, kinds)
 
 
@@ -92,5 +95,8 @@ _usual_hash = torch.SymInt.__hash__
 def _hash(size: torch.SymInt) -> int:
     if size.node.is_nested_int():
         return _usual_hash(size)
-    symbol = min(expression(size).free_symbols, key=str)
+    found = expression(size)
+    if found.is_number:  # it was taken for a constant, of which `Attempt.check_sizes` tells
+        return hash(int(found))
+    symbol = min(found.free_symbols, key=str)
     raise SizeAsKeyError(f"it takes a size of the batch ({size}) for a key of a dict or of a cache", symbol)

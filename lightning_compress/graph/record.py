@@ -16,20 +16,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
-from functools import partial
 from typing import Any
 
 import sympy
 import torch
 from torch import Tensor, fx, nn
-from transformers import PreTrainedConfig
 
 from lightning_compress.graph import compat
 from lightning_compress.graph.aliases import note_viewed
 from lightning_compress.graph.bounds import Sizes, deciding_otherwise
 from lightning_compress.graph.experts import GroupedLinear
 from lightning_compress.graph.failures import SetFromOutsideError, SpecializedSizeError
-from lightning_compress.graph.kept import NOT_IN_SIGNATURE, Kept, Preset, changed, is_plain, what_is_kept
+from lightning_compress.graph.kept import Kept, Preset, changed, is_plain, what_is_kept
 from lightning_compress.graph.leaf import Leaf, Within
 from lightning_compress.graph.methods import Method, Unrecorded, original
 from lightning_compress.graph.observed import (
@@ -43,6 +41,7 @@ from lightning_compress.graph.observed import (
     symbolic_like,
 )
 from lightning_compress.graph.restore import attributes_restored
+from lightning_compress.graph.signatures import BUT_ITS_NUMBER, call_signature
 from lightning_compress.graph.trees import storages, tensors_in, versions
 from lightning_compress.graph.values import all_symbolic_sizes, concrete, expression, symbolic_sizes
 from lightning_compress.recipe.forms import Rows, has_forward_of
@@ -102,7 +101,8 @@ class Attempt:
     `sizes`: the batch's symbolic sizes, which consist of `symbols`; `other`: their values in the second batch; `true`:
     in further ones, of which real runs tell; `kept`: what modules of leaves had when it began, or after their last
     call; `presets`: what of that was set before their first; `opened`: leaves that are recorded by their operations;
-    `remembering`: leaves of which one call tells another something; `outcomes`: see `deciding_otherwise`.
+    `remembering`: leaves of which one call tells another something; `outcomes`: see `deciding_otherwise`; `elsewhere`:
+    what calls return on further batches.
     """
 
     cut: Cut
@@ -115,6 +115,7 @@ class Attempt:
     spans: list[tuple[str, list[fx.Node]]] = field(default_factory=list)
     calls: Counter[str] = field(default_factory=Counter)
     outputs: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)
+    elsewhere: dict[tuple[Any, ...], Seen] = field(default_factory=dict)
     checked: int = 0
     inside_boundary: bool = False
     failure: tuple[str, BaseException] | None = None
@@ -258,10 +259,18 @@ class Attempt:
             return layouts(module._call_impl(*plain_args, **plain_kwargs))
 
     def _static_outputs(self, batches: Sequence[Sizes], module: nn.Module, args: Any, kwargs: Any) -> Seen:
-        """What a module returns on batches of these sizes; those that follow from values are any."""
+        """What a module returns on batches of these sizes; those that follow from values are any. Layers that differ in
+        their number alone are run once: loops over tokens take long."""
+        key = call_signature(module, args, kwargs, BUT_ITS_NUMBER) if batches else None
+        place = (key, *(frozenset(sizes.items()) for sizes in batches))
+        if key is not None and place in self.elsewhere:
+            return self.elsewhere[place]
         given = [symbol for size in all_symbolic_sizes((args, kwargs)) for symbol in expression(size).free_symbols]
         found = [{**dict.fromkeys(given, ANY_SIZE), **sizes} for sizes in batches]
-        return [(self._static_output(module, args, kwargs, sizes), sizes) for sizes in found]
+        seen = [(self._static_output(module, args, kwargs, sizes), sizes) for sizes in found]
+        if key is not None:
+            self.elsewhere[place] = seen
+        return seen
 
     def _symbolic_output(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, set[int]]:
         key = call_signature(module, args, kwargs)
@@ -348,44 +357,6 @@ def _forget_inner_sizes(shapes: compat.Shapes, output: object) -> None:
     shapes.pending_fresh_unbacked_symbols = [
         symbol for symbol in shapes.pending_fresh_unbacked_symbols if symbol in leaving
     ]
-
-
-def call_signature(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
-    """What the output's shape of a call can depend on, so that the body runs once for like modules; None: on too much.
-
-    Repeated layers make most calls repetitions. Attributes other than plain values count by identity.
-    """
-    inputs = [_plain(value) for value in (*args, *sorted(kwargs.items()))]
-    description = module_signature(module)
-    return None if description is None or None in inputs else (description, *inputs)
-
-
-def _plain(value: Any) -> tuple[Any, ...] | None:
-    if isinstance(value, Tensor):
-        return (value.dtype, *map(expression, value.shape), *map(expression, value.stride()))
-    if isinstance(value, tuple):
-        items = tuple(_plain(item) for item in value)
-        return None if None in items else items
-    if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
-        return (type(value), value)
-    if isinstance(value, PreTrainedConfig):
-        return (type(value), value.to_json_string())
-    if isinstance(value, partial):
-        given = _plain((*value.args, *sorted(value.keywords.items())))
-        return None if given is None else (value.func, *given)
-    return None
-
-
-def module_signature(module: nn.Module) -> tuple[Any, ...] | None:
-    """Equal for modules that compute the same but for the values of their tensors; None: there are hooks."""
-    if module._forward_hooks or module._forward_pre_hooks:
-        return None
-    children = [module_signature(child) for child in module.children()]
-    if None in children:
-        return None
-    tensors = [(name, _plain(t)) for held in (module._parameters, module._buffers) for name, t in held.items()]
-    own = [(key, _plain(value) or id(value)) for key, value in module.__dict__.items() if key not in NOT_IN_SIGNATURE]
-    return (type(module), *tensors, *own, *children)
 
 
 def passes_through(module: nn.Module) -> bool:

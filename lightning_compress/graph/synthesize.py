@@ -220,10 +220,21 @@ def synthesize(
 
 def true_ones(made: Synthetic, tensors: Sequence[Tensor], others: Sequence[Sequence[Tensor]]) -> list[Sequence[Tensor]]:
     """True batches of which the constants of one that was made hold: the one that it is like, and the smallest. None
-    where it is one itself."""
+    where it is one itself. No more rows of them than it has where it has fewer: the outputs of all may be too many."""
+    if made.is_true:
+        return []
     fitting = [other for other in others if _number_unlike(tensors, other, made.dynamic) >= 0]
     smallest = min([tensors, *fitting], key=lambda batch: sum(tensor.numel() for tensor in batch))
-    return [] if made.is_true else [tensors] if smallest is tensors else [tensors, smallest]
+    found = [tensors] if smallest is tensors else [tensors, smallest]
+    if not made.has_fewer_rows:
+        return found
+    return [list(map(_first_rows, batch, made.places)) for batch in found]
+
+
+def _first_rows(tensor: Tensor, places: Sequence[str | None]) -> Tensor:
+    for dim, place in enumerate(places):
+        tensor = tensor.narrow(dim, 0, min(tensor.shape[dim], ROWS[0])) if place == _ROWS else tensor
+    return tensor
 
 
 def _times(tensors: Sequence[Tensor], places: Sequence[Sequence[str | None]]) -> Sequence[int]:

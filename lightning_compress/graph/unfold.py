@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, pytorch_utils
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from lightning_compress.graph.experts import Experts, Stack, assembled, projection_names, stack_of
-from lightning_compress.graph.record import module_signature
+from lightning_compress.graph.signatures import module_signature
 from lightning_compress.recipe.attention import Attention, is_plain
 from lightning_compress.recipe.forms import (
     Conv1D,

@@ -3,16 +3,24 @@
 import warnings
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from numbers import Integral
+from typing import Any, Protocol, runtime_checkable
 
 import pytest
+import sympy
 import torch
 from helpers import check_inputs, compress_in_memory, recipe
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from lightning_compress.errors import CalibrationDataError, UntraceableModelError
+from lightning_compress.graph import fallback
+from lightning_compress.graph.bounds import deciding_otherwise
+from lightning_compress.graph.observed import observe
+from lightning_compress.graph.python_functions import taking_symbols
+from lightning_compress.graph.restore import assigned
 
 WIDTH = 16
 
@@ -94,6 +102,29 @@ def test_modules_that_squeeze_a_length_of_one(monkeypatch: pytest.MonkeyPatch) -
     check_inputs(Between(lambda x: x.squeeze(1), lambda x: x * 2), batches(((3, 7), (3, 1), (2, 5))), monkeypatch)
 
 
+class Numbered(Code):
+    def __init__(self, code: Callable[[Tensor], Any], layer_idx: int) -> None:
+        super().__init__(code)
+        self.layer_idx = layer_idx
+
+
+def test_layers_that_differ_in_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they return elsewhere is found once. Seen to fail: twice for each of them, though one batch is such."""
+    shapes: list[tuple[int, ...]] = []
+
+    def code(x: Tensor) -> Tensor:
+        if isinstance(x, FakeTensor) and type(x.shape[1]) is int:
+            shapes.append((*x.shape,))
+        return padded(x)
+
+    layers = [Numbered(code, number) for number in range(4)]
+    model = Between(lambda x: torch.cat([layer(x) for layer in layers], 1))
+    for layer in layers:
+        model.add_module(f"layer_{layer.layer_idx}", layer)
+    check_inputs(model, batches(((3, 12), (3, 7))), monkeypatch)
+    assert shapes.count((3, 7, WIDTH)) == 1
+
+
 def test_modules_that_return_something_else() -> None:
     """Seen to fail: an error of torch's, on the calibration data."""
     model = Between(lambda x: (x, None if x.shape[1] > 8 else x), lambda both: both[0] + (0 if both[1] is None else 1))
@@ -123,6 +154,40 @@ def test_functions_of_python(code: Callable[[Tensor], Tensor], monkeypatch: pyte
     assert not {"len", "isinstance", "min", "max"} & globals().keys()
 
 
+class _LikeNumbers(type):
+    """Of a class that tells by values what its instances are."""
+
+    def __instancecheck__(cls, value: object) -> bool:
+        return type(value) is int and value > 1
+
+    def __subclasscheck__(cls, kind: type) -> bool:
+        raise TypeError("it has none")
+
+
+class Several(metaclass=_LikeNumbers):
+    pass
+
+
+@runtime_checkable
+class Numeric(Protocol):
+    numerator: int
+
+
+@pytest.mark.parametrize("kinds", [Several, Numeric, (str, (Numeric,)), int | float, Integral])
+def test_classes_that_sizes_are_instances_of(kinds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen to fail: TypeErrors, as the first and protocols with attributes have no subclasses that could be told."""
+    check_inputs(Between(lambda x: x * 2 if isinstance(x.shape[1], kinds) else x), batches(), monkeypatch)
+
+
+def test_names_that_code_puts_into_modules() -> None:
+    """They stay its own. Seen to fail: one that it put there while it was recorded was gone."""
+    with taking_symbols([]):
+        assert "len" in globals()
+        globals()["len"] = own = object()
+    assert globals().pop("len") is own
+    assert "min" not in globals()
+
+
 @lru_cache
 def positions(length: int) -> Tensor:
     return torch.arange(length)[:, None].sin()
@@ -146,6 +211,58 @@ def test_sizes_that_are_keys(code: Callable[[Tensor], Tensor], monkeypatch: pyte
     check_inputs(Between(code), batches(((3, 7), (2, 7))), monkeypatch)
     with pytest.raises(CalibrationDataError, match="one length"):
         compress_in_memory(Between(code), batches(), recipe())
+
+
+class BySteps(Between):
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        x = self.first(batch["x"])
+        steps = {step: step + 1 for step in range(x.shape[1])}
+        found: Tensor = self.last(x * steps.get(x.shape[1], 2))
+        return found
+
+
+def test_constants_that_are_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen to fail: `min() arg is an empty sequence`, where a size had become a constant before it was a key."""
+    check_inputs(BySteps(lambda x: x), batches(((3, 7), (2, 7))), monkeypatch)
+
+
+def test_outcomes_of_many_batches() -> None:
+    """The same from functions of Python as from sympy."""
+    rows, length = sympy.symbols("s0 s1", integer=True, positive=True)
+    conditions = [rows * length**2 > 40, sympy.Eq(length, 3 * rows), sympy.Or(rows < 2, sympy.Not(length > 7))]
+    conditions += [length - rows, sympy.Eq(length % 3, 0), sympy.Gt(length / rows, sympy.Rational(7, 3))]
+    sizes: list[dict[sympy.Basic, int]] = [{rows: 1 + i % 3, length: 1 + i} for i in range(30)]
+    outcomes: dict[sympy.Basic, list[object]] = {}
+    deciding_otherwise(conditions, sizes, outcomes)
+    for condition in conditions:
+        assert outcomes[condition] == [condition.xreplace(each) for each in sizes]
+
+
+class Reading(nn.Module):
+    """Has to be run to tell what it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on_rows: Callable[[int], None] = lambda rows: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.on_rows(x.shape[0])
+        return x[:, 1:] if (x > 100).any() else x[:, : x.shape[1] // 2 + 1]
+
+
+def test_runs_of_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has to be run is run on a few rows. Seen to fail: on all of a true batch, which with the logits of so many
+    takes more than there is room for."""
+    model, rows = Between(lambda x: x), set[int]()
+    model.code = Reading()
+
+    def observed(*args: Any) -> Any:
+        with assigned(model.code, on_rows=rows.add):
+            return observe(*args)
+
+    monkeypatch.setattr(fallback, "observe", observed)
+    check_inputs(model, batches(((64, 7), (48, 12), (64, 5))), monkeypatch)
+    assert rows == {2, 3}
 
 
 def test_parts_that_are_all_in_some_batches(monkeypatch: pytest.MonkeyPatch) -> None:
