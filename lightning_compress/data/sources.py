@@ -14,6 +14,7 @@ import os
 import sysconfig
 import tokenize
 import warnings
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -132,7 +133,9 @@ def _read_text(path: str) -> str:
         raise CalibrationDataError(
             f"data.files: {path!r} is not text in UTF-8 ({error}). Convert it, as with iconv -f LATIN1 -t UTF-8."
         ) from error
-    except (gzip.BadGzipFile, lzma.LZMAError, EOFError) as error:
+    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+        if Path(path).suffix.lower() not in _PACKED:
+            raise
         raise CalibrationDataError(f"data.files: {path!r} cannot be unpacked: {error}") from error
 
 

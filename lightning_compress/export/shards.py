@@ -49,7 +49,7 @@ def writing(folder: Path, what: str) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        if not folder.is_dir():
+        if isinstance(error, FileNotFoundError | SafetensorError) and not folder.is_dir():  # no disk that is full
             raise OutputDirectoryError(
                 f"{folder} is not there any more, so {what} could not be written: {error}. What was finished is gone "
                 "with it. See to it that nothing removes or moves the folder, and start again."

@@ -4,6 +4,7 @@ import bz2
 import gzip
 import json
 import lzma
+from collections.abc import Callable
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -100,6 +101,17 @@ def test_text_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "none.gz").write_text("text")
     with pytest.raises(CalibrationDataError, match=r"none.gz' cannot be unpacked: Not a gzipped file"):
         load_documents(TextConfig(files=(f"{tmp_path}/none.gz",)))
+
+
+@pytest.mark.parametrize(("suffix", "pack"), [("gz", gzip.compress), ("bz2", bz2.compress), ("xz", lzma.compress)])
+def test_packed_text_that_is_damaged(tmp_path: Path, suffix: str, pack: Callable[[bytes], bytes]) -> None:
+    """Seen to fail: of bz2 the library's own error was all that was said."""
+    content = bytearray(pack(bytes(range(97, 123)) * 50))
+    content[12:30] = bytes(18)
+    path = tmp_path / f"damaged.{suffix}"
+    path.write_bytes(content)
+    with pytest.raises(CalibrationDataError, match=rf"damaged.{suffix}' cannot be unpacked"):
+        load_documents(TextConfig(files=(str(path),)))
 
 
 def test_text_files_by_a_pattern(tmp_path: Path) -> None:

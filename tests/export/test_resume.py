@@ -388,6 +388,13 @@ def test_a_folder_that_is_removed_in_mid_run(tmp_path: Path, monkeypatch: pytest
     assert not any(words in str(raised.value) for words in ("Make room", "continues there"))
 
 
+def test_a_folder_that_a_full_disk_has_no_room_for(tmp_path: Path) -> None:
+    """It is not said to have been removed."""
+    full = OSError(28, "No space left on device")
+    with pytest.raises(OutputDirectoryError, match="Make room"), shards.writing(tmp_path / "out", "its first files"):
+        raise full
+
+
 def test_a_manifest_whose_header_is_no_header(tmp_path: Path) -> None:
     out = tmp_path / "out"
     run(prepare(tiny_llama(2), token_batches(), recipe(4), out))
