@@ -10,7 +10,6 @@ import pickle
 import re
 import shutil
 import zlib
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from zipfile import BadZipFile, ZipFile
@@ -28,14 +27,13 @@ from lightning_compress.memory.files import free_bytes
 FOLDER = "activations"
 
 
-def save_boundary(shared: SharedFolder, index: int, flow: Flow, share: Sequence[int], collective: Collective) -> None:
+def save_boundary(shared: SharedFolder, index: int, flow: Flow, collective: Collective) -> None:
     """Write what the cache holds after subgraph `index`.
 
     Args:
         shared: where.
         index: of the subgraph.
         flow: of this rank.
-        share: the numbers of its batches in the calibration set.
         collective: the ranks.
 
     Raises:
@@ -51,7 +49,7 @@ def save_boundary(shared: SharedFolder, index: int, flow: Flow, share: Sequence[
                 shutil.rmtree(leftover)
             partial.mkdir()
         collective.meet(what)
-        for batch, number in enumerate(share):
+        for batch, number in enumerate(flow.share):
             values = {key.name: value for key, value in flow.cache.load(batch, flow.cache.keys(batch)).items()}
             with replacing(partial / _file_name(number)) as file:
                 torch.save(values, file)
@@ -62,7 +60,7 @@ def save_boundary(shared: SharedFolder, index: int, flow: Flow, share: Sequence[
     except (CommunicationError, torch.OutOfMemoryError):
         raise
     except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
-        for number in share:  # the others may still write theirs; the folder is removed by the next one
+        for number in flow.share:  # the others may still write theirs; the folder is removed by the next one
             (partial / _file_name(number)).unlink(missing_ok=True)
         raise OutputDirectoryError(
             f"The activations behind {flow.subgraphs[index].name} could not be kept in {folder}, where "
@@ -88,9 +86,7 @@ def _boundaries(folder: Path) -> list[Path]:
     return [path for path in folder.glob("*") if made.fullmatch(path.name)]
 
 
-def restore_boundary(
-    shared: SharedFolder, flow: Flow, num_finished: int, share: Sequence[int], collective: Collective
-) -> int:
+def restore_boundary(shared: SharedFolder, flow: Flow, num_finished: int, collective: Collective) -> int:
     """Fill the cache with what was kept last, if that is of one of the first `num_finished` subgraphs; for the other
     arguments see `save_boundary`.
 
@@ -106,7 +102,7 @@ def restore_boundary(
     usable = {
         index
         for index, path in kept.items()
-        if index < num_finished and all((path / _file_name(number)).is_file() for number in share)
+        if index < num_finished and all((path / _file_name(number)).is_file() for number in flow.share)
     }
     of_ranks = collective.gather(usable, "finding the activations that were kept")
     index = max(set.intersection(*of_ranks), default=-1)
@@ -115,7 +111,7 @@ def restore_boundary(
     keys: dict[str, Key] = {node.name: node for node in flow.traced.graph.nodes}
     if flow.reference is not None:
         keys.update({shadow.name: shadow for shadow in map(Shadow, flow.reference.diverging)})
-    for batch, number in enumerate(share):
+    for batch, number in enumerate(flow.share):
         file = folder / f"{index:05d}" / _file_name(number)
         try:
             found = {keys[name]: value for name, value in _read(file).items()}

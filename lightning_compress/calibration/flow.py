@@ -51,7 +51,7 @@ class Flow:
         masks: for a source, the input that marks its padding tokens.
         reference: the original model beside the one that runs; None: nothing asks for it.
         buffers: those that the model writes to, as every batch finds them; None: there are none.
-        numbers: of the batches here in all of them.
+        share: the numbers in the calibration set of the batches that flow on this rank, ascending.
         in_float32: types whose products are computed in float32 (see `graph.products`).
     """
 
@@ -65,7 +65,7 @@ class Flow:
     masks: Mapping[Source, TokenMask]
     reference: Reference | None = None
     buffers: KeptBuffers | None = None
-    numbers: Sequence[int] = ()
+    share: Sequence[int] = ()
     in_float32: frozenset[torch.dtype] = frozenset()
 
     @property
@@ -144,7 +144,7 @@ def run_step(
     for batch in range(len(flow.cache)):
         values = flow.cache.load(batch, loaded, copy=not step.keep)
         before = {key: versions(value) for key, value in values.items()}
-        seed = flow.numbers[batch] if traced.draws else None
+        seed = flow.share[batch] if traced.draws else None
         kept_buffers = nullcontext() if flow.buffers is None else flow.buffers.restored()
         with kept_buffers, _as_called(flow, keeping, traced):
             for (shared, own), sources in pieces:

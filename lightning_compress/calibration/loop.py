@@ -78,26 +78,16 @@ class Calibration:
         resolved: what happens to each module.
         needs: which statistics each source has to gather.
         sizes: of each source the input channels, and the rows of all modules that read it.
-        shares: for each rank the numbers of the batches that flow there, ascending.
         collective: all ranks of the run; each has the whole model, and its share of the batches.
+        first_rank: the rank on which the first batch flows.
     """
 
     flow: Flow
     resolved: ResolvedRecipe
     needs: Mapping[Source, tuple[type[Statistic], ...]]
     sizes: Mapping[Source, tuple[int, int]]
-    shares: tuple[tuple[int, ...], ...]
     collective: Collective
-
-    @property
-    def share(self) -> tuple[int, ...]:
-        """The numbers of the batches that flow on this rank."""
-        return self.shares[self.collective.rank]
-
-    @property
-    def first_rank(self) -> int:
-        """The rank on which the first batch flows."""
-        return next(rank for rank, share in enumerate(self.shares) if 0 in share)
+    first_rank: int = 0
 
 
 @torch.no_grad()
@@ -124,8 +114,7 @@ def _calibrated(run: Calibration, output: Output, keep_in: SharedFolder | None) 
     progress = _Progress(run, output, {}, len(output.finished), num_calls)
     if flow.traced is None or progress.num_finished == len(flow.subgraphs):
         keep_in = None  # nothing flows
-    of_rank = (run.share, run.collective)
-    restored = -1 if keep_in is None else restore_boundary(keep_in, flow, progress.num_finished, *of_rank)
+    restored = -1 if keep_in is None else restore_boundary(keep_in, flow, progress.num_finished, run.collective)
     first_step = 0
     for index, subgraph in enumerate(flow.subgraphs):
         is_finished = index < progress.num_finished
@@ -146,7 +135,7 @@ def _calibrated(run: Calibration, output: Output, keep_in: SharedFolder | None) 
                 _take_from_output(flow, subgraph, index, output)
                 is_last = index + 1 == len(flow.subgraphs)
                 if keep_in is not None and not is_last and not progress.statistics:  # those are not kept
-                    save_boundary(keep_in, index, flow, *of_rank)
+                    save_boundary(keep_in, index, flow, run.collective)
         first_step += len(subgraph.steps)
         if flow.reference is not None:
             flow.reference.forget(index)
@@ -253,7 +242,7 @@ def _run_step(progress: _Progress, step: Step, number: int) -> None:
 
     def watch(batch: int, sources: Sequence[Source], values: Values) -> AbstractContextManager[None]:
         beside = partial(differences, values=values, root=flow.root, reference=flow.reference)
-        is_held_out = flow.reference is not None and run.share[batch] in flow.reference.held_out
+        is_held_out = flow.reference is not None and flow.share[batch] in flow.reference.held_out
         return observing(flow.root, sources, values, flow.masks, statistics, beside, is_held_out)
 
     begin_statistics(step.observe, run.needs, run.sizes, flow.device, statistics)

@@ -124,7 +124,7 @@ def prepare(
         parts = datafree_subgraphs(_by_boundary(names, boundaries))
         cache = ActivationCache([], device=device)
         flow = Flow(target.root, parts, None, cache, store, placement, {}, {})
-        return Calibration(flow, resolved, {}, {}, ((),) * collective.size, collective)
+        return Calibration(flow, resolved, {}, {}, collective)
     data = _given(data)
     traced = traced or trace_on(target, names, boundaries, data, placement.source, multiplied(resolved, target.root))
     resolved = _reached(resolved, traced, target)
@@ -145,7 +145,8 @@ def prepare(
     _warn_of_unseen(traced, parts, resolved, schedule)
     buffers = KeptBuffers(target.root, traced.written) if traced.written else None
     flow = Flow(target.root, parts, traced, cache, store, placement, last, masks, reference, buffers, own, slow)
-    return Calibration(flow, resolved, needs, sizes, shares, collective)
+    first_rank = next(rank for rank, share in enumerate(shares) if 0 in share)
+    return Calibration(flow, resolved, needs, sizes, collective, first_rank)
 
 
 def multiplied(resolved: ResolvedRecipe, root: nn.Module) -> frozenset[str]:

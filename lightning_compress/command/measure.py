@@ -102,5 +102,5 @@ def measured(
         except UntraceableModelError as error:
             raise UntraceableModelError(f"{error} {beyond_positions(model, job.max_length)}".rstrip()) from error
         prepare_s = time.perf_counter() - start
-        table = footprint(run, [flatten_batch(data.batches[number])[0] for number in run.share])
+        table = footprint(run, [flatten_batch(data.batches[number])[0] for number in run.flow.share])
         return Measured(run, table, tuple(at_the_end(run, data, verifies)), prepare_s)

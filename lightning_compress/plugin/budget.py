@@ -58,7 +58,7 @@ def within_budgets(
         _check_widths(run)
         return run, None
     placement, root = run.flow.placement, run.flow.root
-    batches = [] if data is None else [data.batches[number] for number in run.share]
+    batches = [] if data is None else [data.batches[number] for number in run.flow.share]
     measured = batches or ([] if data is None else data.batches[:1])  # a rank without any runs a part of the rest too
     table = (*footprint(run, [flatten_batch(batch)[0] for batch in measured]),)
     if writes:

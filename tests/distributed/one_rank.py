@@ -175,7 +175,7 @@ def run_among(
             if name == "stuck" and dist.get_rank() == 1:
                 time.sleep(100)
     except StopIteration as finished:
-        return {"state": model.state_dict(), "report": finished.value, "share": job.run.share}
+        return {"state": model.state_dict(), "report": finished.value, "share": job.run.flow.share}
 
 
 def main() -> None:
