@@ -109,8 +109,7 @@ def restore_boundary(shared: SharedFolder, flow: Flow, num_finished: int, collec
     if index < 0 or flow.traced is None:
         return -1
     keys: dict[str, Key] = {node.name: node for node in flow.traced.graph.nodes}
-    if flow.reference is not None:
-        keys.update({shadow.name: shadow for shadow in map(Shadow, flow.reference.diverging)})
+    keys.update({shadow.name: shadow for shadow in map(Shadow, flow.reference.diverging)})
     for batch, number in enumerate(flow.share):
         file = folder / f"{index:05d}" / _file_name(number)
         try:

@@ -13,18 +13,15 @@ import torch
 from torch import fx
 
 from lightning_compress.calibration.batches import CalibrationSet
-from lightning_compress.calibration.flow import Flow, Values, last_uses, onloaded, prefetch, run_step
-from lightning_compress.calibration.prepare import cached_inputs
+from lightning_compress.calibration.flow import Flow, Values, onloaded, prefetch, run_step
+from lightning_compress.calibration.prepare import flow_of
 from lightning_compress.calibration.recording import trace_on
+from lightning_compress.calibration.reference import Reference
 from lightning_compress.calibration.target import Target
-from lightning_compress.graph.buffers import KeptBuffers
-from lightning_compress.graph.products import slow_dtypes
 from lightning_compress.graph.stages import forward_subgraphs
 from lightning_compress.graph.targets import sequential_modules, with_parameters
 from lightning_compress.memory.heap import heap_kept
 from lightning_compress.memory.placement import Placement
-from lightning_compress.memory.store import WeightStore
-from lightning_compress.memory.transfer import Lane
 
 
 @dataclass(frozen=True)
@@ -65,14 +62,8 @@ def prepare_evaluation(
     parts = forward_subgraphs(traced)
     (end,) = (node for node in traced.graph.nodes if node.op == "output")
     results = dict(zip(traced.outputs, end.args[0], strict=True))
-    store = WeightStore(target.root, Lane(placement.device), placement.source)
-    batches = data.batches if share is None else [data.batches[number] for number in share]
-    cache = cached_inputs(traced, batches, placement)
-    last = last_uses(parts, tuple(results.values()))
-    buffers = KeptBuffers(target.root, traced.written) if traced.written else None
-    slow = slow_dtypes(placement.device)
-    numbers = range(len(batches)) if share is None else share
-    flow = Flow(target.root, parts, traced, cache, store, placement, last, {}, None, buffers, numbers, slow)
+    share = range(len(data.batches)) if share is None else share
+    flow = flow_of(target, traced, parts, data, share, placement, tuple(results.values()), {}, Reference())
     return Evaluation(flow, results)
 
 
@@ -84,23 +75,18 @@ def outputs(evaluation: Evaluation) -> Iterator[dict[str, object]]:
         For each batch that is run, in order, what the model returns for it, by key path, on the device. The last
         subgraph runs when they are asked for, so the outputs of one batch are there at a time.
     """
-    with heap_kept():
-        yield from _outputs(evaluation.flow, evaluation.results)
-
-
-def _outputs(flow: Flow, results: Mapping[str, fx.Node]) -> Iterator[dict[str, object]]:
-    *before, end = range(len(flow.subgraphs))
-    number = 0
-    for index in before:
-        with onloaded(flow, index):
-            prefetch(flow, index)
-            for step in flow.subgraphs[index].steps:
-                deque(run_step(flow, step, number), maxlen=0)
-                number += 1
+    flow, results = evaluation.flow, evaluation.results
 
     def returned(values: Values) -> dict[str, object]:
         return {path: values[node] for path, node in results.items()}
 
-    with onloaded(flow, end):
-        (step,) = flow.subgraphs[end].steps
-        yield from map(returned, run_step(flow, step, number, wanted=frozenset(results.values())))
+    *before, end = range(len(flow.subgraphs))
+    with heap_kept():
+        for index in before:
+            with onloaded(flow, index):
+                prefetch(flow, index)
+                for number, step in flow.steps(index):
+                    deque(run_step(flow, step, number), maxlen=0)
+        with onloaded(flow, end):
+            ((number, step),) = flow.steps(end)
+            yield from map(returned, run_step(flow, step, number, wanted=frozenset(results.values())))

@@ -6,7 +6,7 @@ Calibration (`loop`) and evaluation (`evaluate`) are both made of this.
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx, nn
@@ -49,8 +49,8 @@ class Flow:
         placement: where both are.
         last: the number of the last step that reads a value; steps are numbered through all subgraphs.
         masks: for a source, the input that marks its padding tokens.
-        reference: the original model beside the one that runs; None: nothing asks for it.
-        buffers: those that the model writes to, as every batch finds them; None: there are none.
+        reference: the original model beside the one that runs.
+        buffers: those that the model writes to, as every batch finds them.
         share: the numbers in the calibration set of the batches that flow on this rank, ascending.
         in_float32: types whose products are computed in float32 (see `graph.products`).
     """
@@ -63,8 +63,8 @@ class Flow:
     placement: Placement
     last: Mapping[Key, int]
     masks: Mapping[Source, TokenMask]
-    reference: Reference | None = None
-    buffers: KeptBuffers | None = None
+    reference: Reference = field(default_factory=Reference)
+    buffers: KeptBuffers = field(default_factory=lambda: KeptBuffers(nn.Module(), ()))
     share: Sequence[int] = ()
     in_float32: frozenset[torch.dtype] = frozenset()
 
@@ -73,24 +73,25 @@ class Flow:
         """Where subgraphs run."""
         return self.placement.device
 
+    def steps(self, index: int) -> Iterator[tuple[int, Step]]:
+        """The steps of subgraph `index`, each with its number among those of all subgraphs."""
+        first = sum(len(part.steps) for part in self.subgraphs[:index])
+        return enumerate(self.subgraphs[index].steps, first)
+
     @property
     def moved(self) -> Counter[str]:
         """Bytes of weights and values moved so far, by lane."""
         return self.store.moved + self.cache.moved
 
 
-def last_uses(
-    subgraphs: Sequence[Subgraph], until_end: Sequence[fx.Node], reference: Reference | None = None
-) -> dict[Key, int]:
+def last_uses(subgraphs: Sequence[Subgraph], until_end: Sequence[fx.Node], reference: Reference) -> dict[Key, int]:
     """For each value the number of the last step that reads it, which is the number of steps for values that have to
     outlive them all; those that a reference run has of its own are read when the others are."""
     steps = [step for subgraph in subgraphs for step in subgraph.steps]
     found = {**last_steps(subgraphs), **dict.fromkeys(until_end, len(steps))}
     for number, step in enumerate(steps):
-        read = set() if reference is None else reference.residual_nodes(step.observe)
-        found.update({node: max(found.get(node, 0), number) for node in read})
-    diverging = frozenset() if reference is None else reference.diverging
-    return {key: found[node_of(key)] for key in with_shadows(found, diverging)}
+        found.update({node: max(found.get(node, 0), number) for node in reference.residual_nodes(step.observe)})
+    return {key: found[node_of(key)] for key in with_shadows(found, reference.diverging)}
 
 
 @contextmanager
@@ -128,10 +129,9 @@ def run_step(
     """
     if flow.traced is None or not (step.nodes or step.observe or wanted):
         return
-    reference, traced = flow.reference, flow.traced
-    diverging = frozenset[fx.Node]() if reference is None else reference.diverging
+    traced, reference, diverging = flow.traced, flow.reference, flow.reference.diverging
     masks = {flow.masks[source].node for source in step.observe if source in flow.masks}
-    masks |= set() if reference is None else reference.residual_nodes(step.observe)
+    masks |= reference.residual_nodes(step.observe)
     read = {node for computed in step.nodes for node in computed.all_input_nodes}
     observed = {node for source in step.observe for node in source.reads} | masks | wanted
     outliving = {key for key, use in flow.last.items() if use > number}
@@ -145,18 +145,16 @@ def run_step(
         values = flow.cache.load(batch, loaded, copy=not step.keep)
         before = {key: versions(value) for key, value in values.items()}
         seed = flow.share[batch] if traced.draws else None
-        kept_buffers = nullcontext() if flow.buffers is None else flow.buffers.restored()
-        with kept_buffers, _as_called(flow, keeping, traced):
+        with flow.buffers.restored(), _as_called(flow, keeping, traced):
             for (shared, own), sources in pieces:
                 with in_float32(flow.in_float32), _random_state_kept(flow.device, traced):
                     execute(shared, values, flow.root, traced.constants, flow.device, drop_after, seed)
-                    if reference is not None:
-                        with attributes_of(keeping), nullcontext() if flow.buffers is None else flow.buffers.undone():
+                    if diverging:
+                        with attributes_of(keeping), flow.buffers.undone():
                             run_original(own, values, flow.root, traced, flow.device, reference, drop_after, seed)
                     with watch(batch, sources, values):
                         execute(own, values, flow.root, traced.constants, flow.device, drop_after, seed)
-            if flow.buffers is not None:
-                values = flow.buffers.apart(values)
+            values = flow.buffers.apart(values)
         if step.keep:
             kept = {key: value for key, value in values.items() if key in outliving}
             unchanged = {key for key, value in kept.items() if before.get(key) == versions(value)}

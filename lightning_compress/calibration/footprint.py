@@ -43,6 +43,7 @@ from lightning_compress.calibration.requests import in_pieces, storages, tensors
 from lightning_compress.calibration.solve import bytes_together, stacked_groups, stacked_shape
 from lightning_compress.calibration.stand_ins import LikeQuantizing, failures_allowed
 from lightning_compress.errors import BudgetError
+from lightning_compress.graph.buffers import KeptBuffers
 from lightning_compress.graph.compat import fake_like, new_fake_mode, replace_by_fakes
 from lightning_compress.graph.cuda import AsOnCuda
 from lightning_compress.graph.leaf import leaf_input
@@ -72,7 +73,6 @@ def footprint(run: Calibration, batches: Sequence[Sequence[Tensor]]) -> tuple[Ne
     """
     meter = _Meter(run, batches)
     rows: list[Needs] = []
-    number = 0
     with meter.on_fakes():
         for index, subgraph in enumerate(run.flow.subgraphs):
             if index < len(rows):
@@ -80,11 +80,10 @@ def footprint(run: Calibration, batches: Sequence[Sequence[Tensor]]) -> tuple[Ne
             if width := meter.repeats(index):
                 for row, later in zip(rows[-width:], run.flow.subgraphs[index:], strict=False):
                     rows.append(of_another(row, later, meter.brought(later)))
-                    number += len(later.steps)
                 continue
             moments: list[Moment] = []
             packed = 0
-            for step in subgraph.steps:
+            for number, step in run.flow.steps(index):
                 moments += meter.run(step, number, packed)
                 together = bytes_together(step.solve, run.flow.root) if run.collective.size > 1 else 0
                 held = meter.held()
@@ -97,7 +96,6 @@ def footprint(run: Calibration, batches: Sequence[Sequence[Tensor]]) -> tuple[Ne
                         meter.keep(group, index)
                 moments += as_one(solves)
                 meter.forget(step)
-                number += 1
             moments.append(meter.write(subgraph, packed))
             meter.forget_originals(index)
             rows.append(Needs(subgraph.name, meter.brought(subgraph), tuple(moments), meter.requests(subgraph)))
@@ -139,12 +137,11 @@ class _Meter:
         placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
         inputs = [fake_like(mode, tensor) for tensor in self._largest]
         known: dict[Key, object] = dict(zip(placeholders, inputs, strict=True))
-        reference = self._run.flow.reference
-        if reference is not None:
-            known.update({Shadow(node): known[node] for node in placeholders if node in reference.diverging})
-            reference = replace(reference, originals={})
+        reference = replace(self._run.flow.reference, originals={})
+        known.update({Shadow(node): known[node] for node in placeholders if node in reference.diverging})
         cache = ActivationCache([known], device=_CPU, rewritten=self._run.flow.cache.rewritten)
-        given = replace(self._run.flow, cache=cache, masks={}, reference=reference, buffers=None)  # no values to keep
+        buffers = KeptBuffers(self._root, ())  # they have no values to keep
+        given = replace(self._run.flow, cache=cache, masks={}, reference=reference, buffers=buffers)
         self._flow = replace(given, placement=replace(given.placement, device=_CPU))
         with attributes_restored(self._root), caches_restored(self._root):
             replace_by_fakes(self._root, mode)
@@ -161,8 +158,7 @@ class _Meter:
         before, cached, in_heap = self._waiting(), self.cached, self._part_in_heap()
         read = {node for computed in step.nodes for node in computed.all_input_nodes}
         observed = {node for source in step.observe for node in source.reads}
-        if self._flow.reference is not None:
-            observed |= self._flow.reference.residual_nodes(step.observe)
+        observed |= self._flow.reference.residual_nodes(step.observe)
         _, loaded = self._flow.cache.sizes(0, cached & with_shadows(read | observed, self._diverging))
         self._loaded.append(tuple(loaded))
         self._memory.reset_peak()
@@ -215,13 +211,12 @@ class _Meter:
 
     @property
     def _diverging(self) -> frozenset[fx.Node]:
-        return frozenset() if self._flow.reference is None else self._flow.reference.diverging
+        return self._flow.reference.diverging
 
     @property
     def _originals(self) -> int:
         """Bytes of original weights that are kept beside the quantized ones."""
-        reference = self._flow.reference
-        return 0 if reference is None else sum(weight.nbytes for weight in reference.originals.values())
+        return sum(weight.nbytes for weight in self._flow.reference.originals.values())
 
     def _places(self, workspace: int, on_host: int) -> tuple[int, int]:
         """What a moment has where it computes and what in host memory apart from that, which on a CPU is one place."""
@@ -331,13 +326,12 @@ class _Meter:
         """As the run does with the weights of a group that is solved in subgraph `index`; here they are not changed."""
         reference = self._flow.reference
         for name in group.members:
-            if reference is not None and reference.last_calls.get(name, -1) >= index:
+            if reference.last_calls.get(name, -1) >= index:
                 reference.originals[name] = weight_of(self._root, name).detach()
 
     def forget_originals(self, index: int) -> None:
         """As the run does behind subgraph `index`."""
-        if self._flow.reference is not None:
-            self._flow.reference.forget(index)
+        self._flow.reference.forget(index)
 
     def forget(self, step: Step) -> None:
         """As the run does, when a step's groups are solved."""

@@ -17,7 +17,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -30,6 +29,9 @@ from lightning_compress.calibration.flow import Flow, Values, give_back, onloade
 from lightning_compress.calibration.observe import (
     Statistics,
     begin_statistics,
+    merged,
+    num_tokens_lent,
+    num_tokens_seen,
     observing,
     reduce_statistics,
     settle_statistics,
@@ -48,7 +50,7 @@ from lightning_compress.memory.garbage import no_full_collections
 from lightning_compress.memory.heap import heap_kept
 from lightning_compress.memory.tracker import peak_bytes, reset_peak
 from lightning_compress.recipe.resolve import ResolvedRecipe
-from lightning_compress.statistics import Drift, InputGram, Statistic
+from lightning_compress.statistics import Statistic
 
 
 class Output(Protocol):
@@ -103,53 +105,32 @@ def calibrate(run: Calibration, output: Output, keep_in: SharedFolder | None = N
     Yields:
         A record of each finished subgraph. The model holds the quantized weights of all subgraphs yielded so far.
     """
-    with heap_kept(), no_full_collections():
-        yield from _calibrated(run, output, keep_in)
-
-
-def _calibrated(run: Calibration, output: Output, keep_in: SharedFolder | None) -> Iterator[SubgraphRecord]:
-    flow = run.flow
-    nodes = flow.traced.graph.nodes if flow.traced is not None else ()
-    num_calls = Counter(node.target.weights_of for node in nodes if isinstance(node.target, Leaf))
-    progress = _Progress(run, output, {}, len(output.finished), num_calls)
-    if flow.traced is None or progress.num_finished == len(flow.subgraphs):
+    flow, num_finished = run.flow, len(output.finished)
+    progress = _Progress(run, output, {}, num_finished, _num_calls(flow))
+    if flow.traced is None or num_finished == len(flow.subgraphs):
         keep_in = None  # nothing flows
-    restored = -1 if keep_in is None else restore_boundary(keep_in, flow, progress.num_finished, run.collective)
-    first_step = 0
-    for index, subgraph in enumerate(flow.subgraphs):
-        is_finished = index < progress.num_finished
-        if is_finished and flow.reference is None:  # which asks for the original weights first
-            _take_from_output(flow, subgraph, index, output)
-        clock = _Clock(flow.device)
-        reset_peak(flow.device)
-        moved = flow.moved
-        with onloaded(flow, index):
-            clock.lap("onload")
-            prefetch(flow, index)
-            if is_finished:
-                _repeat(progress, subgraph, index, first_step, has_run=index <= restored)
-                _take_from_output(flow, subgraph, index, output)
-                record = output.finished[index]
-            else:
-                record = output.commit(subgraph, _solve(progress, subgraph, index, first_step, clock, moved))
-                _take_from_output(flow, subgraph, index, output)
+    with heap_kept(), no_full_collections():
+        restored = -1 if keep_in is None else restore_boundary(keep_in, flow, num_finished, run.collective)
+        for index, subgraph in enumerate(flow.subgraphs):
+            is_finished = index < num_finished
+            if is_finished and not flow.reference.diverging:  # which asks for the original weights first
+                _take_from_output(flow, index, output)
+            reset_peak(flow.device)
+            meter = _Meter(flow.device, flow.moved)
+            with onloaded(flow, index):
+                meter.lap("onload")
+                prefetch(flow, index)
+                if is_finished:
+                    _repeat(progress, index, has_run=index <= restored)
+                    record = output.finished[index]
+                else:
+                    record = output.commit(subgraph, _solve(progress, index, meter))
+                _take_from_output(flow, index, output)
                 is_last = index + 1 == len(flow.subgraphs)
-                if keep_in is not None and not is_last and not progress.statistics:  # those are not kept
+                if keep_in is not None and not (is_finished or is_last or progress.statistics):  # those are not kept
                     save_boundary(keep_in, index, flow, run.collective)
-        first_step += len(subgraph.steps)
-        if flow.reference is not None:
             flow.reference.forget(index)
-        yield record
-
-
-def _take_from_output(flow: Flow, subgraph: Subgraph, index: int, output: Output) -> None:
-    """A weight that is at home on disk is quantized from now on; later subgraphs that share it read the output."""
-    for name in subgraph.solved:
-        flow.store.redirect(f"{name}.weight", partial(_restored_weight, output, index, name))
-
-
-def _restored_weight(output: Output, index: int, name: str) -> Tensor:
-    return output.restore(index, name).weight
+            yield record
 
 
 @dataclass(frozen=True)
@@ -157,6 +138,7 @@ class _Progress:
     """What goes on through all subgraphs.
 
     Attributes:
+        statistics: that later groups still need.
         num_finished: subgraphs that an earlier run finished.
         num_calls: of each module in one forward.
     """
@@ -168,69 +150,81 @@ class _Progress:
     num_calls: Counter[str]
 
 
-def _solve(
-    progress: _Progress, subgraph: Subgraph, index: int, first_step: int, clock: "_Clock", moved: Counter[str]
-) -> SubgraphRecord:
-    """Run, observe and quantize an onloaded subgraph; its steps are numbered from `first_step`, and `moved` had been
-    moved before it."""
-    flow, statistics = progress.run.flow, progress.statistics
+def _num_calls(flow: Flow) -> Counter[str]:
+    nodes = flow.traced.graph.nodes if flow.traced is not None else ()
+    return Counter(node.target.weights_of for node in nodes if isinstance(node.target, Leaf))
+
+
+def _take_from_output(flow: Flow, index: int, output: Output) -> None:
+    """A weight that is at home on disk is quantized from now on; later subgraphs that share it read the output."""
+    for name in flow.subgraphs[index].solved:
+        flow.store.redirect(f"{name}.weight", partial(_restored_weight, output, index, name))
+
+
+def _restored_weight(output: Output, index: int, name: str) -> Tensor:
+    return output.restore(index, name).weight
+
+
+def _solve(progress: _Progress, index: int, meter: "_Meter") -> SubgraphRecord:
+    """Run, observe and quantize an onloaded subgraph."""
+    flow = progress.run.flow
     modules: list[ModuleRecord] = []
-    for number, step in enumerate(subgraph.steps, first_step):
+    for number, step in flow.steps(index):
         _run_step(progress, step, number)
-        clock.lap("run")
+        meter.lap("run")
         # holes that activations left do not serve what a solve asks for
         give_back(flow.placement, always=flow.placement.is_tight)
-        modules += _solve_groups(progress, subgraph, index, step.solve)
+        modules += _solve_groups(progress, index, step.solve)
         for source in step.forget:
-            statistics.pop(source, None)
-        clock.lap("solve")  # what was packed is in host memory then
+            progress.statistics.pop(source, None)
+        meter.lap("solve")  # what was packed is in host memory then
     return SubgraphRecord(
-        name=subgraph.name,
+        name=flow.subgraphs[index].name,
         index=index,
         num_subgraphs=len(flow.subgraphs),
         modules=tuple(modules),
         num_tokens=max((module.num_tokens for module in modules), default=0),
-        onload_s=clock.seconds["onload"],
-        run_s=clock.seconds["run"],
-        solve_s=clock.seconds["solve"],
+        onload_s=meter.seconds["onload"],
+        run_s=meter.seconds["run"],
+        solve_s=meter.seconds["solve"],
         activation_bytes=flow.cache.num_bytes,
         peak_bytes=peak_bytes(flow.device),
-        moved_bytes=dict(flow.moved - moved),
+        moved_bytes=dict(flow.moved - meter.moved_before),
     )
 
 
-def _solve_groups(
-    progress: _Progress, subgraph: Subgraph, index: int, groups: Sequence[Group]
-) -> Iterator[ModuleRecord]:
+def _solve_groups(progress: _Progress, index: int, groups: Sequence[Group]) -> Iterator[ModuleRecord]:
     """Quantize the modules of groups that are ready together; nothing of one but what is packed outlives its turn."""
     run = progress.run
     group_of = {name: group for group in groups for name in group.members}
-    merged = partial(_merged, run, statistics=progress.statistics)
-    for quantized in solve_groups(groups, run.flow.root, run.resolved, merged, run.collective):
+
+    def gathered(group: Group) -> dict[type[Statistic], Statistic]:
+        return merged(group, run.needs, run.sizes, run.flow.device, progress.statistics)
+
+    for quantized in solve_groups(groups, run.flow.root, run.resolved, gathered, run.collective):
         packed = progress.output.pack(quantized)
         group = group_of[quantized.module]
-        record = _record(progress, subgraph, group, quantized, packed)
-        if run.flow.reference is not None:
-            run.flow.reference.keep(quantized.module, run.flow.root, index)
+        record = _record(progress, index, group, quantized, packed)
+        run.flow.reference.keep(quantized.module, run.flow.root, index)
         apply(quantized, run.flow.root, run.flow.store)
         del quantized  # the next group is about to be solved
         yield record
 
 
-def _repeat(progress: _Progress, subgraph: Subgraph, index: int, first_step: int, has_run: bool) -> None:
+def _repeat(progress: _Progress, index: int, has_run: bool) -> None:
     """Put a finished subgraph's weights in place and, if others are to follow, run what outlives it, once, unless the
     cache holds that.
 
     Statistics are gathered again where a later subgraph shares them.
     """
-    run, output = progress.run, progress.output
-    for name in subgraph.solved:
-        if run.flow.reference is not None:
-            run.flow.reference.keep(name, run.flow.root, index)
-        put(output.restore(index, name), name, run.resolved.assignments[name].scheme, run.flow.root, run.flow.store)
-    remaining = run.flow.subgraphs[progress.num_finished :]
+    run, flow = progress.run, progress.run.flow
+    for name in flow.subgraphs[index].solved:
+        flow.reference.keep(name, flow.root, index)
+        restored = progress.output.restore(index, name)
+        put(restored, name, run.resolved.assignments[name].scheme, flow.root, flow.store)
+    remaining = flow.subgraphs[progress.num_finished :]
     shared = {s for part in remaining for step in part.steps for group in step.solve for s in group.sources}
-    for number, step in enumerate(subgraph.steps, first_step):
+    for number, step in flow.steps(index):
         observe = tuple(source for source in step.observe if source in shared)
         if remaining and not has_run and (step.keep or observe):
             _run_step(progress, replace(step, observe=observe, solve=()), number)
@@ -242,7 +236,7 @@ def _run_step(progress: _Progress, step: Step, number: int) -> None:
 
     def watch(batch: int, sources: Sequence[Source], values: Values) -> AbstractContextManager[None]:
         beside = partial(differences, values=values, root=flow.root, reference=flow.reference)
-        is_held_out = flow.reference is not None and flow.share[batch] in flow.reference.held_out
+        is_held_out = flow.share[batch] in flow.reference.held_out
         return observing(flow.root, sources, values, flow.masks, statistics, beside, is_held_out)
 
     begin_statistics(step.observe, run.needs, run.sizes, flow.device, statistics)
@@ -254,52 +248,14 @@ def _run_step(progress: _Progress, step: Step, number: int) -> None:
     reduce_statistics(step.observe, run.sizes, statistics, run.collective)
 
 
-def _merged(run: Calibration, group: Group, statistics: Statistics) -> dict[type[Statistic], Statistic]:
-    """The statistics of a group: those of its one source, or of all calls of a module taken together.
-
-    Of a module inside an opaque leaf that no batch called: a Gram of ones on the diagonal, which rounds to nearest.
-    """
-    gathered = [statistics[source] for source in group.sources if source in statistics]
-    if not gathered and group.sources:
-        first = group.sources[0]
-        unreached: Statistics = {}
-        needs = {first: tuple(InputGram if issubclass(kind, Drift) else kind for kind in run.needs[first])}
-        begin_statistics([first], needs, run.sizes, run.flow.device, unreached)
-        for kind, statistic in unreached[first].items():
-            kind.complete([statistic], same_channels=False)
-        return unreached[first]
-    if len(gathered) < 2:
-        return dict(gathered[0]) if gathered else {}
-    total = deepcopy(gathered[0])
-    for other in gathered[1:]:
-        for kind, statistic in total.items():
-            statistic.merge(other[kind])
-    return total
-
-
-def _num_tokens(group: Group, statistics: Statistics) -> int:
-    """Tokens that a group's statistics were gathered from, in all calls."""
-    found = [statistics[source].values() for source in group.sources if source in statistics]
-    return sum(max((statistic.num_tokens for statistic in kinds), default=0) for kinds in found)
-
-
-def _num_lent(group: Group, statistics: Statistics) -> int | None:
-    """Tokens that an expert was lent; None: the group is no expert's."""
-    gathered = [statistics.get(source, {}).values() for source in group.sources]
-    lent = [[each.num_lent for each in kinds if each.num_lent is not None] for kinds in gathered]
-    return sum(map(max, filter(None, lent))) if any(lent) else None
-
-
-def _record(
-    progress: _Progress, subgraph: Subgraph, group: Group, quantized: QuantizedModule, packed: int
-) -> ModuleRecord:
+def _record(progress: _Progress, index: int, group: Group, quantized: QuantizedModule, packed: int) -> ModuleRecord:
     run, statistics = progress.run, progress.statistics
     weight = weight_of(run.flow.root, quantized.module)
-    num_tokens = _num_tokens(group, statistics)
+    num_tokens = num_tokens_seen(group, statistics)
     is_unreached = not num_tokens and any(run.needs[source] for source in group.sources)
     return ModuleRecord(
         module=quantized.module,
-        subgraph=subgraph.name,
+        subgraph=run.flow.subgraphs[index].name,
         algorithm=type(run.resolved.assignments[quantized.module].algorithm).__name__,
         scheme=describe_scheme(quantized.scheme),
         shape=tuple(weight.shape),
@@ -312,15 +268,19 @@ def _record(
         bytes_after=packed,
         notes=(*quantized.solved.notes, UNREACHED) if is_unreached else quantized.solved.notes,
         correction=quantized.solved.chosen,
-        num_lent=_num_lent(group, statistics),
+        num_lent=num_tokens_lent(group, statistics),
     )
 
 
-class _Clock:
-    """Wall seconds per phase; waits for the device so that a phase pays for what it started."""
+class _Meter:
+    """What a subgraph takes from now on: wall seconds per phase, and what has been `moved` since.
 
-    def __init__(self, device: torch.device) -> None:
+    It waits for the device, so that a phase pays for what it started.
+    """
+
+    def __init__(self, device: torch.device, moved: Counter[str]) -> None:
         self.seconds = {"onload": 0.0, "run": 0.0, "solve": 0.0}
+        self.moved_before = moved
         self._device = device
         self._since = time.perf_counter()
 

@@ -1,7 +1,8 @@
-"""Gather statistics of the values that groups read, without their padding tokens."""
+"""Gather statistics of the values that groups read, without their padding tokens, and give each group its own."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from functools import partial
 from itertools import accumulate
 
@@ -16,10 +17,10 @@ from lightning_compress.graph.masks import TokenMask
 from lightning_compress.graph.names import Names
 from lightning_compress.graph.reads import like
 from lightning_compress.graph.shadow import Key
-from lightning_compress.graph.shared_inputs import Source, quantizable_calls
+from lightning_compress.graph.shared_inputs import Group, Source, quantizable_calls
 from lightning_compress.graph.stages import Step
 from lightning_compress.recipe.forms import reader
-from lightning_compress.statistics import Beside, Reduction, Statistic
+from lightning_compress.statistics import Beside, Drift, InputGram, Reduction, Statistic
 
 _SMALL = 1 << 16  # bytes; what is combined of less takes longer to begin than to send
 
@@ -176,6 +177,48 @@ def reduce_statistics(sources: Sequence[Source], sizes: Sizes, statistics: Stati
         own = statistics[source].values()
         if source.rows is None and not any(each.num_tokens or each.num_lent is not None for each in own):
             del statistics[source]
+
+
+def merged(
+    group: Group,
+    needs: Mapping[Source, tuple[type[Statistic], ...]],
+    sizes: Sizes,
+    device: torch.device,
+    statistics: Statistics,
+) -> dict[type[Statistic], Statistic]:
+    """The statistics of a group: those of its one source, or of all calls of a module taken together.
+
+    Of a module inside an opaque leaf that no batch called: a Gram of ones on the diagonal, which rounds to nearest.
+    """
+    gathered = [statistics[source] for source in group.sources if source in statistics]
+    if not gathered and group.sources:
+        first = group.sources[0]
+        unreached: Statistics = {}
+        kinds = tuple(InputGram if issubclass(kind, Drift) else kind for kind in needs[first])
+        begin_statistics([first], {first: kinds}, sizes, device, unreached)
+        for kind, statistic in unreached[first].items():
+            kind.complete([statistic], same_channels=False)
+        return unreached[first]
+    if len(gathered) < 2:
+        return dict(gathered[0]) if gathered else {}
+    total = deepcopy(gathered[0])
+    for other in gathered[1:]:
+        for kind, statistic in total.items():
+            statistic.merge(other[kind])
+    return total
+
+
+def num_tokens_seen(group: Group, statistics: Statistics) -> int:
+    """Tokens that a group's statistics were gathered from, in all calls."""
+    found = [statistics[source].values() for source in group.sources if source in statistics]
+    return sum(max((statistic.num_tokens for statistic in kinds), default=0) for kinds in found)
+
+
+def num_tokens_lent(group: Group, statistics: Statistics) -> int | None:
+    """Tokens that an expert was lent; None: the group is no expert's."""
+    gathered = [statistics.get(source, {}).values() for source in group.sources]
+    lent = [[each.num_lent for each in kinds if each.num_lent is not None] for kinds in gathered]
+    return sum(map(max, filter(None, lent))) if any(lent) else None
 
 
 def _siblings(sources: Sequence[Source], sizes: Sizes, statistics: Statistics) -> list[tuple[Source, list[Statistic]]]:

@@ -118,12 +118,10 @@ def prepare(
     collective = collective or SingleProcess()
     names = tuple(resolved.assignments)
     boundaries = check_layout(target, resolved, schedule, sequential_targets)
-    device, slow = placement.device, slow_dtypes(placement.device)
-    store = WeightStore(target.root, Lane(device), placement.source)
     if schedule is Schedule.DATAFREE:
         parts = datafree_subgraphs(_by_boundary(names, boundaries))
-        cache = ActivationCache([], device=device)
-        flow = Flow(target.root, parts, None, cache, store, placement, {}, {})
+        cache = ActivationCache([], device=placement.device)
+        flow = Flow(target.root, parts, None, cache, _weights(target, placement), placement, {}, {})
         return Calibration(flow, resolved, {}, {}, collective)
     data = _given(data)
     traced = traced or trace_on(target, names, boundaries, data, placement.source, multiplied(resolved, target.root))
@@ -137,16 +135,45 @@ def prepare(
     shares = assign([num_elements(batch) for batch in data.batches], collective.size)
     needs, sizes = _needs(parts, resolved), _sizes(parts, target.root)
     reference, needs = _reference(traced, parts, needs, resolved, sizes, len(data.batches))
-    own = shares[collective.rank]
-    diverging = frozenset[fx.Node]() if reference is None else reference.diverging
-    cache = cached_inputs(traced, [data.batches[number] for number in own], placement, diverging)
     masks = _masks(traced, needs, data)
-    last = last_uses(parts, tuple(mask.node for mask in masks.values()), reference)
     _warn_of_unseen(traced, parts, resolved, schedule)
-    buffers = KeptBuffers(target.root, traced.written) if traced.written else None
-    flow = Flow(target.root, parts, traced, cache, store, placement, last, masks, reference, buffers, own, slow)
+    until_end = [mask.node for mask in masks.values()]
+    flow = flow_of(target, traced, parts, data, shares[collective.rank], placement, until_end, masks, reference)
     first_rank = next(rank for rank, share in enumerate(shares) if 0 in share)
     return Calibration(flow, resolved, needs, sizes, collective, first_rank)
+
+
+def flow_of(
+    target: Target,
+    traced: Traced,
+    parts: tuple[Subgraph, ...],
+    data: CalibrationSet,
+    share: Sequence[int],
+    placement: Placement,
+    until_end: Sequence[fx.Node],
+    masks: Mapping[Source, TokenMask],
+    reference: Reference,
+) -> Flow:
+    """The batches `share` of the calibration set, about to flow through the graph's parts; values that have to outlive
+    the last step are `until_end`."""
+    return Flow(
+        root=target.root,
+        subgraphs=parts,
+        traced=traced,
+        cache=cached_inputs(traced, [data.batches[number] for number in share], placement, reference.diverging),
+        store=_weights(target, placement),
+        placement=placement,
+        last=last_uses(parts, until_end, reference),
+        masks=masks,
+        reference=reference,
+        buffers=KeptBuffers(target.root, traced.written),
+        share=share,
+        in_float32=slow_dtypes(placement.device),
+    )
+
+
+def _weights(target: Target, placement: Placement) -> WeightStore:
+    return WeightStore(target.root, Lane(placement.device), placement.source)
 
 
 def multiplied(resolved: ResolvedRecipe, root: nn.Module) -> frozenset[str]:
@@ -178,7 +205,7 @@ def _reference(
     resolved: ResolvedRecipe,
     sizes: Mapping[Source, tuple[int, int]],
     num_batches: int,
-) -> tuple[Reference | None, dict[Source, Kinds]]:
+) -> tuple[Reference, dict[Source, Kinds]]:
     """The run of the original model beside the quantized one, if any statistic asks for it; and what each source has to
     gather then."""
     corrected = {source: kind for source, kinds in needs.items() for kind in kinds if issubclass(kind, Drift)}
@@ -187,7 +214,7 @@ def _reference(
         return resolved.assignments[name].algorithm.corrects_residual
 
     if not corrected:
-        return None, needs
+        return Reference(), needs
     reference = reference_for(traced, parts, corrected, with_residual, sizes, num_batches)
     return reference, reference.in_their_forms(needs)
 

@@ -33,7 +33,7 @@ _EVERY = 8
 @final
 @dataclass(frozen=True)
 class Reference:
-    """What the original model needs beside the quantized one.
+    """What the original model needs beside the quantized one; without values of its own it does not run.
 
     Attributes:
         diverging: values that both have of their own.
@@ -45,12 +45,12 @@ class Reference:
         originals: weights of modules that are quantized already, as long as they run again; the state of the run.
     """
 
-    diverging: frozenset[fx.Node]
-    members: Mapping[Source, tuple[str, ...]]
-    forms: Mapping[Source, type[Drift]]
-    residuals: Mapping[str, Residual]
-    held_out: frozenset[int]
-    last_calls: Mapping[str, int]
+    diverging: frozenset[fx.Node] = frozenset()
+    members: Mapping[Source, tuple[str, ...]] = field(default_factory=dict)
+    forms: Mapping[Source, type[Drift]] = field(default_factory=dict)
+    residuals: Mapping[str, Residual] = field(default_factory=dict)
+    held_out: frozenset[int] = frozenset()
+    last_calls: Mapping[str, int] = field(default_factory=dict)
     originals: dict[str, Tensor] = field(default_factory=dict)
 
     def residual_nodes(self, sources: Collection[Source]) -> set[fx.Node]:
@@ -183,14 +183,14 @@ def _original_weights(root: nn.Module, originals: Mapping[str, Tensor], called: 
 
 
 def differences(
-    source: Source, values: MutableMapping[Key, object], root: nn.Module, reference: Reference | None
+    source: Source, values: MutableMapping[Key, object], root: nn.Module, reference: Reference
 ) -> tuple[Tensor, Tensor | None] | None:
     """What the original model says of a source, as its statistic asks for it, float32: x_ref - x [..., I]; or what
     the outputs of its modules lack, W (x_ref - x) + r_ref - r [..., O]. None: they are not corrected.
 
     With it the root mean square of r for every token, [..., 1]; None where there is none.
     """
-    if reference is None or source not in reference.forms:
+    if source not in reference.forms:
         return None
     original = SecondRun(values)
     drift = _difference(source.node, values, original)

@@ -79,7 +79,7 @@ def repeated(
     first = sum(len(part.steps) for part in parts[: index - width])
     second, end = first + len(pairs), first + 2 * len(pairs)
     last = run.flow.last
-    diverging = frozenset() if run.flow.reference is None else run.flow.reference.diverging
+    diverging = run.flow.reference.diverging
     if any((one in diverging) != (other in diverging) for one, other in match.nodes.items()):
         return None
     keys: dict[Key, Key] = dict(match.nodes.items())

@@ -3,7 +3,7 @@
 A batch must not see what the others wrote, or the result would depend on their order, and on how many ranks share them.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -51,8 +51,10 @@ class KeptBuffers:
             if buffer is not None and content is not None:
                 buffer.copy_(content)
 
-    def apart(self, values: Mapping[Any, object]) -> dict[Any, object]:
+    def apart(self, values: dict[Any, object]) -> dict[Any, object]:
         """The values, with copies of those that are what such a buffer holds now."""
+        if not self._kept:
+            return values
         storages = {buffer.untyped_storage()._cdata for _, _, buffer, _ in self._kept}
 
         def copied(leaf: object) -> object:

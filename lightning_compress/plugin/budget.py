@@ -78,8 +78,7 @@ def within_budgets(
     )
     flow = replace(run.flow, placement=placement)
     if flow.traced is not None:
-        diverging = frozenset() if flow.reference is None else flow.reference.diverging
-        flow = replace(flow, cache=cached_inputs(flow.traced, batches, placement, diverging))
+        flow = replace(flow, cache=cached_inputs(flow.traced, batches, placement, flow.reference.diverging))
     return replace(run, flow=flow), _use(budgets, found, run.flow.device)
 
 

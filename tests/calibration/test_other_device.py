@@ -1,5 +1,6 @@
 """Whole runs on a device apart, which is simulated: every tensor has to be where it is used."""
 
+from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from helpers import (
 from torch import fx, nn
 
 from lightning_compress.calibration.batches import collect
-from lightning_compress.calibration.loop import _Clock
+from lightning_compress.calibration.loop import _Meter
 from lightning_compress.errors import CalibrationDataError
 from lightning_compress.graph.execute import execute
 from lightning_compress.graph.leaf import Leaf
@@ -116,7 +117,7 @@ def test_a_phase_waits_for_what_computes_alone(monkeypatch: pytest.MonkeyPatch) 
     device, streams = torch.device("cuda", 1), mock.MagicMock()
     monkeypatch.setattr(torch.cuda, "current_stream", streams)
     monkeypatch.delattr(torch.cuda, "synchronize")
-    _Clock(device).lap("run")
+    _Meter(device, Counter()).lap("run")
     assert streams.mock_calls == [mock.call(device), mock.call().synchronize()]
 
 
