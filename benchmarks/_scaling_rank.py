@@ -22,7 +22,7 @@ from torch import Tensor
 from torch import distributed as dist
 from transformers import LlamaForCausalLM
 
-from lightning_compress.algorithms.base import Part, Solved
+from lightning_compress.algorithms.base import RowTile, Solved
 from lightning_compress.algorithms.gptq import Gptq
 from lightning_compress.algorithms.rows import here
 from lightning_compress.calibration import loop, solve
@@ -104,9 +104,9 @@ class Measured:
         return self._phases.timed(phase, self._inner.gather)(value, what)
 
 
-def _counted(phases: Phases, solve_parts: Callable[..., list[Solved]]) -> Callable[..., list[Solved]]:
-    def call(algorithm: Gptq, parts: Sequence[Part]) -> list[Solved]:
-        solved: list[Solved] = phases.timed("solve", solve_parts)(algorithm, parts)
+def _counted(phases: Phases, solve_tiles: Callable[..., list[Solved]]) -> Callable[..., list[Solved]]:
+    def call(algorithm: Gptq, parts: Sequence[RowTile]) -> list[Solved]:
+        solved: list[Solved] = phases.timed("solve", solve_tiles)(algorithm, parts)
         phases.events[-1][-1] = len(parts)
         return solved
 
@@ -158,7 +158,7 @@ def main() -> None:
     loop._run_step = phases.timed("forward", loop._run_step)
     InputGram.update = phases.timed("statistics", InputGram.update)  # type: ignore[method-assign]
     Gptq.prepare = phases.timed("factor", Gptq.prepare)  # type: ignore[method-assign]
-    Gptq.solve_parts = _counted(phases, Gptq.solve_parts)  # type: ignore[method-assign]
+    Gptq.solve_tiles = _counted(phases, Gptq.solve_tiles)  # type: ignore[method-assign]
     solve.here, solve.fill = _panels(phases, here), _panels(phases, fill)  # type: ignore[attr-defined]
     Report.save = phases.timed("write", Report.save)  # type: ignore[method-assign]
     for name in ("pack", "commit", "close"):

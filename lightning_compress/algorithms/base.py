@@ -1,7 +1,7 @@
 """What every algorithm is: a frozen set of options with a pure function (weight, statistics, scheme) -> `Solved`.
 
 Method: solving has a serial part, done once for all output rows (`prepare`: factorize the Gram, choose scales that rows
-share), and a part in which every output row is independent of the others (`solve_parts`). The unit of the second is a
+share), and a part in which every output row is independent of the others (`solve_tiles`). The unit of the second is a
 row tile (see `tiling`); what is done element by element takes several together (`stacks`), also of several weights
 (experts), which saves the cost of calls.
 
@@ -145,7 +145,7 @@ class Prepared:
 
 @final
 @dataclass(frozen=True)
-class Part:
+class RowTile:
     """A row tile of a weight [O, I], and what is prepared of it."""
 
     weight: Tensor
@@ -196,7 +196,7 @@ class Algorithm(ABC):
         """The serial part. The arguments and errors are those of `solve`; `by_rows` fills what can be shared of it."""
 
     @abstractmethod
-    def solve_parts(self, parts: Sequence[Part]) -> list[Solved]:
+    def solve_tiles(self, tiles: Sequence[RowTile]) -> list[Solved]:
         """Solve row tiles of weights that have one scheme and one width, each as it would be without the others."""
 
     @abstractmethod
@@ -225,7 +225,7 @@ class Algorithm(ABC):
         tiling: Tiling,
         number: int = 1,
     ) -> int:
-        """At most alive inside `solve_parts` for tiles of so many rows, of a `number` of weights, with the result,
+        """At most alive inside `solve_tiles` for tiles of so many rows, of a `number` of weights, with the result,
         beside its arguments."""
 
     def workspace_bytes(
@@ -276,16 +276,16 @@ class Algorithm(ABC):
         """
         splits = [weight.shape[0]] if row_splits is None else row_splits
         prepared = self.prepare(weight, statistics, args, scale_dtype, splits, here)
-        parts = [Part(weight, rows, prepared) for rows in tiling_of(weight.device).row_tiles(len(weight))]
-        return join(self.solve_parts(parts))
+        tiles = [RowTile(weight, rows, prepared) for rows in tiling_of(weight.device).row_tiles(len(weight))]
+        return join(self.solve_tiles(tiles))
 
 
-def stacks(parts: Sequence[Part]) -> list[list[Part]]:
-    """Parts of one width in runs of at most `stack_rows` (or one tile)."""
-    if not parts:
+def stacks(tiles: Sequence[RowTile]) -> list[list[RowTile]]:
+    """Tiles of one width in runs of at most `stack_rows` (or one tile)."""
+    if not tiles:
         return []
-    num_channels, tiling = parts[0].weight.shape[1], tiling_of(parts[0].weight.device)
-    return runs(parts, [part.height for part in parts], tiling.stack_rows(num_channels))
+    num_channels, tiling = tiles[0].weight.shape[1], tiling_of(tiles[0].weight.device)
+    return runs(tiles, [tile.height for tile in tiles], tiling.stack_rows(num_channels))
 
 
 def runs(items: Sequence[Item], sizes: Sequence[int], limit: int) -> list[list[Item]]:

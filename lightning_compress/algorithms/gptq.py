@@ -34,8 +34,8 @@ from lightning_compress.algorithms.base import (
     Algorithm,
     Factor,
     Kinds,
-    Part,
     Prepared,
+    RowTile,
     Solved,
     check_weight,
     drift_of,
@@ -292,54 +292,54 @@ class Gptq(Algorithm):
         )
 
     @torch.no_grad()
-    def solve_parts(self, parts: Sequence[Part]) -> list[Solved]:
-        return [solved for stack in stacks(parts) for solved in self._solve_stack(stack)]
+    def solve_tiles(self, tiles: Sequence[RowTile]) -> list[Solved]:
+        return [solved for stack in stacks(tiles) for solved in self._solve_stack(stack)]
 
-    def _solve_stack(self, stack: Sequence[Part]) -> list[Solved]:
+    def _solve_stack(self, stack: Sequence[RowTile]) -> list[Solved]:
         """Tiles that go through the channels together."""
-        missing = [_missing(part) for part in stack]
+        missing = [_missing(tile) for tile in stack]
         targets = [
-            part.values
-            if lacks is None or part.prepared.correction is None
-            else part.prepared.correction.target(part.values, lacks)
-            for part, lacks in zip(stack, missing, strict=True)
+            tile.values
+            if lacks is None or tile.prepared.correction is None
+            else tile.prepared.correction.target(tile.values, lacks)
+            for tile, lacks in zip(stack, missing, strict=True)
         ]
         found = self._candidates(targets, stack)
         return [self._best(*each) for each in zip(stack, missing, found, strict=True)]
 
-    def _best(self, part: Part, lacks: Tensor | None, candidates: Sequence[Candidate]) -> Solved:
+    def _best(self, tile: RowTile, lacks: Tensor | None, candidates: Sequence[Candidate]) -> Solved:
         """What a tile is solved to; `lacks`: see `Lack.missing`."""
-        weight, prepared, correction = part.values, part.prepared, part.prepared.correction
+        weight, prepared, correction = tile.values, tile.prepared, tile.prepared.correction
         assert prepared.gram is not None
         if correction is None or lacks is None:
             codes, scales, error, _ = best_rows(candidates)
             return _solved(codes, scales, error, row_products(weight, prepared.gram), prepared)
         held_out = None
         if correction.judge is not None:
-            held_out = errors_held_out(candidates, weight, part.rows, correction.judge, prepared.grid)
+            held_out = errors_held_out(candidates, weight, tile.rows, correction.judge, prepared.grid)
         codes, scales, _, rounds = best_rows(candidates, held_out)
-        quantized, squares = values_of(codes, scales, prepared.grid), correction.lack.squares(weight, part.rows)
+        quantized, squares = values_of(codes, scales, prepared.grid), correction.lack.squares(weight, tile.rows)
         error = row_errors(weight, quantized, lacks, squares, prepared.gram)
         energy = row_errors(weight, torch.zeros_like(lacks), lacks, squares, prepared.gram)
         made = _solved(codes, scales, error, energy, prepared)
         row_rounds = torch.full(error.shape, rounds, dtype=torch.int8, device=error.device)
         return made if self.refit is not None else replace(made, row_rounds=row_rounds)
 
-    def _candidates(self, targets: Sequence[Tensor], stack: Sequence[Part]) -> list[list[Candidate]]:
+    def _candidates(self, targets: Sequence[Tensor], stack: Sequence[RowTile]) -> list[list[Candidate]]:
         """Codes, scales and row errors of what is quantized, of every tile, after every round."""
-        factors = [_factor_of(part) for part in stack]
-        scales = [part.prepared.scales_of(target, part.rows) for target, part in zip(targets, stack, strict=True)]
+        factors = [_factor_of(tile) for tile in stack]
+        scales = [tile.prepared.scales_of(target, tile.rows) for target, tile in zip(targets, stack, strict=True)]
         grid = stack[0].prepared.grid
         found = nearest_plane(targets, factors, scales, grid, self.block_size)
         tried = [[(codes, scale, error)] for scale, (codes, error) in zip(scales, found, strict=True)]
-        rounds = [self._rounds(part.prepared) for part in stack]
+        rounds = [self._rounds(tile.prepared) for tile in stack]
         for number in range(max(rounds)):
             if number:
                 found = nearest_plane(targets, factors, scales, grid, self.block_size)
-            for place, (target, part) in enumerate(zip(targets, stack, strict=True)):
-                codes, gram = found[place][0], part.prepared.gram
+            for place, (target, tile) in enumerate(zip(targets, stack, strict=True)):
+                codes, gram = found[place][0], tile.prepared.gram
                 assert gram is not None
-                scales[place] = refitted(target, gram, codes, scales[place], part.prepared.grid)
+                scales[place] = refitted(target, gram, codes, scales[place], tile.prepared.grid)
                 error = row_products(target.float() - values_of(codes, scales[place], grid), gram)
                 tried[place].append((codes, scales[place], error))
         return [each[: 1 + most] for each, most in zip(tried, rounds, strict=True)]
@@ -361,15 +361,15 @@ class Gptq(Algorithm):
         return ROUNDS if prepared.correction is not None and prepared.correction.judge is not None else 0
 
 
-def _factor_of(part: Part) -> Factor:
-    assert part.prepared.factor is not None
-    return part.prepared.factor
+def _factor_of(tile: RowTile) -> Factor:
+    assert tile.prepared.factor is not None
+    return tile.prepared.factor
 
 
-def _missing(part: Part) -> Tensor | None:
+def _missing(tile: RowTile) -> Tensor | None:
     """What the outputs of a tile lack; None: it is not corrected."""
-    correction = part.prepared.correction
-    return None if correction is None else correction.lack.missing(part.values, part.rows)
+    correction = tile.prepared.correction
+    return None if correction is None else correction.lack.missing(tile.values, tile.rows)
 
 
 def _solved(codes: Tensor, scales: Scales, row_error: Tensor, row_energy: Tensor, prepared: Prepared) -> Solved:

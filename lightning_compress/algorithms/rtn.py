@@ -19,8 +19,8 @@ from torch import Tensor
 from lightning_compress.algorithms.base import (
     Algorithm,
     Kinds,
-    Part,
     Prepared,
+    RowTile,
     Solved,
     check_weight,
     input_gram,
@@ -108,8 +108,8 @@ class Rtn(Algorithm):
         )
 
     @torch.no_grad()
-    def solve_parts(self, parts: Sequence[Part]) -> list[Solved]:
-        return [_solve_rows(part.values, part.rows, part.prepared) for part in parts]
+    def solve_tiles(self, tiles: Sequence[RowTile]) -> list[Solved]:
+        return [_solve_rows(tile.values, tile.rows, tile.prepared) for tile in tiles]
 
 
 def _solve_rows(weight: Tensor, rows: slice, prepared: Prepared) -> Solved:

@@ -11,7 +11,7 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from lightning_compress.algorithms.base import Part, Solved, join, runs, split
+from lightning_compress.algorithms.base import RowTile, Solved, join, runs, split
 from lightning_compress.algorithms.rows import ByRows, here
 from lightning_compress.algorithms.tiling import Tiling, tiling_of
 from lightning_compress.calibration.quantized import QuantizedModule
@@ -181,24 +181,24 @@ def _solve(
     the ranks of `sharing`, if that is given, share out."""
     algorithm = resolved.assignments[groups[0].members[0]].algorithm
     stacks = [_stacked(group, root, resolved, gathered(group)) for group in groups]
-    parts: list[list[Part]] = []
+    tiled: list[list[RowTile]] = []
     for each in stacks:
         with _naming(each.description), full_float32(each.weight.device):
             args = (each.assignment.weights, each.dtype, each.rows)
             prepared = algorithm.prepare(each.weight, each.statistics, *args, _by_rows(each, sharing))
             row_tiles = tiling_of(each.weight.device).row_tiles(len(each.weight))
-            parts.append([Part(each.weight, rows, prepared) for rows in row_tiles])
+            tiled.append([RowTile(each.weight, rows, prepared) for rows in row_tiles])
     device, names = stacks[0].weight.device, dict.fromkeys([stacks[0].description, stacks[-1].description])
-    tiles = list(chain(*parts))
+    tiles = list(chain(*tiled))
     with _naming(" to ".join(names)), full_float32(device):
         if sharing is None:
-            found = algorithm.solve_parts(tiles)
+            found = algorithm.solve_tiles(tiles)
         else:
             what = f"the solution of {', '.join(groups[0].members)}"
             costs = [tile.height for tile in tiles]
-            found = [part.to(device) for part in shared(algorithm.solve_parts, tiles, costs, sharing, what)]
+            found = [part.to(device) for part in shared(algorithm.solve_tiles, tiles, costs, sharing, what)]
     solved = iter(found)
-    joined = [join([next(solved) for _ in of_one]) for of_one in parts]
+    joined = [join([next(solved) for _ in of_one]) for of_one in tiled]
     return [_modules(*each, resolved) for each in zip(stacks, joined, strict=True)]
 
 

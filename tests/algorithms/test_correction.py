@@ -9,7 +9,7 @@ import torch
 from reference import scheme
 from torch import Tensor
 
-from lightning_compress.algorithms.base import Part, join
+from lightning_compress.algorithms.base import RowTile, join
 from lightning_compress.algorithms.correction import correct
 from lightning_compress.algorithms.gptq import Gptq
 from lightning_compress.algorithms.grids import make_grid
@@ -226,7 +226,9 @@ def test_rounds_of_refitting_are_chosen_by_batches_held_out(form: type[InputDrif
     assert all(each.row_rounds is None for each, _ in given)
     algorithm = Gptq(correct="inputs", refit=None)
     prepared = algorithm.prepare(weight, {form: drift}, args, torch.float32, [len(weight)], here)
-    apart = join([algorithm.solve_parts([Part(weight, tile, prepared)])[0] for tile in ON_CPU.row_tiles(len(weight))])
+    apart = join(
+        [algorithm.solve_tiles([RowTile(weight, tile, prepared)])[0] for tile in ON_CPU.row_tiles(len(weight))]
+    )
     assert torch.equal(chosen.codes, apart.codes)
     assert torch.equal(chosen.scale, apart.scale)
     assert torch.equal(chosen.row_rounds, apart.row_rounds)

@@ -10,7 +10,7 @@ from compressed_tensors.quantization.utils import calculate_qparams, generate_gp
 from reference import expand, relative_error, rounded_gptq, values, weight_and_gram
 from torch import Tensor
 
-from lightning_compress.algorithms.base import Part, Solved, split
+from lightning_compress.algorithms.base import RowTile, Solved, split
 from lightning_compress.algorithms.gptq import Gptq
 from lightning_compress.algorithms.grids import E2M1, E4M3, Grid, make_grid
 from lightning_compress.algorithms.rows import here
@@ -157,9 +157,9 @@ def test_weights_that_are_solved_together_keep_their_global_scales() -> None:
     parts = []
     for weight, (_, gram) in zip(weights, cases, strict=True):
         prepared = how.prepare(weight, {InputGram: gram}, args, torch.bfloat16, [64], here)
-        parts.append(Part(weight, slice(0, 64), prepared))
-    for part, together in zip(parts, how.solve_parts(parts), strict=True):
-        (alone,) = how.solve_parts([part])
+        parts.append(RowTile(weight, slice(0, 64), prepared))
+    for part, together in zip(parts, how.solve_tiles(parts), strict=True):
+        (alone,) = how.solve_tiles([part])
         assert torch.equal(together.scale, alone.scale)
         assert torch.equal(together.codes, alone.codes)
         assert together.global_scale == alone.global_scale

@@ -4,7 +4,7 @@ import pytest
 import torch
 from reference import relative_error, scheme, values, weight_and_gram
 
-from lightning_compress.algorithms.base import Algorithm, Part, join, split
+from lightning_compress.algorithms.base import Algorithm, RowTile, join, split
 from lightning_compress.algorithms.catalog import ALGORITHMS
 from lightning_compress.algorithms.gptq import Gptq
 from lightning_compress.algorithms.rows import here
@@ -100,8 +100,8 @@ def test_tiles_can_be_solved_apart(algorithm: Algorithm, strategy: str, num_rows
     prepared = algorithm.prepare(weight, statistics, args, torch.bfloat16, splits, here)
     tiles = ON_CPU.row_tiles(num_rows)
     assert len(tiles) == 8
-    of = [Part(weight, rows, prepared) for rows in tiles]
-    parts = [part for some in (of[:1], of[1:6], of[6:]) for part in algorithm.solve_parts(some)]
+    of = [RowTile(weight, rows, prepared) for rows in tiles]
+    parts = [part for some in (of[:1], of[1:6], of[6:]) for part in algorithm.solve_tiles(some)]
     assert torch.equal(whole.codes, torch.cat([part.codes for part in parts]))
     assert torch.equal(whole.scale, torch.cat([part.scale for part in parts]))
     assert torch.equal(whole.row_error, torch.cat([part.row_error for part in parts]))
@@ -118,9 +118,10 @@ def test_weights_can_be_solved_together(algorithm: Algorithm, symmetric: bool, n
     cases = [weight_and_gram(rows, 320, seed=seed) for seed, rows in enumerate(num_rows)]
     prepared = [algorithm.prepare(w, {InputGram: gram}, args, torch.bfloat16, [len(w)], here) for w, gram in cases]
     tiled = [
-        [Part(w, rows, each) for rows in ON_CPU.row_tiles(len(w))] for (w, _), each in zip(cases, prepared, strict=True)
+        [RowTile(w, rows, each) for rows in ON_CPU.row_tiles(len(w))]
+        for (w, _), each in zip(cases, prepared, strict=True)
     ]
-    found = iter(algorithm.solve_parts([part for parts in tiled for part in parts]))
+    found = iter(algorithm.solve_tiles([part for parts in tiled for part in parts]))
     for (weight, gram), parts in zip(cases, tiled, strict=True):
         together = join([next(found) for _ in parts])
         alone = algorithm.solve(weight, {InputGram: gram}, args, torch.bfloat16)
