@@ -39,7 +39,6 @@ from lightning_compress.calibration.loop import Calibration
 from lightning_compress.calibration.observe import Statistics, begin_statistics, observing
 from lightning_compress.calibration.reference import differences
 from lightning_compress.calibration.repeats import of_another, one_of_each, repeated, structures, widths
-from lightning_compress.calibration.requests import in_pieces, storages, tensors_of
 from lightning_compress.calibration.solve import bytes_together, stacked_groups, stacked_shape
 from lightning_compress.calibration.stand_ins import LikeQuantizing, failures_allowed
 from lightning_compress.errors import BudgetError
@@ -177,7 +176,7 @@ class _Meter:
         statistics = amounts.statistics_bytes(gathered)
         heap_batch = self._memory.heap_peak_bytes - amounts.statistics_bytes(gathered, below=LARGEST_IN_HEAP)
         self._num_cached = self._memory.live_bytes - statistics
-        for value in storages(self._flow.cache.load(0, self.cached)):
+        for value in amounts.storages(self._flow.cache.load(0, self.cached)):
             self._memory.moved_away(value)
         after = self._waiting()
         self._quantize_inputs(step)
@@ -281,8 +280,8 @@ class _Meter:
         most = together + self._originals + merged + max(stacked + workspace, results + beside + packing)
         workspace_there, on_host = self._places(most, packed + added - beside)
         piece = 4 * num_channels * max(num_channels, min(number * num_rows, tiling.stack_rows(num_channels)))
-        self._memory.stands_for([merged, stacked, *in_pieces(workspace, piece)])
-        self._memory.stands_for([results + added, *in_pieces(packing, packing // PACKING * 4)])
+        self._memory.stands_for([merged, stacked, *amounts.in_pieces(workspace, piece)])
+        self._memory.stands_for([results + added, *amounts.in_pieces(packing, packing // PACKING * 4)])
         size = self._run.collective.size
         work = amounts.work_of_solves(assignment.algorithm, num_rows, num_channels, tiling, number, len(weights), size)
         on_cpu = {"solve": work["product float32"], "packing": work["packing"]}
@@ -300,7 +299,7 @@ class _Meter:
 
     def write(self, subgraph: Subgraph, packed: int) -> Moment:
         """The moment at which a subgraph's shard, with `packed` bytes of modules, is read back tensor by tensor."""
-        held, tensors = self.held(), tensors_of(self._root, subgraph)
+        held, tensors = self.held(), amounts.tensors_of(self._root, subgraph)
         solved = {f"{name}.weight" for name in subgraph.solved}
         kept = [tensor.nbytes for name, tensor in tensors.items() if name not in solved]
         copied = 0 if self._is_on_cpu else sum(kept)
@@ -317,7 +316,7 @@ class _Meter:
 
     def requests(self, subgraph: Subgraph) -> Requests:
         """Those since the last subgraph."""
-        weights = tuple(tensor.nbytes for tensor in tensors_of(self._root, subgraph).values())
+        weights = tuple(tensor.nbytes for tensor in amounts.tensors_of(self._root, subgraph).values())
         found = Requests(weights, tuple(self._loaded), tuple(self._memory.events[self._num_events :]))
         self._loaded, self._num_events = [], len(self._memory.events)
         return found
