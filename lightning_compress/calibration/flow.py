@@ -130,14 +130,14 @@ def run_step(
     if flow.traced is None or not (step.nodes or step.observe or wanted):
         return
     traced, reference, diverging = flow.traced, flow.reference, flow.reference.diverging
-    masks = {flow.masks[source].node for source in step.observe if source in flow.masks}
-    masks |= reference.residual_nodes(step.observe)
+    beside = {flow.masks[source].node for source in step.observe if source in flow.masks}
+    beside |= reference.residual_nodes(step.observe)
     read = {node for computed in step.nodes for node in computed.all_input_nodes}
-    observed = {node for source in step.observe for node in source.reads} | masks | wanted
+    observed = {node for source in step.observe for node in source.reads} | beside | wanted
     outliving = {key for key, use in flow.last.items() if use > number}
     pieces = [(_shared_first(nodes, diverging), sources) for nodes, sources in stretches(step)]
     ordered = [node for (shared, own), _ in pieces for node in (*shared, *own)]
-    needed_at_end = {node for source in pieces[-1][1] for node in source.reads} | masks | wanted
+    needed_at_end = {node for source in pieces[-1][1] for node in source.reads} | beside | wanted
     drop_after = _drops(ordered, needed_at_end | outliving if step.keep else needed_at_end)
     loaded = with_shadows(read | observed, diverging)
     keeping = _may_keep(flow.root, ordered, traced)

@@ -34,7 +34,7 @@ from lightning_compress.graph.buffers import KeptBuffers
 from lightning_compress.graph.experts import Experts
 from lightning_compress.graph.leaf import Leaf, leaf_input
 from lightning_compress.graph.masks import TokenMask, masks_of_sounds, row_mask_for, token_mask_for
-from lightning_compress.graph.names import Names, module_named, weight_of
+from lightning_compress.graph.names import Names, is_in, module_named, weight_of
 from lightning_compress.graph.products import slow_dtypes
 from lightning_compress.graph.shadow import Key, Shadow
 from lightning_compress.graph.shared_inputs import Source, quantizable_calls
@@ -401,6 +401,6 @@ def _warn_of_unseen(traced: Traced, parts: Sequence[Subgraph], resolved: Resolve
 def _by_boundary(names: Sequence[str], boundaries: Sequence[str]) -> list[tuple[str, list[str]]]:
     grouped: dict[str, list[str]] = {}
     for name in names:
-        boundary = next((b for b in boundaries if name == b or name.startswith(b + ".")), name)
+        boundary = next((owner for owner in boundaries if is_in(name, (owner,))), name)
         grouped.setdefault(boundary, []).append(name)
     return list(grouped.items())

@@ -48,6 +48,7 @@ from lightning_compress.recipe.forms import OtherForm
 from lightning_compress.recipe.resolve import Assignment, ResolvedRecipe
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BATCH = "the first calibration batch"
 READ_BACK = "safetensors, each shard when it was written"
 
 
@@ -107,7 +108,6 @@ def verify(
     target: Target,
     names: Iterable[str],
     batch: Any | None,
-    batch_name: str,
     unreadable: str | None = None,
 ) -> Verification:
     """Compare the checkpoint in `directory` with the quantized model in memory. Whatever goes wrong is the finding: the
@@ -117,8 +117,7 @@ def verify(
         directory: what `CheckpointWriter` wrote.
         target: the model in memory, quantized, in eval mode, in host memory.
         names: the quantized modules.
-        batch: a batch as the target's step takes it, or None.
-        batch_name: says in the report which batch it is.
+        batch: the first of the calibration, as the target's step takes it, or None.
         unreadable: why transformers will not read it (see `why_unreadable`); None: it will.
     """
     names, root = list(names), target.root
@@ -135,7 +134,7 @@ def verify(
         with _restored(target.module):
             difference, tolerance = output_difference(target, reloaded, batch) if buffers else (as_loaded, tolerance)
     except Exception as error:
-        failure = _told(f"running both models on {batch_name}", error)
+        failure = _told(f"running both models on {_BATCH}", error)
     if as_one:
         warnings.warn(
             f"transformers will quantize all that {listed([*as_one], 2)} read at once by one scale, for it takes the "
@@ -148,7 +147,7 @@ def verify(
         different = _different(root, reloaded, names)
     except Exception as error:
         different, failure = (), _told("comparing weights", error)
-    batch_name = batch_name if difference is not None else "none"
+    batch_name = "none" if difference is None else _BATCH
     return Verification(
         loaded_with, len(names), different, buffers, difference, as_loaded, batch_name, tolerance, failure
     )

@@ -308,8 +308,8 @@ def _transformers_tensors(
         else:
             converted.setdefault(name, (by_pattern[pattern], []))[1].append((key, pattern))
     for name, (converter, sources) in converted.items():
-        load = _converting(asked, name, converter, sources, stored, prefix)
-        shapes = _convert(asked, name, converter, sources, lambda k: _empty(stored[k]))
+        convert = partial(_convert, asked, name, converter, sources)
+        load, shapes = _converting(convert, stored, prefix), convert(lambda key: _empty(stored[key]))
         keys = tuple(key for key, _ in sources)
         size = len(converter.operations) * sum(_empty(stored[key]).nbytes for key in keys)  # each makes anew
         entries = {key: _Found(load, tuple(value.shape), keys, converting=size) for key, value in shapes.items()}
@@ -352,18 +352,9 @@ def _linears_of(stack: _Found, unfolding: Unfolding, key: str, name: str) -> dic
 
 
 def _converting(
-    model: WithStacks,
-    name: str,
-    converter: WeightConverter,
-    sources: Sequence[tuple[str, str]],
-    stored: Mapping[str, Readable],
-    prefix: str,
+    convert: Callable[[Callable[[str], Tensor]], dict[str, Tensor]], stored: Mapping[str, Readable], prefix: str
 ) -> Load:
-    def load() -> dict[str, Tensor]:
-        values = _convert(model, name, converter, sources, lambda key: stored[key].read())
-        return {prefix + key: value for key, value in values.items()}
-
-    return load
+    return lambda: {prefix + key: value for key, value in convert(lambda key: stored[key].read()).items()}
 
 
 def _convert(

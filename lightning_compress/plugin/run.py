@@ -255,7 +255,7 @@ def _verified(job: Job, folder: Path) -> Verification | None:
         found = verify_files(folder, names, unreadable)
     else:
         batch = job.data.batches[0] if job.data is not None else None
-        found = verify(folder, job.target, names, batch, "the first calibration batch", unreadable)
+        found = verify(folder, job.target, names, batch, unreadable)
     return of_all(job.run.collective.gather(found, "verifying the checkpoint"))
 
 

@@ -72,4 +72,4 @@ def save_estimate(estimate: Estimate, file: Path) -> None:
 def _closed_form(row: Row, unit: int) -> tuple[str, str]:
     if row.closed_form is None:
         return "", ""
-    return f"{row.closed_form / unit:.2f}", f"{100 * (row.closed_form / row.total - 1):+.1f} %"
+    return _cell(row.closed_form, unit), f"{100 * (row.closed_form / row.total - 1):+.1f} %"

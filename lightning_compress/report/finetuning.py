@@ -10,7 +10,7 @@ from lightning_compress.foresight.finetuning_cost import CPU_OPTIMIZER
 from lightning_compress.foresight.finetuning_plan import PlannedFineTuning, described
 from lightning_compress.foresight.layouts import HALF_PRECISION, is_halved
 from lightning_compress.memory.budget import gib
-from lightning_compress.report.plan import context_line
+from lightning_compress.report.plan import context_line, saved_lines
 
 _MOST_PARTS = 3
 
@@ -30,11 +30,7 @@ def finetuning_lines(planned: PlannedFineTuning) -> list[str]:
     if best.peaks["host"]:
         lines.append(f"host, of all ranks: {_place(planned, 'host')}: {_largest(best.host_parts)}")
     lines.append(f"bottleneck: {best.bottleneck}; lanes are busy for (s): {lanes}")
-    for place, seconds in planned.saved_s.items():
-        if seconds > 0.005 * best.seconds:
-            lines.append(f"1 GiB more of {place} would save {seconds:.3g} s of each step")
-    if planned.saved_s and max(planned.saved_s.values()) <= 0.005 * best.seconds:
-        lines.append("1 GiB more of any place would save nothing worth mentioning")
+    lines += saved_lines({str(place): s for place, s in planned.saved_s.items()}, best.seconds, "{:.3g} s of each step")
     lines.append(
         f"{planned.num_fitting} of {planned.num_ways} ways to fine-tune fit; planned in {planned.planning_s:.1f} s. "
         "Not foreseen: ranks that wait for one another, samples shorter than the longest, start-up times of collectives"

@@ -1,7 +1,7 @@
 """A plan as tables and lines; what became of it."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -34,11 +34,7 @@ def plan_lines(planned: Planned) -> list[str]:
         f"bottleneck: {plan.bottleneck}; lanes are busy for (s): {lanes}",
     ]
     lines += _tight(plan, situation.resources.host, planned.machine.device)
-    for place, seconds in planned.saved_s.items():
-        if seconds > 0.005 * plan.total_s:
-            lines.append(f"1 GiB more of {place} would save {seconds:.1f} s")
-    if planned.saved_s and max(planned.saved_s.values()) <= 0.005 * plan.total_s:
-        lines.append("1 GiB more of any place would save nothing worth mentioning")
+    lines += saved_lines(planned.saved_s, plan.total_s, "{:.1f} s")
     lines.append(
         f"{planned.num_fitting} of {planned.num_candidates} ways to run fit; planned in {planned.planning_s:.1f} s. "
         "Not foreseen: ranks that wait for one another, samples shorter than the longest"
@@ -46,6 +42,18 @@ def plan_lines(planned: Planned) -> list[str]:
     if planned.machine.device == "cuda":
         lines.append(context_line())
     return lines
+
+
+def saved_lines(saved_s: Mapping[str, float], all_s: float, told: str) -> list[str]:
+    """What one more GiB of each place would save of so many seconds.
+
+    >>> saved_lines({"device": 2.0, "host": 0.1}, 60, "{:.1f} s"), saved_lines({"host": 0.1}, 60, "{:.1f} s")
+    (['1 GiB more of device would save 2.0 s'], ['1 GiB more of any place would save nothing worth mentioning'])
+    """
+    worth = {place: seconds for place, seconds in saved_s.items() if seconds > 0.005 * all_s}
+    if saved_s and not worth:
+        return ["1 GiB more of any place would save nothing worth mentioning"]
+    return [f"1 GiB more of {place} would save {told.format(seconds)}" for place, seconds in worth.items()]
 
 
 def _tight(plan: Plan, host: int | None, device: str) -> list[str]:
