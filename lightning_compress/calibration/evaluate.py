@@ -13,8 +13,7 @@ import torch
 from torch import fx
 
 from lightning_compress.calibration.batches import CalibrationSet
-from lightning_compress.calibration.flow import Flow, Values, onloaded, prefetch, run_step
-from lightning_compress.calibration.prepare import flow_of
+from lightning_compress.calibration.flow import Flow, Values, flow_of, onloaded, prefetch, run_step
 from lightning_compress.calibration.recording import trace_on
 from lightning_compress.calibration.reference import Reference
 from lightning_compress.calibration.target import Target
@@ -62,8 +61,8 @@ def prepare_evaluation(
     parts = forward_subgraphs(traced)
     (end,) = (node for node in traced.graph.nodes if node.op == "output")
     results = dict(zip(traced.outputs, end.args[0], strict=True))
-    share = range(len(data.batches)) if share is None else share
-    flow = flow_of(target, traced, parts, data, share, placement, tuple(results.values()), {}, Reference())
+    batches = {number: data.batches[number] for number in (range(len(data.batches)) if share is None else share)}
+    flow = flow_of(target.root, traced, parts, batches, placement, tuple(results.values()), {}, Reference())
     return Evaluation(flow, results)
 
 

@@ -6,23 +6,27 @@ Calibration (`loop`) and evaluation (`evaluate`) are both made of this.
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx, nn
 
 from lightning_compress.calibration.observe import stretches
 from lightning_compress.calibration.reference import Reference, run_original
+from lightning_compress.graph.aliases import memory_of
 from lightning_compress.graph.buffers import KeptBuffers
 from lightning_compress.graph.execute import execute
 from lightning_compress.graph.leaf import Leaf
 from lightning_compress.graph.masks import TokenMask
 from lightning_compress.graph.names import module_named
-from lightning_compress.graph.products import in_float32
+from lightning_compress.graph.products import in_float32, slow_dtypes
 from lightning_compress.graph.restore import attributes_of
-from lightning_compress.graph.shadow import Key, node_of, with_shadows
+from lightning_compress.graph.shadow import Key, Shadow, node_of, with_shadows
 from lightning_compress.graph.shared_inputs import Source
 from lightning_compress.graph.stages import Step, Subgraph, last_steps
+from lightning_compress.graph.synthesize import flatten_batch
 from lightning_compress.graph.trace import Traced
 from lightning_compress.graph.trees import versions
 from lightning_compress.memory.activations import ActivationCache
@@ -30,6 +34,7 @@ from lightning_compress.memory.heap import trim_heap
 from lightning_compress.memory.placement import Placement
 from lightning_compress.memory.store import WeightStore
 from lightning_compress.memory.tracker import resident_bytes
+from lightning_compress.memory.transfer import Lane
 
 _KEEPING_NOTHING = ("torch.nn.", "lightning_compress.")
 Values = dict[Key, object]
@@ -82,6 +87,63 @@ class Flow:
     def moved(self) -> Counter[str]:
         """Bytes of weights and values moved so far, by lane."""
         return self.store.moved + self.cache.moved
+
+
+def flow_of(
+    root: nn.Module,
+    traced: Traced,
+    subgraphs: tuple[Subgraph, ...],
+    batches: Mapping[int, Any],
+    placement: Placement,
+    until_end: Sequence[fx.Node],
+    masks: Mapping[Source, TokenMask],
+    reference: Reference,
+) -> Flow:
+    """Batches, by their numbers in the calibration set, that are about to flow through all subgraphs; values that have
+    to outlive the last step are `until_end`."""
+    return Flow(
+        root=root,
+        subgraphs=subgraphs,
+        traced=traced,
+        cache=cached_inputs(traced, list(batches.values()), placement, reference.diverging),
+        store=weights_of(root, placement),
+        placement=placement,
+        last=last_uses(subgraphs, until_end, reference),
+        masks=masks,
+        reference=reference,
+        buffers=KeptBuffers(root, traced.written),
+        share=tuple(batches),
+        in_float32=slow_dtypes(placement.device),
+    )
+
+
+def weights_of(root: nn.Module, placement: Placement) -> WeightStore:
+    """The model's weights, on their way to where subgraphs run."""
+    return WeightStore(root, Lane(placement.device), placement.source)
+
+
+def cached_inputs(
+    traced: Traced, batches: Sequence[Any], placement: Placement, diverging: frozenset[fx.Node] = frozenset()
+) -> ActivationCache:
+    """The cache as it is at the start: with the inputs, and twice those that a reference run has of its own."""
+    placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
+    inputs: list[dict[Key, object]] = [
+        dict(zip(placeholders, flatten_batch(batch)[0], strict=True)) for batch in batches
+    ]
+    rewritten = memory_of(traced.graph).rewritten()
+    if not rewritten.isdisjoint(placeholders):
+        inputs = [dict(zip(values, deepcopy([*values.values()]), strict=True)) for values in inputs]  # not the user's
+    for values in inputs:
+        twice = [node for node in placeholders if node in diverging]
+        values.update({Shadow(node): deepcopy(values[node]) for node in twice})
+    return ActivationCache(
+        inputs,
+        device=placement.device,
+        rewritten=rewritten,
+        device_budget=placement.device_activation_budget,
+        budget=placement.activation_budget,
+        scratch_dir=placement.scratch_dir,
+    )
 
 
 def last_uses(subgraphs: Sequence[Subgraph], until_end: Sequence[fx.Node], reference: Reference) -> dict[Key, int]:

@@ -4,7 +4,6 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from functools import cache
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_compress.algorithms.grids import has_global_scale
 from lightning_compress.calibration.batches import CalibrationSet, num_elements
-from lightning_compress.calibration.flow import Flow, last_uses
+from lightning_compress.calibration.flow import Flow, flow_of, weights_of
 from lightning_compress.calibration.loop import Calibration
 from lightning_compress.calibration.recording import trace_on
 from lightning_compress.calibration.reference import Kinds, Reference, correctable, reference_for
@@ -29,14 +28,10 @@ from lightning_compress.errors import (
     UnsupportedModelError,
     listed,
 )
-from lightning_compress.graph.aliases import memory_of
-from lightning_compress.graph.buffers import KeptBuffers
 from lightning_compress.graph.experts import Experts
 from lightning_compress.graph.leaf import Leaf, leaf_input
 from lightning_compress.graph.masks import TokenMask, masks_of_sounds, row_mask_for, token_mask_for
 from lightning_compress.graph.names import Names, is_in, module_named, weight_of
-from lightning_compress.graph.products import slow_dtypes
-from lightning_compress.graph.shadow import Key, Shadow
 from lightning_compress.graph.shared_inputs import Source, quantizable_calls
 from lightning_compress.graph.stages import Schedule, Subgraph, datafree_subgraphs, subgraphs
 from lightning_compress.graph.synthesize import flatten_batch
@@ -45,8 +40,6 @@ from lightning_compress.graph.trace import Traced
 from lightning_compress.graph.values import is_symbolic
 from lightning_compress.memory.activations import ActivationCache
 from lightning_compress.memory.placement import Placement
-from lightning_compress.memory.store import WeightStore
-from lightning_compress.memory.transfer import Lane
 from lightning_compress.recipe.attention import Attention
 from lightning_compress.recipe.config import Recipe
 from lightning_compress.recipe.parts import transformers_models
@@ -121,7 +114,7 @@ def prepare(
     if schedule is Schedule.DATAFREE:
         parts = datafree_subgraphs(_by_boundary(names, boundaries))
         cache = ActivationCache([], device=placement.device)
-        flow = Flow(target.root, parts, None, cache, _weights(target, placement), placement, {}, {})
+        flow = Flow(target.root, parts, None, cache, weights_of(target.root, placement), placement, {}, {})
         return Calibration(flow, resolved, {}, {}, collective)
     data = _given(data)
     traced = traced or trace_on(target, names, boundaries, data, placement.source, multiplied(resolved, target.root))
@@ -138,42 +131,10 @@ def prepare(
     masks = _masks(traced, needs, data)
     _warn_of_unseen(traced, parts, resolved, schedule)
     until_end = [mask.node for mask in masks.values()]
-    flow = flow_of(target, traced, parts, data, shares[collective.rank], placement, until_end, masks, reference)
+    batches = {number: data.batches[number] for number in shares[collective.rank]}
+    flow = flow_of(target.root, traced, parts, batches, placement, until_end, masks, reference)
     first_rank = next(rank for rank, share in enumerate(shares) if 0 in share)
     return Calibration(flow, resolved, needs, sizes, collective, first_rank)
-
-
-def flow_of(
-    target: Target,
-    traced: Traced,
-    parts: tuple[Subgraph, ...],
-    data: CalibrationSet,
-    share: Sequence[int],
-    placement: Placement,
-    until_end: Sequence[fx.Node],
-    masks: Mapping[Source, TokenMask],
-    reference: Reference,
-) -> Flow:
-    """The batches `share` of the calibration set, about to flow through the graph's parts; values that have to outlive
-    the last step are `until_end`."""
-    return Flow(
-        root=target.root,
-        subgraphs=parts,
-        traced=traced,
-        cache=cached_inputs(traced, [data.batches[number] for number in share], placement, reference.diverging),
-        store=_weights(target, placement),
-        placement=placement,
-        last=last_uses(parts, until_end, reference),
-        masks=masks,
-        reference=reference,
-        buffers=KeptBuffers(target.root, traced.written),
-        share=share,
-        in_float32=slow_dtypes(placement.device),
-    )
-
-
-def _weights(target: Target, placement: Placement) -> WeightStore:
-    return WeightStore(target.root, Lane(placement.device), placement.source)
 
 
 def multiplied(resolved: ResolvedRecipe, root: nn.Module) -> frozenset[str]:
@@ -259,30 +220,6 @@ def evaluating(root: nn.Module) -> Iterator[None]:
         for module in root.modules():
             if isinstance(module, Attention):
                 module.ask_for_gradients()
-
-
-def cached_inputs(
-    traced: Traced, batches: Sequence[Any], placement: Placement, diverging: frozenset[fx.Node] = frozenset()
-) -> ActivationCache:
-    """The cache as it is at the start: with the inputs, and twice those that a reference run has of its own."""
-    placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
-    inputs: list[dict[Key, object]] = [
-        dict(zip(placeholders, flatten_batch(batch)[0], strict=True)) for batch in batches
-    ]
-    rewritten = memory_of(traced.graph).rewritten()
-    if not rewritten.isdisjoint(placeholders):
-        inputs = [dict(zip(values, deepcopy([*values.values()]), strict=True)) for values in inputs]  # not the user's
-    for values in inputs:
-        twice = [node for node in placeholders if node in diverging]
-        values.update({Shadow(node): deepcopy(values[node]) for node in twice})
-    return ActivationCache(
-        inputs,
-        device=placement.device,
-        rewritten=rewritten,
-        device_budget=placement.device_activation_budget,
-        budget=placement.activation_budget,
-        scratch_dir=placement.scratch_dir,
-    )
 
 
 def _needs(parts: Sequence[Subgraph], resolved: ResolvedRecipe) -> dict[Source, tuple[type[Statistic], ...]]:
