@@ -183,8 +183,8 @@ class ActivationCache:
         self._values[batch] = {names.get(key, key): value for key, value in self._values[batch].items()}
 
     def retain(self, batch: int, keys: set[Key]) -> None:
-        """Drop everything else."""
-        for key in self._values[batch].keys() - keys:
+        """Drop everything else, in one order, as memory is given back."""
+        for key in [key for key in self._values[batch] if key not in keys]:
             self._drop(self._values[batch].pop(key))
 
     @property
