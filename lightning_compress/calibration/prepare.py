@@ -184,6 +184,8 @@ def _reference(
 def calibrating(root: nn.Module) -> Iterator[None]:
     """As `evaluating`; gradients are dropped for good."""
     for parameter in root.parameters():
+        if not parameter.is_leaf:  # averages that were written to outside of `no_grad`: they have all steps' history
+            parameter.detach_()
         parameter.grad = None
     with evaluating(root):
         yield
@@ -199,7 +201,7 @@ def evaluating(root: nn.Module) -> Iterator[None]:
     """
     modes = {module: module.training for module in root.modules()}
     there = [each for each in root.parameters() if not is_lazy(each)]
-    trained = [each for each in there if each.requires_grad and not each.is_inference()]
+    trained = [each for each in there if each.requires_grad and each.is_leaf and not each.is_inference()]
     fused = torch.backends.mha.get_fastpath_enabled()
     root.eval()
     for parameter in trained:

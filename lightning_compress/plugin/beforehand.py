@@ -1,5 +1,6 @@
 """What is told before a training, at whose end it would be late."""
 
+from collections.abc import Container
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -14,7 +15,7 @@ from lightning_compress.calibration.batches import CalibrationSet
 from lightning_compress.calibration.prepare import evaluating
 from lightning_compress.calibration.quantized import already_quantized, read_whole
 from lightning_compress.calibration.target import find_target
-from lightning_compress.errors import ComputedWeightError, OutputDirectoryError, UnsupportedModelError
+from lightning_compress.errors import ComputedWeightError, OutputDirectoryError, UnsupportedModelError, listed
 from lightning_compress.export.checkpoint import is_ours
 from lightning_compress.graph.execute import rows_checked
 from lightning_compress.graph.restore import attributes_restored, contents_restored
@@ -161,6 +162,22 @@ def _ending(trainer: pl.Trainer, pl_module: pl.LightningModule) -> list[str]:
     others += [each for each in compat.callbacks(trainer) if isinstance(each, StochasticWeightAveraging)]
     names = [type(each).__name__ for each in others]
     return names + [type(pl_module).__name__] * is_overridden("on_train_end", pl_module, pl.LightningModule)
+
+
+def check_unmasked(trainer: pl.Trainer, root: nn.Module, quantized: Container[str]) -> None:
+    """Called before a training.
+
+    Raises:
+        ComputedWeightError: pruning leaves masks at its end, on weights that are to be quantized.
+    """
+    masked = set(map(id, compat.left_masked(compat.callbacks(trainer))))
+    found = [name for name, module in root.named_modules() if name in quantized and id(module) in masked]
+    if found:
+        raise ComputedWeightError(
+            f"ModelPruning(make_pruning_permanent=False) leaves the weights of {listed(found, 3)} computed from others "
+            "and masks when the training ends, and such cannot be quantized. Let it make the pruning permanent, which "
+            "is its default, or add the modules to `ignore`."
+        )
 
 
 def check_foldable(trainer: pl.Trainer, pl_module: pl.LightningModule, error: ComputedWeightError) -> None:

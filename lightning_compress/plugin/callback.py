@@ -36,6 +36,7 @@ from lightning_compress.plugin.beforehand import (
     check_apart,
     check_foldable,
     check_ranks,
+    check_unmasked,
     meta_under,
     try_step,
     undo_earlier,
@@ -247,7 +248,10 @@ class CompressionCallback(Callback):
             needs = may_need_data(self.settings.recipe)
         else:
             try:
-                needs = needs_data(plan_recipe(module, self.settings)[1])
+                target, resolved = plan_recipe(module, self.settings)
+                needs = needs_data(resolved)
+                if self.when == "after_train":
+                    check_unmasked(trainer, target.root, resolved.assignments)
             except ComputedWeightError as error:
                 if self.when == "only":
                     raise

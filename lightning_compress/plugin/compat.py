@@ -23,6 +23,7 @@ from lightning.fabric.wrappers import _FabricModule
 from lightning.pytorch.callbacks import (
     Callback,
     ModelCheckpoint,
+    ModelPruning,
     RichProgressBar,
     Timer,
     TQDMProgressBar,
@@ -44,14 +45,12 @@ from lightning_compress.distributed.collective import Collective, ProcessGroup, 
 from lightning_compress.errors import CalibrationDataError
 
 TESTED_MINOR = (2, 6)
-
 FitLoop = _FitLoop
 
 
 def check_lightning() -> None:
     """Raise ImportError if the installed Lightning is of a minor release that was not tested."""
-    major, minor = (int(part) for part in lightning.__version__.split(".")[:2])
-    if (major, minor) != TESTED_MINOR:
+    if tuple(map(int, lightning.__version__.split(".")[:2])) != TESTED_MINOR:
         tested = ".".join(map(str, TESTED_MINOR))
         raise ImportError(
             f"lightning_compress is tested with lightning {tested}.*, but {lightning.__version__} is installed: "
@@ -82,6 +81,12 @@ def forget_averages(callbacks: list[Callback]) -> None:
     for callback in callbacks:
         if isinstance(callback, WeightAveraging):
             callback._average_model = None
+
+
+def left_masked(callbacks: list[Callback]) -> list[nn.Module]:
+    """Modules whose weights a `ModelPruning` computes of others and masks, and leaves so when the training ends."""
+    keeping = [each for each in callbacks if isinstance(each, ModelPruning) and not each._make_pruning_permanent]
+    return [module for each in keeping for module, name in each._parameters_to_prune if name == "weight"]
 
 
 def is_running(module: pl.LightningModule) -> bool:

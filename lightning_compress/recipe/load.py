@@ -27,7 +27,8 @@ from lightning_compress.algorithms.catalog import ALGORITHMS
 from lightning_compress.errors import RecipeError, RunWarning, nearest
 from lightning_compress.recipe.config import DEFAULT_IGNORE, DEFAULT_TARGETS, NO_MODIFIERS, Modifier, Recipe, patterns
 
-RecipeLike = Recipe | str | Path | Mapping[str, object]
+RecipeLike = Recipe | Mapping[str, object] | str | Path
+"""In this order: behind `str` jsonargparse saves a mapping as the text of a Python dictionary."""
 
 _MODIFIER_KEYS = ("algorithm", "scheme", "group_size", "targets", "ignore")
 _REPOSITORY_CONFIGS = Path(__file__).resolve().parents[2] / "configs"

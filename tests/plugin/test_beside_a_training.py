@@ -11,10 +11,16 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric import Fabric
-from lightning.pytorch.callbacks import BackboneFinetuning, Callback, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    Callback,
+    ModelCheckpoint,
+    ModelPruning,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_compress import Compressor, SequentialOnloadStrategy, load_compressed, parameters_on_meta
@@ -196,6 +202,61 @@ def test_other_faults_are_found_before_a_training_that_folds(make_trainer: Any) 
     with pytest.raises(UnsupportedModelError, match=r"head has a weight of shape .* 24 does not divide"):
         make_trainer(compression(given)).fit(module, images())
     assert hasattr(module.backbone, "parametrizations")
+
+
+class Counts(Net):
+    num_steps = 0
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.num_steps += 1
+
+
+def test_masks_that_stay_are_told_before_the_training(make_trainer: Any) -> None:
+    """Seen to fail: refused when it had ended."""
+    module = Counts()
+    pruning = ModelPruning("l1_unstructured", amount=0.3, make_pruning_permanent=False)
+    with pytest.raises(UnsupportedModelError, match=r"ModelPruning\(make_pruning_permanent=False\).* of .*head"):
+        make_trainer(compression(PER_CHANNEL), pruning).fit(module, images())
+    assert module.num_steps == 0
+
+
+def test_masks_that_a_hook_may_remove_are_no_matter(make_trainer: Any) -> None:
+    class Removes(Callback):
+        def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            for name in ("backbone", "head"):
+                prune.remove(pl_module.get_submodule(name), "weight")
+
+    callback = compression(PER_CHANNEL)
+    pruning = ModelPruning("l1_unstructured", amount=0.3, make_pruning_permanent=False)
+    with pytest.warns(UserWarning, match=r"As the module is now it will not be.*on_train_end` of Removes"):
+        make_trainer(callback, pruning, Removes()).fit(Net(), images())
+    assert callback.report is not None
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of Lightning and torch
+@pytest.mark.parametrize("when", ["after_train", "only"])
+def test_averages_with_a_history(when: str, make_trainer: Any) -> None:
+    """Seen to fail: flags of such parameters cannot be set, and the module was left in eval mode."""
+
+    class Averages(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.average = nn.Parameter(torch.zeros_like(self.head.weight), requires_grad=False)
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            self.average.lerp_(self.head.weight, 0.1)  # outside of `no_grad`
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.head.parameters(), 0.01)  # torch's refuse parameters with a history
+
+    module, callback = Averages(), compression(PER_CHANNEL, when=when)
+    if when == "only":
+        make_trainer().fit(module, images())
+        assert not module.average.is_leaf
+    make_trainer(callback).fit(module, images())
+    assert callback.report is not None
+    assert module.training
+    assert not module.average.requires_grad
 
 
 class Bare(Net):
