@@ -7,8 +7,9 @@ they read values, or loop over a symbolic length. So there are three ways, the c
 - STATIC: on fake tensors of the traced batch's plain sizes;
 - OBSERVED: not at all; the output's sizes are those of a real run of the whole step.
 
-In the latter two, the body is run for two batches of different sizes. An output size that is the same in both is a
-constant (unless a size of the batch did not change either); what the others may be, `observed` says.
+In the latter two, the body is run for two batches of different sizes, and for true ones beside. An output size that is
+the same in both is a constant (unless a size of the batch did not change either); what the others may be, `observed`
+says. Neither tells what the body decides by, so what it returns later is compared with that.
 """
 
 from collections import Counter
@@ -115,7 +116,7 @@ class Attempt:
     spans: list[tuple[str, list[fx.Node]]] = field(default_factory=list)
     calls: Counter[str] = field(default_factory=Counter)
     outputs: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)
-    elsewhere: dict[tuple[Any, ...], Seen] = field(default_factory=dict)
+    elsewhere: dict[tuple[Any, ...], Any] = field(default_factory=dict)
     checked: int = 0
     inside_boundary: bool = False
     failure: tuple[str, BaseException] | None = None
@@ -192,7 +193,7 @@ class Attempt:
             viewed = [compat.to_argument(self.recorder, each) for each in given_on]
         node = compat.add_call(self.recorder, leaf, args, kwargs, output)
         note_viewed(node, viewed)
-        if self.cut.bodies.get(name) is Body.OBSERVED:
+        if self.cut.bodies.get(name, Body.SYMBOLIC) is not Body.SYMBOLIC:  # of which all conditions are known
             expect(node, output)
         return output
 
@@ -232,10 +233,12 @@ class Attempt:
         if body is Body.OBSERVED:
             output = self._observed_output(name, args, kwargs)
         else:
-            first, second = (self._static_output(module, args, kwargs, values) for values in (None, self.other))
+            shapes = compat.shapes_of(self.recorder.fake_mode)
+            sizes = (shapes.batches[0], self.other)
+            (first, _), (second, _) = self._static_outputs(sizes, module, args, kwargs, of_values=False)
             output = self._of_two(first, second, args, kwargs)
-            seen = self._static_outputs(self.true[-1:], module, args, kwargs)
-            output = as_in_all(output, seen, compat.shapes_of(self.recorder.fake_mode).number_from_values)
+            seen = self._static_outputs(self.true, module, args, kwargs)
+            output = as_in_all(output, seen, shapes.number_from_values)
         return output, storages(output)
 
     def _observed_output(self, name: str, args: Any, kwargs: Any) -> Any:
@@ -251,25 +254,31 @@ class Attempt:
         known = known_sizes([*symbolic_sizes((args, kwargs)), *self.sizes], self.other)
         return symbolic_like(first, second, known, other)
 
-    def _static_output(
-        self, module: nn.Module, args: Any, kwargs: Any, sizes: Mapping[sympy.Symbol, int] | None
-    ) -> Any:
-        plain_args, plain_kwargs = concrete((args, kwargs), sizes)
-        with attributes_restored(module):
-            return layouts(module._call_impl(*plain_args, **plain_kwargs))
+    def _static_outputs(
+        self, batches: Sequence[Sizes], module: nn.Module, args: Any, kwargs: Any, *, of_values: bool = True
+    ) -> Seen:
+        """What a module returns on batches of these sizes. Layers that differ in their number alone are run once: loops
+        over tokens take long.
 
-    def _static_outputs(self, batches: Sequence[Sizes], module: nn.Module, args: Any, kwargs: Any) -> Seen:
-        """What a module returns on batches of these sizes; those that follow from values are any. Layers that differ in
-        their number alone are run once: loops over tokens take long."""
+        Args:
+            batches: their sizes.
+            module, args, kwargs: the call.
+            of_values: sizes that follow from values are any.
+
+        Raises:
+            ValueError: there are such, and they may not be any.
+        """
         key = call_signature(module, args, kwargs, BUT_ITS_NUMBER) if batches else None
-        place = (key, *(frozenset(sizes.items()) for sizes in batches))
-        if key is not None and place in self.elsewhere:
-            return self.elsewhere[place]
-        given = [symbol for size in all_symbolic_sizes((args, kwargs)) for symbol in expression(size).free_symbols]
-        found = [{**dict.fromkeys(given, ANY_SIZE), **sizes} for sizes in batches]
-        seen = [(self._static_output(module, args, kwargs, sizes), sizes) for sizes in found]
-        if key is not None:
-            self.elsewhere[place] = seen
+        symbols = [symbol for size in all_symbolic_sizes((args, kwargs)) for symbol in expression(size).free_symbols]
+        unknown = dict.fromkeys(symbols, ANY_SIZE) if of_values else {}
+        seen = []
+        for sizes in ({**unknown, **each} for each in batches):
+            place = (key, frozenset(sizes.items()))
+            if key is None or place not in self.elsewhere:
+                plain_args, plain_kwargs = concrete((args, kwargs), sizes)
+                with attributes_restored(module):
+                    self.elsewhere[place] = layouts(module._call_impl(*plain_args, **plain_kwargs))
+            seen.append((self.elsewhere[place], sizes))
         return seen
 
     def _symbolic_output(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, set[int]]:

@@ -102,6 +102,42 @@ def test_modules_that_squeeze_a_length_of_one(monkeypatch: pytest.MonkeyPatch) -
     check_inputs(Between(lambda x: x.squeeze(1), lambda x: x * 2), batches(((3, 7), (3, 1), (2, 5))), monkeypatch)
 
 
+def by_tokens(x: Tensor) -> Tensor:
+    """In a loop, which takes a plain length."""
+    sums = [x[:, :1]]
+    for step in range(1, x.shape[1]):
+        sums.append(sums[-1] / 2 + x[:, step : step + 1])
+    return torch.cat(sums, 1)
+
+
+OF_THE_LONGEST: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+    "size": (lambda x: by_tokens(x).mean(1, True) if x.shape[1] > 29 else by_tokens(x), lambda x: x * x.shape[1]),
+    "number": (lambda x: (by_tokens(x), 2.0 if x.shape[1] > 29 else 0.5), lambda both: both[0] * both[1]),
+}
+
+
+@pytest.mark.parametrize(("code", "after"), OF_THE_LONGEST.values(), ids=OF_THE_LONGEST)
+def test_what_the_longest_batch_alone_decides(
+    code: Callable[[Tensor], Any], after: Callable[[Any], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a module with a loop over tokens, which is run on batches of a few sizes. Seen to fail: silently, with inputs
+    that the longest batch does not have."""
+    check_inputs(Between(code, after), batches(((3, 30), (3, 17), (2, 5))), monkeypatch)
+
+
+DECIDES_IN_BETWEEN: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+    "size": (lambda x: by_tokens(x)[:, : 1 if x.shape[1] == 17 else None], lambda x: x * x.shape[1]),
+    "none": (lambda x: (by_tokens(x), x if x.shape[1] == 17 else None), lambda both: both[both[1] is not None]),
+}
+
+
+@pytest.mark.parametrize(("code", "after"), DECIDES_IN_BETWEEN.values(), ids=DECIDES_IN_BETWEEN)
+def test_what_a_batch_alone_decides(code: Callable[[Tensor], Any], after: Callable[[Any], Tensor]) -> None:
+    """Likewise; it is none of these sizes. Seen to fail: silently."""
+    with pytest.raises(CalibrationDataError, match="code takes another way on a batch"):
+        compress_in_memory(Between(code, after), batches(((3, 30), (3, 17), (2, 5))), recipe(4))
+
+
 class Numbered(Code):
     def __init__(self, code: Callable[[Tensor], Any], layer_idx: int) -> None:
         super().__init__(code)
