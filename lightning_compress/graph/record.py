@@ -27,7 +27,7 @@ from lightning_compress.graph import compat
 from lightning_compress.graph.aliases import note_viewed
 from lightning_compress.graph.bounds import Sizes, deciding_otherwise
 from lightning_compress.graph.experts import GroupedLinear
-from lightning_compress.graph.failures import SetFromOutsideError, SpecializedSizeError
+from lightning_compress.graph.failures import SetFromOutsideError, SpecializedSizeError, at
 from lightning_compress.graph.kept import Kept, Preset, changed, is_plain, what_is_kept
 from lightning_compress.graph.leaf import Leaf, Within
 from lightning_compress.graph.methods import Method, Unrecorded, original
@@ -347,8 +347,9 @@ class Attempt:
         fixed = [symbol for symbol in self.symbols if symbol in env.replacements and env.replacements[symbol].is_number]
         if fixed:
             size = env.replacements[fixed[0]]
-            raise SpecializedSizeError(f"it takes a size of the batch ({size}) for a constant", fixed[0])
-        equalities = [each for each in new if each.has(sympy.Eq) and each.free_symbols & self.symbols]
+            line = next((line for each, line in reversed(new) if fixed[0] in each.free_symbols), "")
+            raise SpecializedSizeError(f"it takes a size of the batch ({size}) for a constant{at(line)}", fixed[0])
+        equalities = [each for each, _ in new if each.has(sympy.Eq) and each.free_symbols & self.symbols]
         if equalities and self.inside_boundary:
             raise SpecializedSizeError(f"it fixes sizes of the batch: {equalities[0]}")
 

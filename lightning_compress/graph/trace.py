@@ -14,7 +14,7 @@ its rows, the graph serves only batches of so many. Each is named in `Traced.fal
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -30,7 +30,7 @@ from lightning_compress.graph.awaited import substituted
 from lightning_compress.graph.bounds import sizes_by_symbol
 from lightning_compress.graph.configs import is_encoder_decoder, without_cache
 from lightning_compress.graph.decisions import Decision, decide
-from lightning_compress.graph.failures import about_a_size
+from lightning_compress.graph.failures import about_a_size, at
 from lightning_compress.graph.fallback import (
     OF_ONE_SIZE,
     Failure,
@@ -86,7 +86,7 @@ class Traced:
         constants: tensors the graph names that are neither parameters nor buffers of the root.
         fallbacks: what could not be recorded as asked.
         outputs: key path of each tensor the step returned, in the order of the output node's arguments.
-        guards: what has to hold of the sizes for this graph to be the path the model takes.
+        guards: what has to hold of the sizes for this graph to be the path the model takes, and lines that ask for it.
         decisions: likewise of the values.
         only_read: leaves whose weight is read by other code and which are never called.
         written: buffers that the step writes to.
@@ -102,7 +102,7 @@ class Traced:
     constants: Mapping[str, Tensor]
     fallbacks: tuple[Fallback, ...]
     outputs: tuple[str, ...] = ()
-    guards: tuple[sympy.Basic, ...] = ()
+    guards: Mapping[sympy.Basic, str] = field(default_factory=dict)
     decisions: tuple[Decision, ...] = ()
     only_read: tuple[str, ...] = ()
     written: tuple[str, ...] = ()
@@ -270,7 +270,7 @@ def _attempt(
         except Exception as error:
             name = attempt.failure[0] if attempt.failure is not None and attempt.failure[1] is error else ""
             return _failure(name, error, inputs, real)
-    guards = tuple(each for each in dict.fromkeys(shapes.decisions) if each.free_symbols <= attempt.symbols)
+    guards = {each: line for each, line in reversed(shapes.decisions) if each.free_symbols <= attempt.symbols}
     return Traced(
         recorder.graph,
         _tidy(recorder.graph, spans),
@@ -367,9 +367,9 @@ def violated_guards(traced: Traced, batch: Any) -> list[str]:
             expected = expression(traced_size)
             if values.setdefault(expected, int(expected) if expected.is_number else size) != size:
                 problems.append(f"{path}: size {dim} is {size}, not {values[expected]}")
-    for guard in traced.guards:
+    for guard, line in traced.guards.items():
         if guard.xreplace({symbol: sympy.Integer(size) for symbol, size in values.items()}) == sympy.false:
-            problems.append(f"its sizes do not satisfy {guard}")
+            problems.append(f"its sizes do not satisfy {guard}{at(line)}")
     if not problems:
         wrong = [decision for decision in traced.decisions if not decision.holds(tensors)]
         problems += [f"by its values {each.condition} is not {each.outcome}" for each in wrong]

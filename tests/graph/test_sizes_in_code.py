@@ -1,5 +1,6 @@
 """Code that asks for sizes of a batch, where batches have several: all of them are served, or it is told why not."""
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -190,6 +191,49 @@ def test_functions_of_python(code: Callable[[Tensor], Tensor], monkeypatch: pyte
     assert not {"len", "isinstance", "min", "max"} & globals().keys()
 
 
+NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "math": lambda x: x / math.sqrt(x.shape[1]) * math.log(math.sqrt(x.shape[0] + 1)),
+    "math, rounded": lambda x: x[:, : math.ceil(math.log2(x.shape[1]))] * x.shape[1],
+    "math, in a condition": lambda x: x * 2 if math.log(x.shape[1]) > 0.1 else x,
+    "tensor": lambda x: x / torch.tensor(x.shape[1]),
+    "tensor of several": lambda x: x * torch.tensor([[x.shape[1], 2.5], [1, x.shape[0]]], dtype=torch.float32).sum(),
+    "tensor of a condition": lambda x: x * torch.as_tensor(x.shape[1] > 3),
+}
+
+
+@pytest.mark.parametrize("code", NUMBERS.values(), ids=NUMBERS)
+@pytest.mark.parametrize("targets", [None, ["Linear"]])
+def test_numbers_of_sizes(
+    code: Callable[[Tensor], Tensor], targets: list[str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where they wait for another subgraph. Seen to fail: refused, as lengths of several numbers, and of what
+    is a condition as no number."""
+    check_inputs(Between(code), batches(), monkeypatch, sequential_targets=targets)
+    assert math.sqrt(4) == 2.0
+
+
+def test_lines_that_decide_are_told() -> None:
+    """Seen to fail: neither of the lines was named."""
+
+    def refused(code: Callable[[Tensor], Any]) -> str:
+        with pytest.raises((CalibrationDataError, UntraceableModelError)) as caught:
+            compress_in_memory(Between(code), batches(), recipe(4))
+        return str(caught.value)
+
+    def plain(x: Tensor) -> Tensor:
+        return x / int(x.shape[1])
+
+    def of_other_type(x: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(x, x, x, is_causal=x.shape[1] > 1)
+
+    file = __file__.rpartition("/")[2]
+    assert f"(batch 0: its sizes do not satisfy s63 > 8 (at {file}:{mean_of_many.__code__.co_firstlineno + 1}))" in (
+        refused(mean_of_many)
+    )
+    assert f"for a constant (at {file}:{plain.__code__.co_firstlineno + 1}). Bring" in refused(plain)
+    assert f"as a graph (at {file}:{of_other_type.__code__.co_firstlineno + 1}): TypeError" in refused(of_other_type)
+
+
 class _LikeNumbers(type):
     """Of a class that tells by values what its instances are."""
 
@@ -217,7 +261,7 @@ def test_classes_that_sizes_are_instances_of(kinds: Any, monkeypatch: pytest.Mon
 
 def test_names_that_code_puts_into_modules() -> None:
     """They stay its own. Seen to fail: one that it put there while it was recorded was gone."""
-    with taking_symbols([]):
+    with taking_symbols([], lambda function, size: size):
         assert "len" in globals()
         globals()["len"] = own = object()
     assert globals().pop("len") is own
