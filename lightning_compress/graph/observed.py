@@ -261,7 +261,7 @@ def observe(
     with (
         attributes_restored(root),
         calls_replaced(modules, lambda name, module: seeing(name, module._call_impl)),
-        methods_replaced(methods, lambda name, method: seeing(name, original(method))),
+        methods_replaced(root, methods, lambda name, method: seeing(name, original(method))),
         torch.no_grad(),
     ):
         run()

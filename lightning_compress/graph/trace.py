@@ -187,8 +187,9 @@ def _only_read(graph: fx.Graph, names: Collection[str], reads: Reads) -> tuple[s
 
 
 def _first_cut(root: nn.Module, leaf_names: Collection[str], boundary_names: Collection[str]) -> Cut:
-    """Leaves: targets, and modules with neither targets nor boundaries inside. Containers: what holds those. Metrics
-    are none: a step has them count nothing while it is recorded."""
+    """Leaves: targets, and modules with neither targets nor boundaries inside. Containers: what holds those. Neither
+    are modules that have no `forward` (lists of modules), but those in them may be; and metrics, which a step has count
+    nothing while it is recorded."""
     chosen = {id(root.get_submodule(name)): name for name in boundary_names}
     targets: set[int] = set()
     for name in leaf_names:
@@ -205,15 +206,23 @@ def _first_cut(root: nn.Module, leaf_names: Collection[str], boundary_names: Col
             return
         seen.add(id(module))
         name = chosen.get(id(module), name)
-        if id(module) in targets or id(module) not in holds:
+        is_called = not name or _has_forward(module)
+        if id(module) in targets or (is_called and id(module) not in holds):
             leaves[name] = module
             return
-        containers[name] = module
+        if is_called:
+            containers[name] = module
         for key, child in module.named_children():
             visit(f"{name}.{key}" if name else key, child)
 
     visit("", root)
     return Cut(leaves, containers, frozenset(boundary_names), {}, {})
+
+
+def _has_forward(module: nn.Module) -> bool:
+    # classes are not asked for it: those of scripted modules cannot tell
+    kinds = (vars(kind) for kind in type(module).__mro__ if kind is not nn.Module)
+    return any("forward" in names for names in (vars(module), *kinds))
 
 
 def _holders(root: nn.Module, chosen: set[int]) -> set[int]:
@@ -259,7 +268,10 @@ def _attempt(
         chosen = partial(decide, recorder, real, decisions) if cut.decides else shapes.decide
         try:
             replaced = calls_replaced({**cut.leaves, **cut.containers}, attempt.wrap)
-            methods, deciding = methods_replaced(cut.methods, attempt.wrap_method), assigned(shapes, decide=chosen)
+            methods, deciding = (
+                methods_replaced(root, cut.methods, attempt.wrap_method),
+                assigned(shapes, decide=chosen),
+            )
             with replaced, methods, kept_elsewhere, compat.recording(recorder), deciding, attempt.watching():
                 for path, value in zip(structure.paths, inputs, strict=True):
                     compat.add_placeholder(recorder, path.replace(".", "_") or "batch", value)
