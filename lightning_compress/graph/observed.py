@@ -22,6 +22,7 @@ from lightning_compress.graph.failures import SpecializedSizeError
 from lightning_compress.graph.kept import is_plain
 from lightning_compress.graph.methods import Method, methods_replaced, original
 from lightning_compress.graph.restore import attributes_restored, calls_replaced
+from lightning_compress.graph.trees import storages, tensors_in
 from lightning_compress.graph.values import (
     SYMBOLIC_TYPES,
     concrete,
@@ -71,6 +72,12 @@ def layouts(value: Any) -> Any:
     if isinstance(value, Tensor):
         return Layout(tuple(value.shape), value.stride(), value.dtype)
     return map_nested(value, layouts)
+
+
+def viewed(given: object, output: object) -> frozenset[int]:
+    """Which of the tensors that a call is given, by number, have memory in common with what it returns."""
+    memory = storages(output)
+    return frozenset(number for number, each in enumerate(tensors_in(given)) if not memory.isdisjoint(storages(each)))
 
 
 def symbolic_like(first: Any, second: Any, known: Sequence[Known], other: Callable[[type], Any] | None = None) -> Any:
@@ -241,7 +248,8 @@ def _symbolic_size(
 def observe(
     root: nn.Module, modules: Mapping[str, nn.Module], methods: Mapping[str, Method], run: Callable[[], object]
 ) -> dict[str, list[Any]]:
-    """Output layouts of every call of `modules` and `methods` during a real `run`, those within such calls left out."""
+    """Of every call of `modules` and `methods` during a real `run` its output's layouts and what is `viewed`; those
+    within such calls are left out."""
     inside: list[str] = []
     seen: dict[str, list[Any]] = {name: [] for name in (*modules, *methods)}
 
@@ -253,7 +261,7 @@ def observe(
             finally:
                 inside.pop()
             if not inside:
-                seen[name].append(layouts(output))
+                seen[name].append((layouts(output), viewed((args, kwargs), output)))
             return output
 
         return call
