@@ -22,7 +22,7 @@ from lightning_compress.graph.failures import SpecializedSizeError
 from lightning_compress.graph.kept import is_plain
 from lightning_compress.graph.methods import Method, methods_replaced, original
 from lightning_compress.graph.restore import attributes_restored, calls_replaced
-from lightning_compress.graph.trees import storages, tensors_in
+from lightning_compress.graph.trees import storages, tensors_in, versions
 from lightning_compress.graph.values import (
     SYMBOLIC_TYPES,
     concrete,
@@ -74,10 +74,15 @@ def layouts(value: Any) -> Any:
     return map_nested(value, layouts)
 
 
-def viewed(given: object, output: object) -> frozenset[int]:
-    """Which of the tensors that a call is given, by number, have memory in common with what it returns."""
-    memory = storages(output)
-    return frozenset(number for number, each in enumerate(tensors_in(given)) if not memory.isdisjoint(storages(each)))
+def viewed(given: object, output: object, before: tuple[int, ...]) -> frozenset[tuple[int, bool]]:
+    """Which of the tensors that a call is given, by number, have memory in common with what it returns, or were written
+    to, as their `versions` before it tell; and whether they were."""
+    memory, pairs = storages(output), zip(versions(given), before, strict=True)
+    found = [
+        (now != then, not memory.isdisjoint(storages(e)))
+        for e, (now, then) in zip(tensors_in(given), pairs, strict=True)
+    ]
+    return frozenset((number, is_write) for number, (is_write, is_view) in enumerate(found) if is_write or is_view)
 
 
 def symbolic_like(first: Any, second: Any, known: Sequence[Known], other: Callable[[type], Any] | None = None) -> Any:
@@ -256,12 +261,13 @@ def observe(
     def seeing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             inside.append(name)
+            before = versions((args, kwargs))
             try:
                 output = function(*args, **kwargs)
             finally:
                 inside.pop()
             if not inside:
-                seen[name].append((layouts(output), viewed((args, kwargs), output)))
+                seen[name].append((layouts(output), viewed((args, kwargs), output, before)))
             return output
 
         return call

@@ -88,7 +88,7 @@ class Cut:
     counted: tuple[frozenset[str], int] = (frozenset(), 0)
 
 
-Viewed = frozenset[int]
+Viewed = frozenset[tuple[int, bool]]
 """Numbers of arguments (see `observed.viewed`)."""
 ANY_SIZE = 7
 """Stands for sizes that follow from values."""
@@ -198,8 +198,10 @@ class Attempt:
 
     def _add_call(self, leaf: Leaf, args: Any, kwargs: Any, output: Any, views: Viewed) -> fx.Node:
         with compat.not_recording():
-            given_on = [each for number, each in enumerate(tensors_in((args, kwargs))) if number in views]
-            values = [compat.to_argument(self.recorder, each) for each in given_on]
+            given = tensors_in((args, kwargs))
+            values = [
+                (compat.to_argument(self.recorder, given[number]), is_write) for number, is_write in sorted(views)
+            ]
         node = compat.add_call(self.recorder, leaf, args, kwargs, output)
         note_viewed(node, values)
         return node
@@ -281,9 +283,10 @@ class Attempt:
             place = (key, frozenset(sizes.items()))
             if key is None or place not in self.elsewhere:
                 plain_args, plain_kwargs = concrete((args, kwargs), sizes)
+                given = versions((plain_args, plain_kwargs))
                 with attributes_restored(module):
                     output = module._call_impl(*plain_args, **plain_kwargs)
-                self.elsewhere[place] = layouts(output), viewed((plain_args, plain_kwargs), output)
+                self.elsewhere[place] = layouts(output), viewed((plain_args, plain_kwargs), output, given)
             found, of = self.elsewhere[place]
             seen.append((found, sizes))
             views |= of
@@ -295,10 +298,10 @@ class Attempt:
             known = self.outputs[key]
             return known.new_empty_strided(known.shape, known.stride()), frozenset()  # memory of its own
         shapes = compat.shapes_of(self.recorder.fake_mode)
-        before = versions((args, kwargs, list(module.buffers())))
+        before, given = versions((args, kwargs, list(module.buffers()))), versions((args, kwargs))
         with compat.deciding_nothing(shapes) as asked:
             output = module._call_impl(*args, **kwargs)
-        views = viewed((args, kwargs), output)  # this and the next have to be seen of each such module
+        views = viewed((args, kwargs), output, given)  # this and the next have to be seen of each such module
         writes = before != versions((args, kwargs, list(module.buffers())))
         seen, others = self._elsewhere(asked, output, module, args, kwargs)
         views |= others

@@ -604,8 +604,42 @@ class ViewingByValues(ViewingByLoop):
     reads = True
 
 
+class Damping(nn.Module):
+    """Writes to what it is given, in such a body."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.reads = reads
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.reads and (x > 1e9).any():
+            return -x.sum(1, keepdim=True)
+        for step in range(x.shape[1]):
+            x[:, step] *= 0.5
+        return x.sum(1, keepdim=True)
+
+
+class WritingByLoop(Overwriting):
+    reads = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.damping = Damping(self.reads)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.third(x)
+        y: Tensor = self.first(h)
+        total = self.damping(h)
+        y = y + self.second(h)
+        return y + total
+
+
+class WritingByValues(WritingByLoop):
+    reads = True
+
+
 @pytest.mark.parametrize("schedule", ["staged", "block", "recompute"])
-@pytest.mark.parametrize("kind", [Overwriting, Viewing, ViewingByLoop, ViewingByValues])
+@pytest.mark.parametrize("kind", [Overwriting, Viewing, ViewingByLoop, ViewingByValues, WritingByLoop, WritingByValues])
 def test_modules_that_write_to_a_view_of_a_value(
     kind: type[nn.Module], schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
