@@ -10,7 +10,7 @@ import torch
 from lightning_compress.calibration.batches import CalibrationSet, counted, num_elements
 from lightning_compress.calibration.target import Target
 from lightning_compress.errors import CalibrationDataError, CalibrationWarning, UntraceableModelError
-from lightning_compress.graph.fallback import Fixed
+from lightning_compress.graph.fallback import OF_ONE_SIZE, Fixed
 from lightning_compress.graph.ones import first_of_one, same_operations, sizes_of_one
 from lightning_compress.graph.restore import attributes_restored, contents_restored
 from lightning_compress.graph.trace import Traced, trace, violated_guards
@@ -83,6 +83,7 @@ def trace_on(
 
 def _serving_all(data: CalibrationSet, record: _Record) -> Traced:
     problems: dict[int, list[str]] = {}
+    because = ""
     for batch in sorted(data.batches, key=num_elements, reverse=True)[:_TRIED]:
         traced = _with_ones(record(batch), record, data.batches)
         found = {number: violated_guards(traced, other) for number, other in enumerate(data.batches)}
@@ -91,12 +92,14 @@ def _serving_all(data: CalibrationSet, record: _Record) -> Traced:
             return traced
         if not problems or len(others) < len(problems):
             problems = {number: found[number] for number in others}
+            because = "".join(f" Of one size: {each.reason}." for each in traced.fallbacks if each.how == OF_ONE_SIZE)
     first, violated = next(iter(problems.items()))
     raise CalibrationDataError(
         f"{len(problems)} of {len(data.batches)} calibration batches ({counted(list(problems))}) would take another "
-        f"path through the model than the one recorded (batch {first}: {'; '.join(violated[:3])}). Bring the batches "
-        "to one form: one length, as many rows (drop_last) and images in each, of one size; or leave these out; or put "
-        "what decides so into an nn.Module in which nothing is quantized, which runs anew for every batch."
+        f"path through the model than the one recorded (batch {first}: {'; '.join(violated[:3])}).{because} Bring the "
+        "batches to one form: one length, as many rows (drop_last) and images in each, of one size; or leave these "
+        "out; or put what decides so, or takes a size for a plain number, into an nn.Module in which nothing is "
+        "quantized, which runs anew for every batch."
     )
 
 

@@ -74,7 +74,9 @@ def failures_allowed(root: nn.Module, graph: fx.Graph, sizes: Mapping[sympy.Symb
         _of_values(graph, sizes),
         calls_replaced(modules, lambda name, module: allowing(name, module._call_impl, [module])),
         methods_replaced(
-            methods, lambda name, method: allowing(name, original(method), [*map(root.get_submodule, method.calls)])
+            root,
+            methods,
+            lambda name, method: allowing(name, original(method), [*map(root.get_submodule, method.calls)]),
         ),
     ):
         yield

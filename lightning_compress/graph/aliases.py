@@ -14,15 +14,16 @@ _OPERATOR = type(torch.ops.aten.add.Tensor)
 _VIEWED = "viewed"
 
 
-def note_viewed(node: fx.Node, values: Sequence[fx.Node]) -> None:
-    """Note that what a call of a module returns has the memory of some of the values that it is given."""
+def note_viewed(node: fx.Node, values: Sequence[tuple[fx.Node, bool]]) -> None:
+    """Note that what a call of a module returns has the memory of some of the values that it is given, or that it
+    writes to them: each with whether it does."""
     node.meta[_VIEWED] = tuple(values)
 
 
 def aliased(node: fx.Node) -> list[tuple[fx.Node, bool]]:
     """Values whose memory an operation's result may share, each with whether the operation writes to it."""
     if not isinstance(node.target, _OPERATOR):
-        return [(value, False) for value in node.meta.get(_VIEWED, ())]
+        return list(node.meta.get(_VIEWED, ()))
     found = []
     for number, declared in enumerate(node.target._schema.arguments):
         value = node.args[number] if number < len(node.args) else node.kwargs.get(declared.name)
@@ -34,7 +35,8 @@ def aliased(node: fx.Node) -> list[tuple[fx.Node, bool]]:
 @final
 @dataclass(frozen=True)
 class Memory:
-    """Who shares memory with whom, and when it is written to. Modules that write to their inputs are no single calls.
+    """Who shares memory with whom, and when it is written to. Modules that write to their inputs are single calls only
+    where nothing else serves (see `note_viewed`).
 
     Attributes:
         position: of each node in execution order.

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import fields, is_dataclass
 from functools import cache, partial
+from traceback import walk_stack
 from typing import Any
 
 import sympy
@@ -42,6 +43,7 @@ from torch.fx.experimental.proxy_tensor import (
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as GuardOnDataDependentSymNode
 from torch.utils import _python_dispatch, _pytree
+from torch.utils._sympy import functions as sympy_functions
 from transformers import masking_utils
 from transformers.integrations import moe
 
@@ -49,7 +51,7 @@ from lightning_compress.graph.bounds import Sizes, of_some, pad_sequence, within
 from lightning_compress.graph.configs import configs_of
 from lightning_compress.graph.draws import draws
 from lightning_compress.graph.failures import AutocastError, ExchangeError, SpecializedSizeError, UnrecordedTensorError
-from lightning_compress.graph.python_functions import taking_symbols
+from lightning_compress.graph.python_functions import line_of, taking_symbols
 from lightning_compress.graph.restore import assigned, autocast_restored
 from lightning_compress.graph.values import SYMBOLIC_TYPES, Made, attributes_of_dataclass, map_nested, unlike_one
 
@@ -124,7 +126,7 @@ class _GradAndAutocast(PreDispatchTorchFunctionMode):
 
 
 class Shapes(ShapeEnv):
-    """Symbols, and in `decisions` every condition on a size that code took for granted.
+    """Symbols, and in `decisions` every condition on a size that code took for granted, with the line of that code.
 
     What an operation decides inside (a convolution its algorithm by the number of rows) it decides anew when it is run,
     so only equalities among those count: they may have turned a symbolic size into a number.
@@ -132,7 +134,7 @@ class Shapes(ShapeEnv):
 
     def __init__(self) -> None:
         super().__init__()
-        self.decisions: list[sympy.Basic] = []
+        self.decisions: list[tuple[sympy.Basic, str]] = []
         self.batches: Sequence[Sizes] = ()  # that the graph has to serve
         self.inside_operation: Callable[[], bool] = lambda: False
         self.equalities_allowed = True
@@ -157,9 +159,8 @@ class Shapes(ShapeEnv):
 
     def number_from_values(self, kind: type) -> Any:
         """A size, or another number or a flag, that no size of the batch tells: the graph reads it when needed."""
-        name = {int: "symint", float: "symfloat", bool: "symbool"}[kind]
         with self.ignore_fresh_unbacked_symbols():  # no operation gives it
-            return getattr(self, f"create_unbacked_{name}")()
+            return getattr(self, f"create_unbacked_sym{kind.__name__}")()
 
     def _get_stack_summary(self, is_debug: bool = False, framework_loc: str | None = None) -> tuple[SLoc, str]:
         return SLoc(framework_loc or "", None), ""  # the real one imports all of torch's compiler (0.4 s)
@@ -169,7 +170,7 @@ class Shapes(ShapeEnv):
         if g.has(sympy.Eq) and not self.equalities_allowed:
             raise SpecializedSizeError(f"it fixes sizes of the batch: {g}")
         if g.has(sympy.Eq) or not self.inside_operation():
-            self.decisions.append(g)
+            self.decisions.append((g, line_of(walk_stack(None))))
 
 
 class _FakeMode(FakeTensorMode):
@@ -222,9 +223,9 @@ def fake_batch(fake_mode: FakeTensorMode, tensors: Sequence[Tensor], dynamic: Se
 @contextmanager
 def recording(recorder: Recorder) -> Iterator[None]:
     """Within: operations on fake tensors are recorded, before they are taken apart (`aten.linear` stays one node)."""
-    padded = partial(pad_sequence, shapes_of(recorder.fake_mode).batches)
-    decompositions = {torch.ops.aten.sym_numel.default: torch._decomp.decompositions.sym_numel}
-    decompositions[torch.ops.aten.pad_sequence.default] = padded
+    shapes = shapes_of(recorder.fake_mode)
+    decompositions: dict[Any, Any] = {torch.ops.aten.sym_numel.default: torch._decomp.decompositions.sym_numel}
+    decompositions[torch.ops.aten.pad_sequence.default] = partial(pad_sequence, shapes.batches)
     proxy_mode = ProxyTorchDispatchMode(recorder, "symbolic", pre_dispatch=True, _error_on_data_dependent_ops=True)
     with ExitStack() as stack:
         for logger in ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes"):
@@ -232,9 +233,8 @@ def recording(recorder: Recorder) -> Iterator[None]:
             stack.enter_context(assigned(logging.getLogger(logger), disabled=True))
         stack.enter_context(assigned(torch.distributions.Distribution, _validate_args=False))  # which reads values
         # a proxy mode defers sizes exactly while it runs an operation; torch's caches keep the shapes for good
-        shapes = shapes_of(recorder.fake_mode)
         stack.enter_context(assigned(shapes, inside_operation=lambda: recorder.enable_thunkify))
-        stack.enter_context(taking_symbols(shapes.batches))
+        stack.enter_context(taking_symbols(shapes.batches, partial(_number, recorder)))
         stack.enter_context(autocast_restored())
         stack.enter_context(torch.no_grad())
         stack.enter_context(recorder.fake_mode)
@@ -312,6 +312,16 @@ def add_call(recorder: Recorder, target: Callable[..., Any], args: Any, kwargs: 
     return proxy.node
 
 
+def _number(recorder: Recorder, function: Callable[[float], float], size: torch.SymInt | torch.SymFloat) -> Any:
+    """What a function of `math` makes of a symbol."""
+    expr = getattr(sympy_functions, f"OpaqueUnaryFn_{function.__name__}")(size.node.expr)
+    hint = None if size.node.hint is None else function(size.node.hint)
+    number = shapes_of(recorder.fake_mode).create_symfloatnode(expr, hint=hint)
+    if active_recorder() is recorder:
+        add_call(recorder, function, (size,), {}, number)
+    return number
+
+
 def _track(recorder: Recorder, proxy: fx.Proxy, value: Any) -> None:
     if isinstance(value, (Tensor, *SYMBOLIC_TYPES)):
         track_tensor_tree(value, proxy, constant=None, tracer=recorder)
@@ -351,8 +361,8 @@ def replace_by_fakes(root: nn.Module, fake_mode: FakeTensorMode, device: torch.d
 
 def _mask_by_broadcast(mask_function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def expand(*indices: Tensor) -> Tensor:
-        mask = mask_function(*masking_utils._non_vmap_expansion_sdpa(*indices))
-        return mask.expand([index.shape[0] for index in indices])
+        sizes = [index.shape[0] for index in indices]
+        return mask_function(*masking_utils._non_vmap_expansion_sdpa(*indices)).expand(sizes)
 
     return expand
 
@@ -364,8 +374,7 @@ def traceable_transformers(root: nn.Module, *, packed_sequences: bool, experts: 
         # as broadcast over index tensors, not as vmap: its indexing operator cannot be recorded before dispatch
         stack.enter_context(assigned(masking_utils, _vmap_expansion_sdpa=_mask_by_broadcast))
         stack.enter_context(assigned(masking_utils, TransformGetItemToIndex=nullcontext))
-        grouped = assigned(moe, _can_use_grouped_mm=lambda _, weight, offs: weight.dtype == torch.bfloat16)
-        stack.enter_context(grouped)
+        stack.enter_context(assigned(moe, _can_use_grouped_mm=lambda _, weight, offs: weight.dtype == torch.bfloat16))
         if not packed_sequences:
             stack.enter_context(assigned(masking_utils, find_packed_sequence_indices=lambda position_ids: None))
         for config in configs_of(root):

@@ -33,6 +33,11 @@ class SpecializedSizeError(RuntimeError):
         self.symbol = symbol
 
 
+def at(line: str) -> str:
+    """For a message about code at this line, which may not be known."""
+    return f" (at {line})" if line else ""
+
+
 class SetFromOutsideError(RuntimeError):
     """The model sets something on a leaf before it calls it; the leaf would later run without."""
 

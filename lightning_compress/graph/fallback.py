@@ -11,6 +11,7 @@ before a size becomes a constant of which batches have other numbers.
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from traceback import walk_tb
 from typing import NamedTuple
 
 from torch import nn
@@ -18,11 +19,12 @@ from torch import nn
 from lightning_compress.errors import UnsupportedModelError, UntraceableModelError
 from lightning_compress.graph.compat import GuardOnDataDependentSymNode
 from lightning_compress.graph.decisions import DifferentBranchesError
-from lightning_compress.graph.failures import ExchangeError, SetFromOutsideError, UnrecordedTensorError
+from lightning_compress.graph.failures import ExchangeError, SetFromOutsideError, UnrecordedTensorError, at
 from lightning_compress.graph.leaf import place_of
 from lightning_compress.graph.methods import Behaviour, Method, behaviour, running_functions, running_methods
 from lightning_compress.graph.names import is_in
 from lightning_compress.graph.observed import observe
+from lightning_compress.graph.python_functions import line_of
 from lightning_compress.graph.record import Body, Cut
 from lightning_compress.graph.synthesize import Synthetic
 
@@ -224,7 +226,10 @@ def untraceable(root: nn.Module, failure: Failure) -> UntraceableModelError:
     remedy = "give the code a function or module of its own, which is then recorded as a single call"
     if failure.module:
         remedy = f"name a class of layers around this code in `sequential_targets`, or {remedy}"
-    message = f"cannot record {where} as a graph: {_first_line(failure.error).rstrip('.')}. {checked}{remedy}."
+    line = line_of(reversed([*walk_tb(failure.error.__traceback__)]))
+    message = (
+        f"cannot record {where} as a graph{at(line)}: {_first_line(failure.error).rstrip('.')}. {checked}{remedy}."
+    )
     if isinstance(failure.error, UnsupportedModelError):
         message = str(failure.error)
     error = UntraceableModelError(message)

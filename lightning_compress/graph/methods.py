@@ -112,23 +112,27 @@ def _code(function: FunctionType) -> object:
 
 @contextmanager
 def methods_replaced(
-    methods: Mapping[str, Method], wrap: Callable[[str, Method], Callable[..., Any]]
+    root: nn.Module, methods: Mapping[str, Method], wrap: Callable[[str, Method], Callable[..., Any]]
 ) -> Iterator[None]:
-    """Within: calling a method calls `wrap(name, method)`; a function wherever it was imported to under its name."""
+    """Within: calling a method calls `wrap(name, method)`; a function wherever it was imported to under its name, or is
+    an attribute of a module in `root`."""
     wrapped = [(method, wrap(name, method)) for name, method in methods.items()]
-    replacing = [owning(place, {method.name: call}) for method, call in wrapped for place in _places(method)]
+    replacing = [owning(place, {name: call}) for method, call in wrapped for place, name in _places(root, method)]
     with ExitStack() as stack:
         for each in replacing:
             stack.enter_context(each)
         yield
 
 
-def _places(method: Method) -> list[object]:
-    """What has it as an attribute that is looked up where it is called."""
+def _places(root: nn.Module, method: Method) -> list[tuple[object, str]]:
+    """What has it as an attribute that is looked up where it is called, and that attribute's name."""
     if isinstance(method.module, nn.Module):
-        return [method.module]
+        return [(method.module, method.name)]
     modules, function = list(sys.modules.values()), original(method)
-    return [each for each in modules if getattr(each, "__dict__", {}).get(method.name) is function]
+    found: list[tuple[object, str]] = [
+        (each, method.name) for each in modules if getattr(each, "__dict__", {}).get(method.name) is function
+    ]
+    return found + [(each, name) for each in root.modules() for name, its in vars(each).items() if its is function]
 
 
 def original(method: Method) -> Callable[..., Any]:
@@ -191,7 +195,7 @@ def behaviour(root: nn.Module, methods: Mapping[str, Method], run: Callable[[], 
         return call
 
     read = assigned(nn.Module, __getattr__=passing_on)
-    with attributes_restored(root), calls_replaced(modules, note), methods_replaced(methods, enter), read:
+    with attributes_restored(root), calls_replaced(modules, note), methods_replaced(root, methods, enter), read:
         run()
     return {
         name: replace(

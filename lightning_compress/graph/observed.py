@@ -22,6 +22,7 @@ from lightning_compress.graph.failures import SpecializedSizeError
 from lightning_compress.graph.kept import is_plain
 from lightning_compress.graph.methods import Method, methods_replaced, original
 from lightning_compress.graph.restore import attributes_restored, calls_replaced
+from lightning_compress.graph.trees import storages, tensors_in, versions
 from lightning_compress.graph.values import (
     SYMBOLIC_TYPES,
     concrete,
@@ -71,6 +72,17 @@ def layouts(value: Any) -> Any:
     if isinstance(value, Tensor):
         return Layout(tuple(value.shape), value.stride(), value.dtype)
     return map_nested(value, layouts)
+
+
+def viewed(given: object, output: object, before: tuple[int, ...]) -> frozenset[tuple[int, bool]]:
+    """Which of the tensors that a call is given, by number, have memory in common with what it returns, or were written
+    to, as their `versions` before it tell; and whether they were."""
+    memory, pairs = storages(output), zip(versions(given), before, strict=True)
+    found = [
+        (now != then, not memory.isdisjoint(storages(e)))
+        for e, (now, then) in zip(tensors_in(given), pairs, strict=True)
+    ]
+    return frozenset((number, is_write) for number, (is_write, is_view) in enumerate(found) if is_write or is_view)
 
 
 def symbolic_like(first: Any, second: Any, known: Sequence[Known], other: Callable[[type], Any] | None = None) -> Any:
@@ -241,19 +253,21 @@ def _symbolic_size(
 def observe(
     root: nn.Module, modules: Mapping[str, nn.Module], methods: Mapping[str, Method], run: Callable[[], object]
 ) -> dict[str, list[Any]]:
-    """Output layouts of every call of `modules` and `methods` during a real `run`, those within such calls left out."""
+    """Of every call of `modules` and `methods` during a real `run` its output's layouts and what is `viewed`; those
+    within such calls are left out."""
     inside: list[str] = []
     seen: dict[str, list[Any]] = {name: [] for name in (*modules, *methods)}
 
     def seeing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             inside.append(name)
+            before = versions((args, kwargs))
             try:
                 output = function(*args, **kwargs)
             finally:
                 inside.pop()
             if not inside:
-                seen[name].append(layouts(output))
+                seen[name].append((layouts(output), viewed((args, kwargs), output, before)))
             return output
 
         return call
@@ -261,7 +275,7 @@ def observe(
     with (
         attributes_restored(root),
         calls_replaced(modules, lambda name, module: seeing(name, module._call_impl)),
-        methods_replaced(methods, lambda name, method: seeing(name, original(method))),
+        methods_replaced(root, methods, lambda name, method: seeing(name, original(method))),
         torch.no_grad(),
     ):
         run()

@@ -1,16 +1,19 @@
 """What Python's own functions make of sizes that are symbols.
 
 `len(x)` has to be a plain number, `isinstance(x.shape[0], int)` is false, `min(length, 9)` decides for one of two, and
-a symbol is no key of a dict. So while a model is recorded, code finds others under these names, which differ for
-symbols alone. They are put into Python modules, where names are looked up before the builtins: torch's and sympy's own
-code is left alone, which tells symbols from numbers and calls `len` all the time.
+a symbol is no key of a dict; to `math.sqrt` and `torch.tensor` it is the number that it has in the traced batch. So
+while a model is recorded, code finds others under these names, which differ for symbols alone. Those of builtins are
+put into Python modules, where names are looked up first: torch's and sympy's own code is left alone, which tells
+symbols from numbers and calls `len` all the time. `int` and `float` are classes that code also compares with, and stay.
 """
 
+import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
-from types import ModuleType
+from pathlib import Path
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
@@ -24,6 +27,20 @@ from lightning_compress.graph.values import PLAIN, SYMBOLIC_TYPES, expression, i
 _NOT_OF_MODELS = frozenset(
     {*sys.stdlib_module_names, "lightning_compress", "torch", "torchgen", "functorch", "sympy", "mpmath", "numpy"}
 ) - {"__main__"}
+"""Packages whose code is none of a model's."""
+_OF_MATH = ("sqrt", "exp", "log", "log2", "sin", "cos", "tan", "sinh", "cosh", "tanh", "asin", "acos", "atan")
+
+
+def line_of(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """File and line of the first of these frames that is of a model's code; "": none is.
+
+    Args:
+        frames: with their lines, innermost first.
+    """
+    for frame, line in frames:
+        if str(frame.f_globals.get("__name__")).partition(".")[0] not in _NOT_OF_MODELS:
+            return f"{Path(frame.f_code.co_filename).name}:{line}"
+    return ""
 
 
 class SizeAsKeyError(SpecializedSizeError, TypeError):
@@ -31,11 +48,12 @@ class SizeAsKeyError(SpecializedSizeError, TypeError):
 
 
 @contextmanager
-def taking_symbols(batches: Sequence[Sizes]) -> Iterator[None]:
+def taking_symbols(batches: Sequence[Sizes], computed: Callable[..., Any]) -> Iterator[None]:
     """Within: the functions that code of models calls take symbols for the numbers that they stand for.
 
     Args:
         batches: that the recorded code has to serve.
+        computed: what a function of `math` makes of a symbol, as another.
     """
     own = {"len": _length, "isinstance": _is_instance}
     own |= {"min": _chosen(min, torch.sym_min, batches), "max": _chosen(max, torch.sym_max, batches)}
@@ -45,7 +63,9 @@ def taking_symbols(batches: Sequence[Sizes]) -> Iterator[None]:
     try:
         for names, name in put:
             names[name] = own[name]
-        with assigned(torch.SymInt, __hash__=_hash):
+        of_math = {name: _of_symbols(getattr(math, name), computed) for name in _OF_MATH}
+        of_torch = {name: _tensor_of(getattr(torch, name)) for name in ("tensor", "as_tensor")}
+        with assigned(torch.SymInt, __hash__=_hash), assigned(math, **of_math), assigned(torch, **of_torch):
             yield
     finally:
         for names, name in put:
@@ -65,6 +85,31 @@ def _is_instance(value: object, kinds: Any) -> bool:
         kind = PLAIN[type(value)]
         return isinstance(kind() if value.node.hint is None else kind(value.node.hint), kinds)
     return isinstance(value, kinds)
+
+
+def _of_symbols(usual: Callable[..., Any], computed: Callable[..., Any]) -> Callable[..., Any]:
+    def call(number: Any, *others: Any) -> Any:
+        is_symbol = isinstance(number, SYMBOLIC_TYPES) and not others
+        return computed(usual, number) if is_symbol else usual(number, *others)
+
+    return call
+
+
+def _tensor_of(usual: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`torch.tensor`, also of symbols among nested numbers."""
+
+    def tensor(data: Any, *args: Any, **options: Any) -> Tensor:
+        if not _has_symbols(data):
+            return usual(data, *args, **options)
+        if isinstance(data, list | tuple):
+            return torch.stack([tensor(each, *args, **options) for each in data])
+        return torch.full((), bool(data) if isinstance(data, torch.SymBool) else data, *args, **options)
+
+    return tensor
+
+
+def _has_symbols(value: Any) -> bool:
+    return any(map(_has_symbols, value)) if isinstance(value, list | tuple) else isinstance(value, SYMBOLIC_TYPES)
 
 
 def _chosen(

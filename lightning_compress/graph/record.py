@@ -7,8 +7,9 @@ they read values, or loop over a symbolic length. So there are three ways, the c
 - STATIC: on fake tensors of the traced batch's plain sizes;
 - OBSERVED: not at all; the output's sizes are those of a real run of the whole step.
 
-In the latter two, the body is run for two batches of different sizes. An output size that is the same in both is a
-constant (unless a size of the batch did not change either); what the others may be, `observed` says.
+In the latter two, the body is run for two batches of different sizes, and for true ones beside. An output size that is
+the same in both is a constant (unless a size of the batch did not change either); what the others may be, `observed`
+says. Neither tells what the body decides by, so what it returns later is compared with that.
 """
 
 from collections import Counter
@@ -26,7 +27,7 @@ from lightning_compress.graph import compat
 from lightning_compress.graph.aliases import note_viewed
 from lightning_compress.graph.bounds import Sizes, deciding_otherwise
 from lightning_compress.graph.experts import GroupedLinear
-from lightning_compress.graph.failures import SetFromOutsideError, SpecializedSizeError
+from lightning_compress.graph.failures import SetFromOutsideError, SpecializedSizeError, at
 from lightning_compress.graph.kept import Kept, Preset, changed, is_plain, what_is_kept
 from lightning_compress.graph.leaf import Leaf, Within
 from lightning_compress.graph.methods import Method, Unrecorded, original
@@ -39,10 +40,11 @@ from lightning_compress.graph.observed import (
     layouts,
     of_another_form,
     symbolic_like,
+    viewed,
 )
 from lightning_compress.graph.restore import attributes_restored
 from lightning_compress.graph.signatures import BUT_ITS_NUMBER, call_signature
-from lightning_compress.graph.trees import storages, tensors_in, versions
+from lightning_compress.graph.trees import tensors_in, versions
 from lightning_compress.graph.values import all_symbolic_sizes, concrete, expression, symbolic_sizes
 from lightning_compress.recipe.forms import Rows, has_forward_of
 
@@ -86,6 +88,8 @@ class Cut:
     counted: tuple[frozenset[str], int] = (frozenset(), 0)
 
 
+Viewed = frozenset[tuple[int, bool]]
+"""Numbers of arguments (see `observed.viewed`)."""
 ANY_SIZE = 7
 """Stands for sizes that follow from values."""
 
@@ -115,7 +119,7 @@ class Attempt:
     spans: list[tuple[str, list[fx.Node]]] = field(default_factory=list)
     calls: Counter[str] = field(default_factory=Counter)
     outputs: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)
-    elsewhere: dict[tuple[Any, ...], Seen] = field(default_factory=dict)
+    elsewhere: dict[tuple[Any, ...], Any] = field(default_factory=dict)
     checked: int = 0
     inside_boundary: bool = False
     failure: tuple[str, BaseException] | None = None
@@ -181,20 +185,26 @@ class Attempt:
         given = compat.pytree.tree_map(lambda leaf: leaf, (args, kwargs))
         before = _contents(given)
         with compat.not_recording():
-            output, memory = self._leaf_output(name, module, *given)
+            output, views = self._leaf_output(name, module, *given)
         if before != _contents(given):  # what it wrote to others may read, which operations tell
             return self._call_container(name, module, args, kwargs)
         grouped = module.grouped(name) if isinstance(module, GroupedLinear) else None
         lender = name.rpartition(".")[0] if isinstance(module, Rows) else None
         leaf = Leaf(name, grouped, lender=lender, hooked=bool(module._forward_pre_hooks))
-        with compat.not_recording():
-            given_on = [each for each in tensors_in((args, kwargs)) if not memory.isdisjoint(storages(each))]
-            viewed = [compat.to_argument(self.recorder, each) for each in given_on]
-        node = compat.add_call(self.recorder, leaf, args, kwargs, output)
-        note_viewed(node, viewed)
-        if self.cut.bodies.get(name) is Body.OBSERVED:
+        node = self._add_call(leaf, args, kwargs, output, views)
+        if self.cut.bodies.get(name, Body.SYMBOLIC) is not Body.SYMBOLIC:  # of which all conditions are known
             expect(node, output)
         return output
+
+    def _add_call(self, leaf: Leaf, args: Any, kwargs: Any, output: Any, views: Viewed) -> fx.Node:
+        with compat.not_recording():
+            given = tensors_in((args, kwargs))
+            values = [
+                (compat.to_argument(self.recorder, given[number]), is_write) for number, is_write in sorted(views)
+            ]
+        node = compat.add_call(self.recorder, leaf, args, kwargs, output)
+        note_viewed(node, values)
+        return node
 
     def wrap_method(self, name: str, method: Method) -> Callable[..., Any]:
         """What a call of `method` does while recording (see `methods.methods_replaced`)."""
@@ -206,7 +216,7 @@ class Attempt:
                 return function(*args, **kwargs)
             try:
                 with compat.not_recording():
-                    output = self._observed_output(name, args, kwargs)
+                    output, views = self._observed_output(name, args, kwargs)
                 check_only_tensors(output)
                 if method.writes:
                     raise TypeError("it changes what it is given, which a graph would not know")
@@ -214,7 +224,7 @@ class Attempt:
                 tensors = method.module if isinstance(method.module, nn.Module) else nn.Module()
                 own = (f"{owner}{tensor}" for tensor in (*tensors._parameters, *tensors._buffers))
                 leaf = Leaf(name, within=Within(method.calls, tuple(dict.fromkeys((*own, *method.reads)))))
-                expect(compat.add_call(self.recorder, leaf, args, kwargs, output), output)
+                expect(self._add_call(leaf, args, kwargs, output, views), output)
                 for module, attribute in method.sets:
                     module.__dict__[attribute] = Unrecorded(f"{name} sets {attribute}")
             except Exception as error:
@@ -224,26 +234,26 @@ class Attempt:
 
         return call
 
-    def _leaf_output(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, set[int]]:
-        """What a call returns, and whose memory that has."""
+    def _leaf_output(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Viewed]:
+        """What a call returns, and which of its arguments that is `viewed` of."""
         body = self.cut.bodies.get(name, Body.SYMBOLIC)
         if body is Body.SYMBOLIC:
             return self._symbolic_output(module, args, kwargs)
         if body is Body.OBSERVED:
-            output = self._observed_output(name, args, kwargs)
-        else:
-            first, second = (self._static_output(module, args, kwargs, values) for values in (None, self.other))
-            output = self._of_two(first, second, args, kwargs)
-            seen = self._static_outputs(self.true[-1:], module, args, kwargs)
-            output = as_in_all(output, seen, compat.shapes_of(self.recorder.fake_mode).number_from_values)
-        return output, storages(output)
+            return self._observed_output(name, args, kwargs)
+        shapes = compat.shapes_of(self.recorder.fake_mode)
+        sizes = (shapes.batches[0], self.other)
+        ((first, _), (second, _)), views = self._static_outputs(sizes, module, args, kwargs, of_values=False)
+        output = self._of_two(first, second, args, kwargs)
+        seen, others = self._static_outputs(self.true, module, args, kwargs)
+        return as_in_all(output, seen, shapes.number_from_values), views | others
 
-    def _observed_output(self, name: str, args: Any, kwargs: Any) -> Any:
+    def _observed_output(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Viewed]:
         number, self.calls[name] = self.calls[name], self.calls[name] + 1
-        first, second, *others = (observed[number] for observed in self.cut.observed[name])
+        (first, second, *others), views = zip(*(each[number] for each in self.cut.observed[name]), strict=True)
         from_values = compat.shapes_of(self.recorder.fake_mode).number_from_values
         output = self._of_two(first, second, args, kwargs, from_values)
-        return as_in_all(output, list(zip(others, self.true, strict=True)), from_values)
+        return as_in_all(output, list(zip(others, self.true, strict=True)), from_values), frozenset().union(*views)
 
     def _of_two(
         self, first: Any, second: Any, args: Any, kwargs: Any, other: Callable[[type], Any] | None = None
@@ -251,59 +261,70 @@ class Attempt:
         known = known_sizes([*symbolic_sizes((args, kwargs)), *self.sizes], self.other)
         return symbolic_like(first, second, known, other)
 
-    def _static_output(
-        self, module: nn.Module, args: Any, kwargs: Any, sizes: Mapping[sympy.Symbol, int] | None
-    ) -> Any:
-        plain_args, plain_kwargs = concrete((args, kwargs), sizes)
-        with attributes_restored(module):
-            return layouts(module._call_impl(*plain_args, **plain_kwargs))
+    def _static_outputs(
+        self, batches: Sequence[Sizes], module: nn.Module, args: Any, kwargs: Any, *, of_values: bool = True
+    ) -> tuple[Seen, Viewed]:
+        """What a module returns on batches of these sizes, and of what that is `viewed`. Layers that differ in their
+        number alone are run once: loops over tokens take long.
 
-    def _static_outputs(self, batches: Sequence[Sizes], module: nn.Module, args: Any, kwargs: Any) -> Seen:
-        """What a module returns on batches of these sizes; those that follow from values are any. Layers that differ in
-        their number alone are run once: loops over tokens take long."""
+        Args:
+            batches: their sizes.
+            module, args, kwargs: the call.
+            of_values: sizes that follow from values are any.
+
+        Raises:
+            ValueError: there are such, and they may not be any.
+        """
         key = call_signature(module, args, kwargs, BUT_ITS_NUMBER) if batches else None
-        place = (key, *(frozenset(sizes.items()) for sizes in batches))
-        if key is not None and place in self.elsewhere:
-            return self.elsewhere[place]
-        given = [symbol for size in all_symbolic_sizes((args, kwargs)) for symbol in expression(size).free_symbols]
-        found = [{**dict.fromkeys(given, ANY_SIZE), **sizes} for sizes in batches]
-        seen = [(self._static_output(module, args, kwargs, sizes), sizes) for sizes in found]
-        if key is not None:
-            self.elsewhere[place] = seen
-        return seen
+        symbols = [symbol for size in all_symbolic_sizes((args, kwargs)) for symbol in expression(size).free_symbols]
+        unknown = dict.fromkeys(symbols, ANY_SIZE) if of_values else {}
+        seen, views = [], Viewed()
+        for sizes in ({**unknown, **each} for each in batches):
+            place = (key, frozenset(sizes.items()))
+            if key is None or place not in self.elsewhere:
+                plain_args, plain_kwargs = concrete((args, kwargs), sizes)
+                given = versions((plain_args, plain_kwargs))
+                with attributes_restored(module):
+                    output = module._call_impl(*plain_args, **plain_kwargs)
+                self.elsewhere[place] = layouts(output), viewed((plain_args, plain_kwargs), output, given)
+            found, of = self.elsewhere[place]
+            seen.append((found, sizes))
+            views |= of
+        return seen, views
 
-    def _symbolic_output(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, set[int]]:
+    def _symbolic_output(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Viewed]:
         key = call_signature(module, args, kwargs)
         if key is not None and key in self.outputs:
             known = self.outputs[key]
-            return known.new_empty_strided(known.shape, known.stride()), set()  # memory of its own
+            return known.new_empty_strided(known.shape, known.stride()), frozenset()  # memory of its own
         shapes = compat.shapes_of(self.recorder.fake_mode)
-        before = versions((args, kwargs, list(module.buffers())))
+        before, given = versions((args, kwargs, list(module.buffers()))), versions((args, kwargs))
         with compat.deciding_nothing(shapes) as asked:
             output = module._call_impl(*args, **kwargs)
-        memory = storages(output)
-        # both have to be seen of each such module
-        is_view = not memory.isdisjoint(storages((args, kwargs)))
+        views = viewed((args, kwargs), output, given)  # this and the next have to be seen of each such module
         writes = before != versions((args, kwargs, list(module.buffers())))
-        seen = self._elsewhere(asked, output, module, args, kwargs)
+        seen, others = self._elsewhere(asked, output, module, args, kwargs)
+        views |= others
         output = as_in_all(output, seen, shapes.number_from_values)
         _forget_inner_sizes(shapes, output)
-        if key is not None and isinstance(output, Tensor) and not (is_view or writes):
+        if key is not None and isinstance(output, Tensor) and not (views or writes):
             self.outputs[key] = output
-        return output, memory
+        return output, views
 
-    def _elsewhere(self, asked: set[sympy.Basic], output: Any, module: nn.Module, args: Any, kwargs: Any) -> Seen:
+    def _elsewhere(
+        self, asked: set[sympy.Basic], output: Any, module: nn.Module, args: Any, kwargs: Any
+    ) -> tuple[Seen, Viewed]:
         """What a module returns on batches for which it answers a question otherwise, less those of one row or token
         where tensors have other dimensions then: of these `ones` tells."""
         shapes = compat.shapes_of(self.recorder.fake_mode)
         others = deciding_otherwise(asked, shapes.batches, self.outcomes)
-        seen = self._static_outputs(others, module, args, kwargs)
+        seen, views = self._static_outputs(others, module, args, kwargs)
         unlike = of_another_form(output, seen)
         ones = [{symbol for symbol, size in sizes.items() if size == 1} for sizes in unlike]
         if not ones or not all(ones):
-            return seen
+            return seen, views
         shapes.unlike_one.update(*ones)
-        return [(found, sizes) for found, sizes in seen if sizes not in unlike]
+        return [(found, sizes) for found, sizes in seen if sizes not in unlike], views
 
     def _opens(self, name: str, module: nn.Module) -> bool:
         """Whether a leaf is recorded by its operations, for code has changed what it keeps and it owns no weights.
@@ -338,8 +359,9 @@ class Attempt:
         fixed = [symbol for symbol in self.symbols if symbol in env.replacements and env.replacements[symbol].is_number]
         if fixed:
             size = env.replacements[fixed[0]]
-            raise SpecializedSizeError(f"it takes a size of the batch ({size}) for a constant", fixed[0])
-        equalities = [each for each in new if each.has(sympy.Eq) and each.free_symbols & self.symbols]
+            line = next((line for each, line in reversed(new) if fixed[0] in each.free_symbols), "")
+            raise SpecializedSizeError(f"it takes a size of the batch ({size}) for a constant{at(line)}", fixed[0])
+        equalities = [each for each, _ in new if each.has(sympy.Eq) and each.free_symbols & self.symbols]
         if equalities and self.inside_boundary:
             raise SpecializedSizeError(f"it fixes sizes of the batch: {equalities[0]}")
 

@@ -14,7 +14,7 @@ its rows, the graph serves only batches of so many. Each is named in `Traced.fal
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -30,7 +30,7 @@ from lightning_compress.graph.awaited import substituted
 from lightning_compress.graph.bounds import sizes_by_symbol
 from lightning_compress.graph.configs import is_encoder_decoder, without_cache
 from lightning_compress.graph.decisions import Decision, decide
-from lightning_compress.graph.failures import about_a_size
+from lightning_compress.graph.failures import about_a_size, at
 from lightning_compress.graph.fallback import (
     OF_ONE_SIZE,
     Failure,
@@ -86,7 +86,7 @@ class Traced:
         constants: tensors the graph names that are neither parameters nor buffers of the root.
         fallbacks: what could not be recorded as asked.
         outputs: key path of each tensor the step returned, in the order of the output node's arguments.
-        guards: what has to hold of the sizes for this graph to be the path the model takes.
+        guards: what has to hold of the sizes for this graph to be the path the model takes, and lines that ask for it.
         decisions: likewise of the values.
         only_read: leaves whose weight is read by other code and which are never called.
         written: buffers that the step writes to.
@@ -102,7 +102,7 @@ class Traced:
     constants: Mapping[str, Tensor]
     fallbacks: tuple[Fallback, ...]
     outputs: tuple[str, ...] = ()
-    guards: tuple[sympy.Basic, ...] = ()
+    guards: Mapping[sympy.Basic, str] = field(default_factory=dict)
     decisions: tuple[Decision, ...] = ()
     only_read: tuple[str, ...] = ()
     written: tuple[str, ...] = ()
@@ -187,8 +187,9 @@ def _only_read(graph: fx.Graph, names: Collection[str], reads: Reads) -> tuple[s
 
 
 def _first_cut(root: nn.Module, leaf_names: Collection[str], boundary_names: Collection[str]) -> Cut:
-    """Leaves: targets, and modules with neither targets nor boundaries inside. Containers: what holds those. Metrics
-    are none: a step has them count nothing while it is recorded."""
+    """Leaves: targets, and modules with neither targets nor boundaries inside. Containers: what holds those. Neither
+    are modules that have no `forward` (lists of modules), but those in them may be; and metrics, which a step has count
+    nothing while it is recorded."""
     chosen = {id(root.get_submodule(name)): name for name in boundary_names}
     targets: set[int] = set()
     for name in leaf_names:
@@ -205,15 +206,23 @@ def _first_cut(root: nn.Module, leaf_names: Collection[str], boundary_names: Col
             return
         seen.add(id(module))
         name = chosen.get(id(module), name)
-        if id(module) in targets or id(module) not in holds:
+        is_called = not name or _has_forward(module)
+        if id(module) in targets or (is_called and id(module) not in holds):
             leaves[name] = module
             return
-        containers[name] = module
+        if is_called:
+            containers[name] = module
         for key, child in module.named_children():
             visit(f"{name}.{key}" if name else key, child)
 
     visit("", root)
     return Cut(leaves, containers, frozenset(boundary_names), {}, {})
+
+
+def _has_forward(module: nn.Module) -> bool:
+    # classes are not asked for it: those of scripted modules cannot tell
+    kinds = (vars(kind) for kind in type(module).__mro__ if kind is not nn.Module)
+    return any("forward" in names for names in (vars(module), *kinds))
 
 
 def _holders(root: nn.Module, chosen: set[int]) -> set[int]:
@@ -259,7 +268,10 @@ def _attempt(
         chosen = partial(decide, recorder, real, decisions) if cut.decides else shapes.decide
         try:
             replaced = calls_replaced({**cut.leaves, **cut.containers}, attempt.wrap)
-            methods, deciding = methods_replaced(cut.methods, attempt.wrap_method), assigned(shapes, decide=chosen)
+            methods, deciding = (
+                methods_replaced(root, cut.methods, attempt.wrap_method),
+                assigned(shapes, decide=chosen),
+            )
             with replaced, methods, kept_elsewhere, compat.recording(recorder), deciding, attempt.watching():
                 for path, value in zip(structure.paths, inputs, strict=True):
                     compat.add_placeholder(recorder, path.replace(".", "_") or "batch", value)
@@ -270,7 +282,7 @@ def _attempt(
         except Exception as error:
             name = attempt.failure[0] if attempt.failure is not None and attempt.failure[1] is error else ""
             return _failure(name, error, inputs, real)
-    guards = tuple(each for each in dict.fromkeys(shapes.decisions) if each.free_symbols <= attempt.symbols)
+    guards = {each: line for each, line in reversed(shapes.decisions) if each.free_symbols <= attempt.symbols}
     return Traced(
         recorder.graph,
         _tidy(recorder.graph, spans),
@@ -367,9 +379,9 @@ def violated_guards(traced: Traced, batch: Any) -> list[str]:
             expected = expression(traced_size)
             if values.setdefault(expected, int(expected) if expected.is_number else size) != size:
                 problems.append(f"{path}: size {dim} is {size}, not {values[expected]}")
-    for guard in traced.guards:
+    for guard, line in traced.guards.items():
         if guard.xreplace({symbol: sympy.Integer(size) for symbol, size in values.items()}) == sympy.false:
-            problems.append(f"its sizes do not satisfy {guard}")
+            problems.append(f"its sizes do not satisfy {guard}{at(line)}")
     if not problems:
         wrong = [decision for decision in traced.decisions if not decision.holds(tensors)]
         problems += [f"by its values {each.condition} is not {each.outcome}" for each in wrong]

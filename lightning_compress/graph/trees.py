@@ -40,7 +40,9 @@ def _collect(tree: object, found: list[Tensor], around: tuple[object, ...] = ())
 
 def storages(tree: object) -> set[int]:
     """What tells the memory of the tensors in a tree from others'."""
-    return {tensor.untyped_storage()._cdata for tensor in tensors_in(tree) if tensor.layout is torch.strided}
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # by `vmap` or `grad`: those have none
+    tensors = (each for each in tensors_in(tree) if each.layout is torch.strided and not wrapped(each))
+    return {tensor.untyped_storage()._cdata for tensor in tensors}
 
 
 def storage_bytes(tree: object) -> int:

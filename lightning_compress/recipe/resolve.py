@@ -348,17 +348,19 @@ def _warn_of_overridden(recipe: Recipe, wanted: Sequence[Sequence[str]]) -> None
 
 def _check_ties(assignments: Mapping[str, Assignment], root: nn.Module) -> None:
     modules = dict(root.named_modules(remove_duplicate=False))
-    others = _overlapping(root)
+    others, told = _overlapping(root), dict[str, str]()
     for name in assignments:
         weight = modules[name].weight
         tied = [other for other in others[id(origin(weight))] if modules[other.rpartition(".")[0]] is not modules[name]]
         if tied:
-            raise UnsupportedModelError(
-                f"{name} (shape {list(weight.shape)}) shares its weight with {', '.join(tied)}, so it cannot be "
-                "quantized alone. "
-                f"Add {name!r} to `ignore`, or untie it first: clone the weight and set "
-                f"config.tie_word_embeddings=False. (An `ignore` of your own replaces the default, {OUTPUT_EMBEDDING}.)"
-            )
+            told[name] = f"{name} (shape {list(weight.shape)}) shares its weight with {', '.join(tied)}"
+    if told:
+        they, them = ("it", "it") if len(told) == 1 else ("they", "them")
+        raise UnsupportedModelError(
+            f"{'; '.join(told.values())}, so {they} cannot be quantized alone. "
+            f"Add {', '.join(map(repr, told))} to `ignore`, or untie {them} first: clone the weight and set "
+            f"config.tie_word_embeddings=False. (An `ignore` of your own replaces the default, {OUTPUT_EMBEDDING}.)"
+        )
 
 
 def _overlapping(root: nn.Module) -> dict[int, list[str]]:

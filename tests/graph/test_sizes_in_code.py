@@ -1,5 +1,6 @@
 """Code that asks for sizes of a batch, where batches have several: all of them are served, or it is told why not."""
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -102,6 +103,60 @@ def test_modules_that_squeeze_a_length_of_one(monkeypatch: pytest.MonkeyPatch) -
     check_inputs(Between(lambda x: x.squeeze(1), lambda x: x * 2), batches(((3, 7), (3, 1), (2, 5))), monkeypatch)
 
 
+def by_tokens(x: Tensor) -> Tensor:
+    """In a loop, which takes a plain length."""
+    sums = [x[:, :1]]
+    for step in range(1, x.shape[1]):
+        sums.append(sums[-1] / 2 + x[:, step : step + 1])
+    return torch.cat(sums, 1)
+
+
+OF_THE_LONGEST: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+    "size": (lambda x: by_tokens(x).mean(1, True) if x.shape[1] > 29 else by_tokens(x), lambda x: x * x.shape[1]),
+    "number": (lambda x: (by_tokens(x), 2.0 if x.shape[1] > 29 else 0.5), lambda both: both[0] * both[1]),
+}
+
+
+@pytest.mark.parametrize(("code", "after"), OF_THE_LONGEST.values(), ids=OF_THE_LONGEST)
+def test_what_the_longest_batch_alone_decides(
+    code: Callable[[Tensor], Any], after: Callable[[Any], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a module with a loop over tokens, which is run on batches of a few sizes. Seen to fail: silently, with inputs
+    that the longest batch does not have."""
+    check_inputs(Between(code, after), batches(((3, 30), (3, 17), (2, 5))), monkeypatch)
+
+
+DECIDES_IN_BETWEEN: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+    "size": (lambda x: by_tokens(x)[:, : 1 if x.shape[1] == 17 else None], lambda x: x * x.shape[1]),
+    "none": (lambda x: (by_tokens(x), x if x.shape[1] == 17 else None), lambda both: both[both[1] is not None]),
+}
+
+
+@pytest.mark.parametrize(("code", "after"), DECIDES_IN_BETWEEN.values(), ids=DECIDES_IN_BETWEEN)
+def test_what_a_batch_alone_decides(code: Callable[[Tensor], Any], after: Callable[[Any], Tensor]) -> None:
+    """Likewise; it is none of these sizes. Seen to fail: silently."""
+    with pytest.raises(CalibrationDataError, match="code takes another way on a batch"):
+        compress_in_memory(Between(code, after), batches(((3, 30), (3, 17), (2, 5))), recipe(4))
+
+
+@pytest.mark.parametrize("kind", [nn.ModuleList, lambda layers: nn.ModuleDict(dict(zip("ab", layers, strict=True)))])
+def test_modules_in_lists_that_decide_by_a_size(
+    kind: Callable[[list[nn.Module]], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lists are never called, but what is in them is. Seen to fail: refused, with the advice to put such code into a
+    module."""
+    layers = kind([Code(padded), Code(mean_of_many)])
+
+    def call_all(x: Tensor) -> Tensor:
+        for layer in layers.children():
+            x = layer(x)
+        return x * x.shape[1]
+
+    model = Between(call_all)
+    model.layers = layers
+    check_inputs(model, batches(), monkeypatch)
+
+
 class Numbered(Code):
     def __init__(self, code: Callable[[Tensor], Any], layer_idx: int) -> None:
         super().__init__(code)
@@ -154,6 +209,49 @@ def test_functions_of_python(code: Callable[[Tensor], Tensor], monkeypatch: pyte
     assert not {"len", "isinstance", "min", "max"} & globals().keys()
 
 
+NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "math": lambda x: x / math.sqrt(x.shape[1]) * math.log(math.sqrt(x.shape[0] + 1)),
+    "math, rounded": lambda x: x[:, : math.ceil(math.log2(x.shape[1]))] * x.shape[1],
+    "math, in a condition": lambda x: x * 2 if math.log(x.shape[1]) > 0.1 else x,
+    "tensor": lambda x: x / torch.tensor(x.shape[1]),
+    "tensor of several": lambda x: x * torch.tensor([[x.shape[1], 2.5], [1, x.shape[0]]], dtype=torch.float32).sum(),
+    "tensor of a condition": lambda x: x * torch.as_tensor(x.shape[1] > 3),
+}
+
+
+@pytest.mark.parametrize("code", NUMBERS.values(), ids=NUMBERS)
+@pytest.mark.parametrize("targets", [None, ["Linear"]])
+def test_numbers_of_sizes(
+    code: Callable[[Tensor], Tensor], targets: list[str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where they wait for another subgraph. Seen to fail: refused, as lengths of several numbers, and of what
+    is a condition as no number."""
+    check_inputs(Between(code), batches(), monkeypatch, sequential_targets=targets)
+    assert math.sqrt(4) == 2.0
+
+
+def test_lines_that_decide_are_told() -> None:
+    """Seen to fail: neither of the lines was named."""
+
+    def refused(code: Callable[[Tensor], Any]) -> str:
+        with pytest.raises((CalibrationDataError, UntraceableModelError)) as caught:
+            compress_in_memory(Between(code), batches(), recipe(4))
+        return str(caught.value)
+
+    def plain(x: Tensor) -> Tensor:
+        return x / int(x.shape[1])
+
+    def of_other_type(x: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(x, x, x, is_causal=x.shape[1] > 1)
+
+    file = __file__.rpartition("/")[2]
+    assert f"(batch 0: its sizes do not satisfy s63 > 8 (at {file}:{mean_of_many.__code__.co_firstlineno + 1}))" in (
+        refused(mean_of_many)
+    )
+    assert f"for a constant (at {file}:{plain.__code__.co_firstlineno + 1}). Bring" in refused(plain)
+    assert f"as a graph (at {file}:{of_other_type.__code__.co_firstlineno + 1}): TypeError" in refused(of_other_type)
+
+
 class _LikeNumbers(type):
     """Of a class that tells by values what its instances are."""
 
@@ -181,7 +279,7 @@ def test_classes_that_sizes_are_instances_of(kinds: Any, monkeypatch: pytest.Mon
 
 def test_names_that_code_puts_into_modules() -> None:
     """They stay its own. Seen to fail: one that it put there while it was recorded was gone."""
-    with taking_symbols([]):
+    with taking_symbols([], lambda function, size: size):
         assert "len" in globals()
         globals()["len"] = own = object()
     assert globals().pop("len") is own
@@ -320,6 +418,15 @@ def test_pooled_graphs(pooling: nn.Module | None, has_loss: bool, monkeypatch: p
 def ramp(x: Tensor, length: int) -> Tensor:
     """By an operator that takes plain numbers alone."""
     return x + torch.linspace(0, 1, length)[:, None]
+
+
+def test_functions_that_are_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen to fail: refused, for only what found it by its name in a Python module called another in its place."""
+    check_inputs(Between(steps_of_all), batches(), monkeypatch)
+
+
+def steps_of_all(x: Tensor) -> Tensor:
+    return torch.stack([x[:, step] for step in range(int(x.shape[1]))], 1)
 
 
 class Packing(nn.Module):

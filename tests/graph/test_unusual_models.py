@@ -578,8 +578,68 @@ class Viewing(Overwriting):
         return y + h
 
 
+class Flattening(nn.Module):
+    """Its body cannot be run on symbolic sizes; where it reads values, only for real."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.reads = reads
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.reads and (x > 1e9).any():
+            return -x.flatten(0, 1)
+        assert [*range(x.shape[1])]
+        return x.flatten(0, 1)
+
+
+class ViewingByLoop(Viewing):
+    reads = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flat: nn.Module = Flattening(self.reads)
+
+
+class ViewingByValues(ViewingByLoop):
+    reads = True
+
+
+class Damping(nn.Module):
+    """Writes to what it is given, in such a body."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.reads = reads
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.reads and (x > 1e9).any():
+            return -x.sum(1, keepdim=True)
+        for step in range(x.shape[1]):
+            x[:, step] *= 0.5
+        return x.sum(1, keepdim=True)
+
+
+class WritingByLoop(Overwriting):
+    reads = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.damping = Damping(self.reads)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.third(x)
+        y: Tensor = self.first(h)
+        total = self.damping(h)
+        y = y + self.second(h)
+        return y + total
+
+
+class WritingByValues(WritingByLoop):
+    reads = True
+
+
 @pytest.mark.parametrize("schedule", ["staged", "block", "recompute"])
-@pytest.mark.parametrize("kind", [Overwriting, Viewing])
+@pytest.mark.parametrize("kind", [Overwriting, Viewing, ViewingByLoop, ViewingByValues, WritingByLoop, WritingByValues])
 def test_modules_that_write_to_a_view_of_a_value(
     kind: type[nn.Module], schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

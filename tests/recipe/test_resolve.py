@@ -405,6 +405,15 @@ def test_tied_lm_head() -> None:
     assert "Add 'lm_head' to `ignore`, or untie it first" in message
 
 
+def test_all_that_is_tied_is_named_at_once() -> None:
+    """Seen to fail: one module at a time."""
+    tables, heads = [nn.Embedding(8, 16) for _ in range(2)], [nn.Linear(16, 8) for _ in range(2)]
+    for table, head in zip(tables, heads, strict=True):
+        head.weight = table.weight
+    with pytest.raises(UnsupportedModelError, match=r"2 .* with 0.weight; 3 .* with 1.weight, so they .* '2', '3' to"):
+        resolved(recipe(4), nn.Sequential(*tables, *heads))
+
+
 class Shared(nn.Module):
     """Two linears whose weights are different parameters of the same values."""
 
