@@ -38,19 +38,20 @@ def chosen_keys(config: DictConfig) -> set[str]:
     return typed | {key for key, value in found if key not in known or known[key] != value}
 
 
-def check_idle(config: DictConfig, groups: Collection[str], remedy: str) -> None:
+def check_idle(config: DictConfig, groups: Collection[str], remedy: str, of: str = "a calibration") -> None:
     """
     Args:
         config: as of `chosen_keys`.
         groups: of keys that play no part in the job at hand.
         remedy: what does, as a sentence.
+        of: what they are of.
 
     Raises:
         CompressionError: one of them was given.
     """
     idle = sorted(key for key in chosen_keys(config) if key.partition(".")[0] in groups)
     if idle:
-        raise CompressionError(f"{', '.join(idle)}: of a calibration alone. {remedy}")
+        raise CompressionError(f"{', '.join(idle)}: of {of} alone. {remedy}")
 
 
 def _shipped(config: DictConfig, choices: Mapping[str, str]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from lightning_compress.command.chosen import check_idle, chosen_keys
 from lightning_compress.command.estimate import check_unquantized, foreseeing, instantiated
 from lightning_compress.command.models import load_config_only
 from lightning_compress.command.plan import machine_for, size_of
-from lightning_compress.command.planning import CALIBRATIONS, check_ranks
+from lightning_compress.command.planning import CALIBRATIONS, IMAGES, check_ranks
 from lightning_compress.errors import CompressionError
 from lightning_compress.foresight.adapters import saved_by_packing
 from lightning_compress.foresight.finetuning_cost import CPU_OPTIMIZER, FineTuningTask, MicroBatch
@@ -56,10 +56,11 @@ def run_finetuning_plan(config: DictConfig) -> PlannedFineTuning:
     check_ranks(config)
     check_idle(
         config,
-        CALIBRATIONS,
+        (*CALIBRATIONS, *IMAGES),
         "The samples of job=finetuning are job.length and job.batch_size; layout.data, layout.zero, layout.offload, "
         "layout.tensor, layout.pipeline and job.gradient_checkpointing fix what else is given.",
     )
+    check_idle(config, ["disk"], "Fine-tuning offloads to host memory, and to no disk.", of="other plans")
     fixed = {str(name): value for name, value in config.layout.items() if value is not None}
     kind = "cuda" if config.run_on == "auto" else config.run_on
     machine = machine_for(config.gpu, kind, Path(config.output_dir))

@@ -24,7 +24,7 @@ from lightning_compress.foresight.jobs import CalibrationJob, check_images
 from lightning_compress.foresight.machine import Machine, cache_file, load_machine, named_gpu, save_machine
 from lightning_compress.foresight.plan import Candidate, Choice, Plan
 from lightning_compress.foresight.planned import CONTEXT, FRAGMENTED, Planned, Situation, device_to_give
-from lightning_compress.foresight.planner import least_s, plans, simplest_first, smallest
+from lightning_compress.foresight.planner import could_use_more, least_s, plans, simplest_first, smallest
 from lightning_compress.foresight.probe import probe
 from lightning_compress.graph.stages import Schedule
 from lightning_compress.graph.targets import as_patterns
@@ -117,13 +117,7 @@ def plan_calibration(
             break
     if not found:
         raise BudgetError(_nothing_fits(tried, machine, situation))
-    given = {"device": resources.device, "host": resources.host, "disk": resources.disk}
-    beyond = {"device": 1 << 30, "host": (1 << 30) // situation.together, "disk": 1 << 30}
-    more = {
-        place: replace(resources, **{place: size + beyond[place]}) for place, size in given.items() if size is not None
-    }
-    saved = {place: found[0].total_s - least_s(tried, machine, each) for place, each in more.items()}
-    found = simplest_first(found)
+    least, found = found[0].total_s, simplest_first(found)
     return Planned(
         model=type(model).__name__,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -131,12 +125,27 @@ def plan_calibration(
         machine=machine,
         best=found[0],
         runners_up=_others(found)[:5],
-        saved_s=saved,
+        saved_s=_saved_s(tried, machine, situation, least),
         num_candidates=len(tried),
         num_fitting=len(found),
         situation=situation,
         planning_s=time.perf_counter() - start,
     )
+
+
+def _saved_s(tried: Sequence[Candidate], machine: Machine, situation: Situation, least: float) -> dict[str, float]:
+    """Of the `least` seconds what one GiB more of each place would save (see `Planned`)."""
+    resources = situation.resources
+    given = {"device": resources.device, "host": resources.host, "disk": resources.disk}
+    beyond = {"device": 1 << 30, "host": (1 << 30) // situation.together, "disk": 1 << 30}
+    more = {
+        place: replace(resources, **{place: size + beyond[place]}) for place, size in given.items() if size is not None
+    }
+    saved: dict[str, float] = {}
+    for place, each in more.items():
+        among = [candidate for candidate in tried if could_use_more(candidate, machine, resources, place)]
+        saved[place] = least - least_s(among, machine, each, least)
+    return saved
 
 
 def _possible(batch_sizes: Sequence[int], situation: Situation) -> tuple[int, ...]:

@@ -36,6 +36,8 @@ from lightning_compress.recipe.load import load_recipe
 
 CALIBRATIONS = ("choices", "data", "recipe", "verify")
 """Groups of keys that play no part in plans of other jobs."""
+IMAGES = ("num_images", "image_size")
+"""Keys that say what images a calibration's samples have."""
 _MOST_RANKS = 1 << 16
 
 
@@ -119,8 +121,8 @@ def run_generation_plan(config: DictConfig) -> PlannedGeneration:
     check_ranks(config)
     only_for_fine_tuning(config)
     remedy = "Prompts of job=inference are job.context, job.new_tokens and job.batch_size; the rest is chosen."
-    check_idle(config, CALIBRATIONS, remedy)
-    if job.weight_bits is not None or config.ranks != 1 or job.num_images or config.num_images:
+    check_idle(config, (*CALIBRATIONS, *IMAGES), remedy)
+    if job.weight_bits is not None or config.ranks != 1 or job.num_images or job.image_size:
         raise CompressionError(
             "job=inference is planned for one rank, for prompts without images, and for weights as the model has them."
         )

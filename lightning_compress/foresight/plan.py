@@ -6,8 +6,8 @@ the next subgraph come while this one runs and is solved; what they are late the
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import repeat
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import final
 
 import torch
@@ -55,6 +55,36 @@ class Candidate:
     prepare_s: float
     read_bytes: int
     output_bytes: int
+
+    @cached_property
+    def rows(self) -> tuple[Needs, ...]:
+        """Of all that is done."""
+        return (*self.table, *self.end)
+
+    @cached_property
+    def alike(self) -> tuple[int, ...]:
+        """For each row the number of the first one which takes the same, as do those that are brought beside it."""
+        own = [(row.weights, row.requests.loaded, *map(_sizes, row.moments)) for row in self.rows]
+        ahead = [
+            tuple(each.weights for each in self.rows[n + 1 : n + 1 + self.choice.prefetch_depth])
+            for n in range(len(own))
+        ]
+        first: dict[object, int] = {}
+        return tuple(first.setdefault(key, number) for number, key in enumerate(zip(own, ahead, strict=True)))
+
+    @cached_property
+    def distinct(self) -> tuple[int, ...]:
+        """The numbers of rows that are like none before them."""
+        return tuple(dict.fromkeys(self.alike))
+
+
+def _sizes(moment: Moment) -> tuple[object, ...]:
+    """All of a moment but what it is about."""
+    return tuple(
+        tuple(sorted(moment.work.items())) if each.name == "work" else getattr(moment, each.name)
+        for each in fields(moment)
+        if each.name != "of"
+    )
 
 
 @final
@@ -148,24 +178,27 @@ def foreseen(candidate: Candidate, machine: Machine, waiting: Waiting, ranks: in
     """What a candidate takes with such budgets of activations, whatever there is; within `host` bytes the C heap keeps
     what is free in it."""
     parts: list[Foreseen] = []
-    late = 0.0
+    late: float | None = None
     pinned, started = 0, set[str]()
     most, on_cpu = _worst(candidate, machine, waiting, host), machine.device == "cpu"
-    again = _mapped_again(candidate, machine, waiting, host) if on_cpu else repeat(0.0)
-    pinned_of = [] if on_cpu else _pinned(candidate, machine, waiting)
-    for number, row in enumerate(candidate.table):
-        beside = zip(row.moments, again, strict=False)  # goes on where it was
-        steps = [Lanes(each, waiting, machine, ranks, extra) for each, extra in beside if each.what == "batch"]
-        part = _part(candidate, machine, row, steps, late if number else None, most[row.name])
-        parts.append(part)
-        if not on_cpu:  # nothing else goes on meanwhile
-            parts[-1] = _for_the_first_time(part, machine, pinned_of[number] - pinned, started)
-            pinned = max(pinned, pinned_of[number])
+    again = _mapped_again(candidate, machine, waiting, host) if on_cpu else {}
+    pinned_of = {} if on_cpu else _pinned(candidate, machine, waiting)
+    steps_of = {n: _steps(candidate.rows[n], waiting, machine, ranks, again.get(n, ())) for n in candidate.distinct}
+    known: dict[tuple[int, float | None], Foreseen] = {}
+    for number, row in zip(candidate.alike, candidate.table, strict=False):  # the first row like each
+        steps = steps_of[number]
+        if (number, late) not in known:
+            known[number, late] = _part(candidate, machine, row, steps, late, most[number])
+        part = replace(known[number, late], name=row.name)
         late = 0.0
-        if candidate.choice.prefetch_depth and number + 1 < len(candidate.table):
-            read_s, send_s = bringing(candidate, candidate.table[number + 1], machine)
+        if candidate.choice.prefetch_depth and len(parts) + 1 < len(candidate.table):
+            read_s, send_s = bringing(candidate, candidate.table[len(parts) + 1], machine)
             busy = (read_s + sum(step.file for step in steps), send_s + sum(step.up for step in steps))
             late = max(0.0, *(each - part.run_s - part.solve_s for each in busy))
+        if not on_cpu:  # nothing else goes on meanwhile
+            part = _for_the_first_time(part, machine, pinned_of[number] - pinned, started)
+            pinned = max(pinned, pinned_of[number])
+        parts.append(part)
     places = dict.fromkeys(place for row in most.values() for place in row)
     peaks_of_places = {place: max(sum(row[place].values()) for row in most.values()) for place in places}
     in_file = max(waiting.shares(moment.waiting)[2] for row in candidate.table for moment in row.moments) * ranks
@@ -180,6 +213,12 @@ def foreseen(candidate: Candidate, machine: Machine, waiting: Waiting, ranks: in
         peaks={**peaks_of_places, "disk": candidate.output_bytes + in_file},
         rates={name: rate.value for name, rate in machine.rates.items()},
     )
+
+
+def _steps(row: Needs, waiting: Waiting, machine: Machine, ranks: int, again: Sequence[float]) -> list["Lanes"]:
+    """Of a subgraph; `again` are the seconds of each moment in which the heap is mapped again, if any."""
+    beside = zip(row.moments, again or [0.0] * len(row.moments), strict=True)
+    return [Lanes(each, waiting, machine, ranks, extra) for each, extra in beside if each.what == "batch"]
 
 
 def _part(
@@ -216,14 +255,19 @@ def _part(
     )
 
 
-def _pinned(candidate: Candidate, machine: Machine, waiting: Waiting) -> list[int]:
-    """For each subgraph the bytes of host memory that are pinned: weights on their way, and what waits."""
-    found = dict.fromkeys(range(len(candidate.table)), 0)
-    places = (number for number, row in enumerate(candidate.table) for _ in row.moments)
-    for number, peak in zip(places, peaks_of(candidate, machine, "host", waiting), strict=False):  # then the end
+def _pinned(candidate: Candidate, machine: Machine, waiting: Waiting) -> dict[int, int]:
+    """For each distinct row the bytes of host memory that are pinned: weights on their way, and what waits."""
+    found = dict.fromkeys(candidate.distinct, 0)
+    for number, peak in _by_row(candidate, peaks_of(candidate, machine, "host", waiting)):
         size = sum(peak.parts.get(each, 0) for each in ("weights", "prefetch", "waiting", "in_flight"))
         found[number] = max(found[number], size)
-    return list(found.values())
+    return found
+
+
+def _by_row(candidate: Candidate, found: Sequence[Peak]) -> Iterator[tuple[int, Peak]]:
+    """Peaks of distinct rows, each with the number of its row."""
+    numbers = (number for number in candidate.distinct for _ in candidate.rows[number].moments)
+    return zip(numbers, found, strict=True)
 
 
 def _for_the_first_time(part: Foreseen, machine: Machine, more: int, started: set[str]) -> Foreseen:
@@ -248,28 +292,30 @@ MAPPED_AGAIN = 1.3
 there at most (1.0 to 1.5 were measured)."""
 
 
-def _mapped_again(candidate: Candidate, machine: Machine, waiting: Waiting, host: int | None) -> Iterator[float]:
-    """For each moment of each subgraph the seconds that it takes to map again what the heap gives back: where what a
-    batch leaves free does not fit under what the process is to keep. (Where it fits, holes grow until they do not, and
-    little is given back.)"""
-    where = ((*candidate.table, *candidate.end), torch.device(machine.device))
+def _mapped_again(candidate: Candidate, machine: Machine, waiting: Waiting, host: int | None) -> dict[int, list[float]]:
+    """For each moment of each distinct row the seconds that it takes to map again what the heap gives back: where what
+    a batch leaves free does not fit under what the process is to keep. (Where it fits, holes grow until they do not,
+    and little is given back.)"""
     budgets, depth = Budgets(host, candidate.held), candidate.choice.prefetch_depth
-    _, most_resident = process_bytes(*where, budgets, depth, waiting)
-    for peak in peaks(*where, budgets, "host", depth, waiting):
+    where = (candidate.rows, torch.device(machine.device), budgets)
+    _, most_resident = process_bytes(*where, depth, waiting, candidate.distinct)
+    again: dict[int, list[float]] = {number: [] for number in candidate.distinct}
+    for number, peak in _by_row(candidate, peaks(*where, "host", depth, waiting, numbers=candidate.distinct)):
         left_free = MAPPED_AGAIN * peak.moment.heap_batch
         is_over = left_free > 0 and peak.num_bytes - peak.moment.batch + left_free > most_resident
-        yield left_free * peak.moment.num_batches / machine.rate("mapping") if is_over else 0.0
+        again[number].append(left_free * peak.moment.num_batches / machine.rate("mapping") if is_over else 0.0)
+    return again
 
 
 def _worst(
     candidate: Candidate, machine: Machine, waiting: Waiting, host: int | None
-) -> dict[str, dict[str, dict[str, int]]]:
-    """By subgraph and place the parts of the worst moment."""
+) -> dict[int, dict[str, dict[str, int]]]:
+    """By distinct row and place the parts of the worst moment."""
     places: tuple[Place, ...] = ("host",) if machine.device == "cpu" else ("device", "host")
-    found: dict[str, dict[str, dict[str, int]]] = {}
+    found: dict[int, dict[str, dict[str, int]]] = {}
     for place in places:
-        for peak in peaks_of(candidate, machine, place, waiting, "kept", host):
-            known = found.setdefault(peak.row.name, {})
+        for number, peak in _by_row(candidate, peaks_of(candidate, machine, place, waiting, "kept", host)):
+            known = found.setdefault(number, {})
             if place not in known or sum(known[place].values()) < peak.num_bytes:
                 known[place] = {part: size for part, size in peak.parts.items() if size}
     return found
@@ -338,7 +384,7 @@ def peaks_of(
     spare: Spare = "none",
     host: int | None = None,
 ) -> list[Peak]:
-    """What every moment takes of a place."""
+    """What every moment of the distinct rows takes of a place."""
     budgets, depth = Budgets(host, candidate.held), candidate.choice.prefetch_depth
-    table = (*candidate.table, *candidate.end)
-    return peaks(table, torch.device(machine.device), budgets, place, depth, waiting, spare)
+    what = (candidate.rows, torch.device(machine.device), budgets, place, depth, waiting, spare)
+    return peaks(*what, candidate.distinct)

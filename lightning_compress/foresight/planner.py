@@ -32,6 +32,7 @@ time has many solutions where computing is the longest lane, so a second program
 link within half a percent of it.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -53,7 +54,7 @@ from lightning_compress.foresight.plan import (
     seconds_of,
 )
 from lightning_compress.memory.budget import KEPT_FREE, Budgets, Place, Spare, rounding, swing, with_reserve
-from lightning_compress.memory.needs import Moment, Waiting
+from lightning_compress.memory.needs import Moment, Needs, Waiting
 
 SLACK = 1.005
 """How much longer than the least a plan may take to spare the disk and the link."""
@@ -93,10 +94,10 @@ def simplest_first(found: Sequence[Plan]) -> list[Plan]:
     return [first, *(plan for plan in found if plan is not first)]
 
 
-def least_s(candidates: Sequence[Candidate], machine: Machine, resources: Resources) -> float:
-    """Seconds of the fastest plan of all; infinite where none fits. Candidates that could not be faster, whatever there
-    is of memory, are not tried."""
-    least, tried = inf, list[tuple[Candidate, Plan | None]]()
+def least_s(candidates: Sequence[Candidate], machine: Machine, resources: Resources, known: float = inf) -> float:
+    """Seconds of the fastest plan of all, or of one that is `known`; infinite where none fits. Candidates that could
+    not be faster, whatever there is of memory, are not tried."""
+    least, tried = known, list[tuple[Candidate, Plan | None]]()
     for bound, number in sorted((_bound_s(each, machine, resources), i) for i, each in enumerate(candidates)):
         if bound >= least:
             break
@@ -104,7 +105,22 @@ def least_s(candidates: Sequence[Candidate], machine: Machine, resources: Resour
         tried.append((candidates[number], plan))
         least = min(least, plan.total_s) if plan is not None else least
     found = [_refined(each, plan, least, machine, resources) for each, plan in tried]
-    return min((plan.total_s for plan in found if plan is not None), default=inf)
+    return min((known, *(plan.total_s for plan in found if plan is not None)))
+
+
+def could_use_more(candidate: Candidate, machine: Machine, resources: Resources, place: str) -> bool:
+    """Whether there is less of a place than a candidate takes with all that can wait there: else more changes
+    nothing."""
+    if place == "disk":
+        most = candidate.output_bytes + resources.ranks * _most_waiting(candidate)
+        return resources.disk is not None and most > resources.disk
+    device = torch.device(machine.device)
+    reserved = with_reserve(Budgets(resources.host, candidate.held), device).host
+    limit = reserved if place == "host" else resources.device
+    everything = Waiting(0 if place == "host" else None, None)
+    taken = peaks_of(candidate, machine, "host" if place == "host" else "device", everything, "kept")
+    beyond = swing(_rows(candidate)) if machine.device == "cpu" else 0
+    return limit is not None and max(peak.num_bytes for peak in taken) + beyond > limit
 
 
 def best(candidate: Candidate, machine: Machine, resources: Resources, rough: bool = False) -> Plan | None:
@@ -150,7 +166,7 @@ def _levels(candidate: Candidate, machine: Machine) -> list[int]:
     """Bytes that are to be able to wait on the device, at least: nothing, or all that waits at some moments."""
     if machine.device == "cpu":
         return [0]
-    return sorted({0, *(moment.waiting for row in candidate.table for moment in row.moments)})
+    return sorted({0, *(moment.waiting for row in _rows(candidate) for moment in row.moments)})
 
 
 def _best(
@@ -178,7 +194,12 @@ def _bound_s(candidate: Candidate, machine: Machine, resources: Resources) -> fl
 
 
 def _most_waiting(candidate: Candidate) -> int:
-    return max((moment.waiting for row in candidate.table for moment in row.moments), default=0)
+    return max((moment.waiting for row in _rows(candidate) for moment in row.moments), default=0)
+
+
+def _rows(candidate: Candidate) -> list[Needs]:
+    """Those that are like none before them."""
+    return [candidate.rows[number] for number in candidate.distinct]
 
 
 def _solved(
@@ -213,7 +234,7 @@ def _solved(
 def _pinning(programme: LinearProgramme, budgets: "_Budgets", candidate: Candidate, machine: Machine) -> int:
     """The variable of the seconds in which host memory is pinned, once: that of the moment which needs the most."""
     pinning, rate = programme.variable(), machine.rate("pinning")
-    ratio = rounding(candidate.table, torch.device(machine.device))
+    ratio = rounding(_rows(candidate), torch.device(machine.device))
     found = peaks_of(candidate, machine, "host", Waiting(budgets.level, 0))
     names = ("weights", "prefetch", "waiting", "in_flight")
     others = [sum(peak.parts.get(each, 0) for each in names) for peak in found]
@@ -251,7 +272,7 @@ def _bound(
 ) -> bool:
     """What every moment leaves of memory; beside what waits in the heap, that keeps a part free. Whether it fits with
     everything elsewhere but what is to be on the device."""
-    moments = [moment for row in candidate.table for moment in row.moments if moment.waiting]
+    moments = [moment for row in _rows(candidate) for moment in row.moments if moment.waiting]
     in_heap = max((each.heap_waiting / each.waiting for each in moments), default=0.0)
     free = KEPT_FREE * in_heap if spare == "kept" else 0.0
     places: tuple[Place, ...] = ("host",) if machine.device == "cpu" else ("device", "host")
@@ -259,8 +280,8 @@ def _bound(
         limit = resources.host if place == "host" else resources.device
         if limit is None:
             continue
-        ratio = rounding(candidate.table, torch.device(machine.device)) if place == "host" else 1.0
-        limit -= swing(candidate.table) if spare == "kept" else 0  # beyond that the heap gives back what it has free
+        ratio = rounding(_rows(candidate), torch.device(machine.device)) if place == "host" else 1.0
+        limit -= swing(_rows(candidate)) if spare == "kept" else 0  # beyond that the heap gives back what it has free
         for peak in peaks_of(candidate, machine, place, Waiting(budgets.level, 0 if budgets.file else None), spare):
             waits = peak.moment.waiting  # of which a byte takes `ratio`
             on_device, on_host, _ = Waiting(budgets.level, 0 if budgets.file else None).shares(waits)
@@ -283,16 +304,9 @@ def _bound(
 
 def _distinct(candidate: Candidate) -> list[tuple[int, int]]:
     """The number of the first subgraph of every kind, and how many there are of it."""
-    alike: dict[tuple[object, ...], list[int]] = {}
-    for number, row in enumerate(candidate.table):
-        ahead = candidate.table[number + 1].weights if number + 1 < len(candidate.table) else 0
-        moments = [(*_sizes(moment), *sorted(moment.work.items())) for moment in row.moments]
-        alike.setdefault((row.weights, ahead, number == 0, *moments), []).append(number)
-    return [(numbers[0], len(numbers)) for numbers in alike.values()]
-
-
-def _sizes(moment: Moment) -> tuple[object, ...]:
-    return moment.what, moment.waiting, moment.loaded, moment.stored
+    last = len(candidate.table) - 1
+    kinds = [(kind, number == 0, number == last) for number, kind in enumerate(candidate.alike[: last + 1])]
+    return [(kinds.index(kind), number) for kind, number in Counter(kinds).items()]
 
 
 def _subgraph(

@@ -10,7 +10,7 @@ Alternative not taken: measuring, and giving room where it gets tight. A run tha
 layer is wider than the others could have said so before the first.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, final
 
@@ -145,7 +145,12 @@ def fit(table: Sequence[Needs], device: torch.device, budgets: Budgets) -> Fit:
 
 
 def process_bytes(
-    table: Sequence[Needs], device: torch.device, budgets: Budgets, depth: int, waiting: Waiting
+    table: Sequence[Needs],
+    device: torch.device,
+    budgets: Budgets,
+    depth: int,
+    waiting: Waiting,
+    numbers: Collection[int] | None = None,
 ) -> tuple[int, int]:
     """What the process will take at most, and above how much of it the heap gives back what is free in it.
 
@@ -153,7 +158,7 @@ def process_bytes(
     """
     where = (table, device, budgets)
     kinds: tuple[Spare, ...] = ("none", "least", "kept")
-    none, least, kept = (_most(peaks(*where, "host", depth, waiting, kind)).num_bytes for kind in kinds)
+    none, least, kept = (_most(peaks(*where, "host", depth, waiting, kind, numbers)).num_bytes for kind in kinds)
     if budgets.is_lean:
         return least, none
     return kept, int(min(kept, max(none, _limit(budgets.host) - swing(table))))
@@ -237,12 +242,15 @@ def peaks(
     depth: int,
     waiting: Waiting,
     spare: Spare = "none",
+    numbers: Collection[int] | None = None,
 ) -> list[Peak]:
     """What every moment takes of a place, with weights brought `depth` subgraphs ahead and such activations waiting in
-    memory."""
-    kept, ratio = kept_free(table, waiting), rounding(table, device)
+    memory; of the rows of these numbers alone, where all others are like one of them."""
+    looked_at = range(len(table)) if numbers is None else numbers
+    rows = [table[number] for number in looked_at]
+    kept, ratio = kept_free(rows, waiting), rounding(rows, device)
     found = []
-    for number, row in enumerate(table):
+    for number, row in zip(looked_at, rows, strict=True):
         ahead = table[number + 1 : number + 1 + depth]
         for moment in row.moments:
             parts = _parts(row, ahead, moment, device, budgets, place, waiting, ratio)

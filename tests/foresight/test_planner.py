@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ from lightning_compress.foresight import plan as plan_module
 from lightning_compress.foresight.linear import LinearProgramme
 from lightning_compress.foresight.machine import Machine, Rate
 from lightning_compress.foresight.plan import Candidate, Choice, Plan, Resources, foreseen
-from lightning_compress.foresight.planner import SLACK, best, least_s, plans, simplest_first, smallest
+from lightning_compress.foresight.planner import SLACK, best, could_use_more, least_s, plans, simplest_first, smallest
 from lightning_compress.memory.budget import RESERVE
 from lightning_compress.memory.needs import Moment, Needs, Requests, Waiting
 
@@ -225,6 +225,42 @@ def test_nothing_is_on_its_way_where_all_waits_on_the_device(on_device: int, on_
     most = math.inf if on_host is None else 1000 + (on_host - 1000) / (1 + RESERVE)
     if with_reserve := [plan for plan in fitting if plan.peaks["host"] <= most]:
         assert found.total_s <= SLACK * min(plan.total_s for plan in with_reserve) + 1e-9
+
+
+@pytest.mark.parametrize("changed", [field.name for field in fields(Moment)])
+def test_rows_are_alike_whatever_they_are_called(changed: str) -> None:
+    """Seen to fail: with any of a moment's sizes left out."""
+    given = candidate(depth=0)
+    assert given.alike == (0, 1, 1, 1)
+    row = given.table[2]
+    value = {"of": "layers.1.proj", "what": "write", "work": {"solve": 9.0}}.get(changed, 77)
+    other = replace(row, moments=(row.moments[0], replace(row.moments[1], **{changed: value}), row.moments[2]))
+    given = replace(given, table=(*given.table[:2], other, given.table[3]))
+    assert given.alike == ((0, 1, 1, 1) if changed == "of" else (0, 1, 2, 1))
+
+
+def test_rows_are_alike_if_those_brought_beside_them_are() -> None:
+    """Seen to fail: with the rows ahead left out."""
+    found = [replace(candidate(depth=depth), end=(Needs("the end", 7, ()),)).alike for depth in (0, 1, 2)]
+    assert found == [(0, 1, 1, 1, 4), (0, 1, 1, 3, 4), (0, 1, 2, 3, 4)]
+    given = candidate(depth=0)
+    heavier, loads = replace(given.table[2], weights=41), replace(given.table[2], requests=Requests((), ((5,),)))
+    assert [replace(given, table=(*given.table[:2], row)).alike for row in (heavier, loads)] == [(0, 1, 2)] * 2
+
+
+@pytest.mark.parametrize(("kind", "place"), [("cuda", "device"), ("cuda", "host"), ("cuda", "disk"), ("cpu", "host")])
+def test_more_of_a_place_that_has_room_for_all_is_of_no_use(kind: str, place: str) -> None:
+    """Seen to fail: with what waits, or on a CPU what the heap keeps, left out of what a place may have to hold."""
+    given, there_is = in_heap(uneven(candidate())), machine(kind, mapping=10.0, pinning=50.0)
+    useful = dict[int, bool]()
+    for size in range(100, 3000, 20):
+        there = replace(Resources(None if kind == "cpu" else 130, 1300, 260), **{place: size})
+        useful[size] = could_use_more(given, there_is, there, place)
+        if not useful[size]:
+            plan, more = (best(given, there_is, each) for each in (there, replace(there, **{place: 10**6})))
+            assert (plan and plan.total_s) == (more and more.total_s), size
+    assert useful[100]
+    assert not useful[2980]
 
 
 def fits(plan: Plan, there: Resources) -> bool:

@@ -226,19 +226,25 @@ def test_what_a_model_cannot_do_is_not_planned(command: Command, tmp_path: Path)
         (["choices={batch_size: [2]}"], "choices.batch_size: of a calibration alone. The samples"),
         (["choices.batch_size=[2]"], "choices.batch_size: of a calibration alone. The samples"),
         (["data.max_length=32"], "data.max_length: of a calibration alone. The samples of job=finetuning are"),
+        (["num_images=2"], "num_images: of a calibration alone. The samples of job=finetuning are"),
+        (["image_size=[9, 9]"], "image_size: of a calibration alone. The samples of job=finetuning are"),
+        (["disk=1TiB"], "disk: of other plans alone. Fine-tuning offloads to host memory, and to no disk"),
+        (["nodes=2", "ranks=2"], "nodes=2: only calibrations are planned for more than one"),
         (["job.lora_targets=[nowhere]", "job.method=lora"], "job.lora_targets: 'nowhere' means no linear layer"),
         (["gpu=null", "run_on=cpu"], "Fine-tuning is planned for a GPU, and "),
         (["json=/dev/null/plan.json"], "json=/dev/null/plan.json cannot be written"),
         (["job=calibration"], "for a calibration (without job), for job=inference and for job=finetuning"),
         (["job=inference", "layout.zero=1"], "layout.zero=1: only plans of job=finetuning have these"),
         (["job=inference", "choices.batch_size=[2]"], "choices.batch_size: of a calibration alone. Prompts of"),
+        (["job=inference", "image_size=[9, 9]"], "image_size: of a calibration alone. Prompts of job=inference"),
+        (["job=inference", "job.image_size=[9, 9]"], "for prompts without images"),
         (["job=inference", "recipe=w3a16_gptq"], "recipe.modifiers: of a calibration alone. Prompts of job=inference"),
     ],
 )
 @pytest.mark.usefixtures("rates")
 def test_wrong_input(command: Command, folder: Path, options: list[str], message: str) -> None:
-    """Also what is right elsewhere. Seen to fail: with samples of a calibration's length, its batches and its recipe
-    passed over."""
+    """Also what is right elsewhere. Seen to fail: with samples of a calibration's length, its batches, its images and
+    its recipe passed over, and so with a disk that fine-tuning has no use for."""
     job = [] if options[0].startswith("job=") else JOB
     assert message in refused(command, "plan", f"model.path={folder}", *MACHINE, *job, *options)
 
@@ -247,7 +253,8 @@ def test_wrong_input(command: Command, folder: Path, options: list[str], message
 def test_quantized_models_are_refused(command: Command, tmp_path: Path, job: str) -> None:
     """As `estimate` does. Seen to fail: without it, weights of 4 bits being counted as of 16."""
     LlamaConfig(**SIZES, quantization_config={"quant_method": "gptq", "bits": 4}).save_pretrained(tmp_path / "packed")
-    said = refused(command, "plan", f"model.path={tmp_path / 'packed'}", *MACHINE, f"job={job}", "disk=1GiB")
+    room = ["disk=1GiB"] * (job == "inference")
+    said = refused(command, "plan", f"model.path={tmp_path / 'packed'}", *MACHINE, f"job={job}", *room)
     assert f"model.path={tmp_path / 'packed'} is quantized, and its weights would be counted as if it was not" in said
     file = tmp_path / "packed" / "config.json"
     said = refused(command, "estimate", f"model.config={file}", f"job={job}")
