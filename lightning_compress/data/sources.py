@@ -198,8 +198,8 @@ def _column(dataset: datasets.Dataset, config: HfConfig) -> Sequence[Document]:
     first = next((row for row in rows if row is not None), None)
     if not isinstance(first, str) and not is_chat(first):
         raise CalibrationDataError(
-            f"data.column={config.column!r} of {config.path!r} holds {type(first).__name__}; calibration reads "
-            "strings or chats (lists of {role, content})."
+            f"data.column={config.column!r} of {config.path!r} holds {type(first).__name__} ({str(first)[:60]}); "
+            "calibration reads strings or chats (lists of {role, content})."
         )
     return cast(Sequence[Document], dataset[config.column])
 

@@ -211,7 +211,7 @@ def test_columns_that_cannot_be_used(tmp_path: Path) -> None:
     path.write_text('{"id": 1, "story": "one"}\n')
     with pytest.raises(CalibrationDataError, match=r"data.column='text': .* has the columns id, story\."):
         load_documents(HfConfig(path=str(path)))
-    with pytest.raises(CalibrationDataError, match=r"data.column='id' of .* holds int"):
+    with pytest.raises(CalibrationDataError, match=r"data.column='id' of .* holds int \(1\)"):
         load_documents(HfConfig(path=str(path), column="id"))
     path.write_text('{"id": 1, "story": null}\n' * 3)
     with pytest.raises(CalibrationDataError, match=r"data.column='story' of .* holds NoneType"):
