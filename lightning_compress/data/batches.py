@@ -24,7 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lightning_compress.data.config import CustomConfig, DataConfig, MultimodalConfig, TokensConfig
 from lightning_compress.data.custom import custom_batches
 from lightning_compress.data.multimodal import multimodal_dataloader
-from lightning_compress.data.sources import Document, is_chat, load_documents, without_nulls
+from lightning_compress.data.sources import Document, is_chat, load_documents, rendered
 from lightning_compress.errors import CalibrationDataError
 
 Batch = dict[str, Tensor]
@@ -195,7 +195,7 @@ def _render(document: Document, tokenizer: PreTrainedTokenizerBase) -> str:
             f"the data holds chats, and the tokenizer {tokenizer.name_or_path!r} has no chat template: use the "
             "instruction-tuned model's tokenizer, set tokenizer.chat_template, or choose a column of strings."
         )
-    return cast(str, tokenizer.apply_chat_template(without_nulls(document), tokenize=False))
+    return rendered(document, tokenizer)
 
 
 def _windows(encoded: Iterator[Tensor], config: TokensConfig, least_documents: int) -> list[Tensor]:

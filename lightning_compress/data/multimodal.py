@@ -15,7 +15,7 @@ from transformers import ImageProcessingMixin, SequenceFeatureExtractor
 
 from lightning_compress.data.config import MultimodalConfig
 from lightning_compress.data.sounds import decoded, undecoded
-from lightning_compress.data.sources import check_columns, is_chat, load_rows, without_nulls
+from lightning_compress.data.sources import check_columns, is_chat, load_rows, rendered
 from lightning_compress.errors import CalibrationDataError
 
 _WORD = "image"
@@ -32,7 +32,7 @@ def multimodal_dataloader(config: MultimodalConfig, processor: Any) -> DataLoade
         CalibrationDataError: no processor of images or sounds, a column that is not there, or too few rows.
     """
     is_of_images = isinstance(processor, ImageProcessingMixin)
-    if config.image_column is not None and not is_of_images and getattr(processor, "image_processor", None) is None:
+    if config.image_column is not None and not _reads_images(processor):
         raise CalibrationDataError(
             f"data=multimodal needs a processor of text with images, and {type(processor).__name__} is none: "
             "model.path has to hold a processor_config.json or preprocessor_config.json."
@@ -65,6 +65,11 @@ def multimodal_dataloader(config: MultimodalConfig, processor: Any) -> DataLoade
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(config.seed))
     drawn = rows.select(order[: config.num_samples].tolist())
     return DataLoader(drawn, batch_size=config.batch_size, collate_fn=_Collate(config, processor))
+
+
+def _reads_images(processor: Any) -> bool:
+    """Whether it makes batches of images, with text or alone."""
+    return isinstance(processor, ImageProcessingMixin) or getattr(processor, "image_processor", None) is not None
 
 
 def takes_images(processor: Any) -> bool:
@@ -157,20 +162,33 @@ class _Collate:
 
     def _sounds(self, row: Mapping[str, Any]) -> list[Any]:
         column, rate = self.config.audio_column, _sampling_rate(self.processor)
-        if column is None or rate is None:
+        if rate is None:
             return []
-        found = row[column] if isinstance(row[column], list) else [row[column]]
+        found = self._found(row, column, "audio")
         try:
             return [decoded(sound, rate, Path(self.config.path).parent) for sound in found if sound is not None]
         except CalibrationDataError as error:
-            raise CalibrationDataError(f"data.audio_column={column!r} of {self.config.path!r}: {error}") from error
+            raise CalibrationDataError(f"{self._where('audio_column')}: {error}") from error
 
     def _images(self, row: Mapping[str, Any]) -> list[Any]:
-        column = self.config.image_column
-        if column is None:
-            return []
-        found = row[column] if isinstance(row[column], list) else [row[column]]
-        return [self._decoded(image) for image in found if image is not None]
+        found = [image for image in self._found(row, self.config.image_column, "image") if image is not None]
+        if found and not _reads_images(self.processor):
+            raise CalibrationDataError(
+                f"{self._where('image_column')} has images, which {type(self.processor).__name__} does not read: "
+                "model.path has to hold a processor_config.json or preprocessor_config.json. Or leave such rows out."
+            )
+        return [self._decoded(image) for image in found]
+
+    def _found(self, row: Mapping[str, Any], column: str | None, kind: str) -> list[Any]:
+        """What a column holds; without one, what a chat has beside its words ({type: image, image: ...}), in the order
+        in which it has them."""
+        if column is not None:
+            return row[column] if isinstance(row[column], list) else [row[column]]
+        chat = None if self.config.text_column is None else row[self.config.text_column]
+        contents = [message.get("content") for message in chat or ()] if is_chat(chat) else []
+        items = [item for content in contents if isinstance(content, list) for item in content]
+        of_kind = [item for item in items if isinstance(item, Mapping) and item.get("type") == kind]
+        return [next(filter(None, map(item.get, (kind, "path", "url"))), None) for item in of_kind]
 
     def _decoded(self, image: Any) -> Image.Image:
         """Paths, relative ones from where the data set is, and encoded bytes become images."""
@@ -181,21 +199,29 @@ class _Collate:
         try:
             opened = datasets.Image().decode_example(image) if isinstance(image, dict) else image
         except (OSError, ValueError, KeyError) as error:
-            raise CalibrationDataError(f"data.image_column={self.config.image_column!r}: {error}") from error
+            raise CalibrationDataError(f"{self._where('image_column')}: {error}") from error
         if not isinstance(opened, Image.Image):
             raise CalibrationDataError(
-                f"data.image_column={self.config.image_column!r} of {self.config.path!r} holds {type(image).__name__}; "
+                f"{self._where('image_column')} holds {type(image).__name__}; "
                 "images are images, paths or encoded bytes, or lists of these."
             )
         return opened.convert("RGB")
+
+    def _where(self, key: str) -> str:
+        """A column by its key; the one of texts where that is null."""
+        key = "text_column" if getattr(self.config, key) is None else key
+        return f"data.{key}={getattr(self.config, key)!r} of {self.config.path!r}"
 
     def _text(self, row: Mapping[str, Any], num_images: int, num_sounds: int) -> str:
         if self.config.text_column is None:
             return ""
         text = row[self.config.text_column]
-        where = f"data.text_column={self.config.text_column!r} of {self.config.path!r}"
+        where = self._where("text_column")
         if not isinstance(text, str) and not is_chat(text):
-            raise CalibrationDataError(f"{where} holds {type(text).__name__}; it has to be strings or chats.")
+            raise CalibrationDataError(
+                f"{where} holds {type(text).__name__} ({str(text)[:60]}); it has to be strings or chats (lists of "
+                "{role, content})."
+            )
         template = getattr(self.processor, "chat_template", None)
         if template is None and not isinstance(text, str):
             raise CalibrationDataError(f"{where} holds chats, and the processor has no chat template.")
@@ -204,9 +230,7 @@ class _Collate:
             tokens += [getattr(self.processor, "audio_token", "")] * num_sounds
             return " ".join([*(token for token in tokens if token), text])
         content = [{"type": "image"}] * num_images + [{"type": "audio"}] * num_sounds + [{"type": "text", "text": text}]
-        chat = [{"role": "user", "content": content}] if isinstance(text, str) else without_nulls(text)
-        rendered: str = self.processor.apply_chat_template(chat, tokenize=False)
-        return rendered
+        return rendered([{"role": "user", "content": content}] if isinstance(text, str) else text, self.processor)
 
 
 def _sampling_rate(processor: Any) -> int | None:

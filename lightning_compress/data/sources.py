@@ -27,7 +27,7 @@ from datasets.exceptions import DatasetGenerationError
 from lightning_compress.data.config import DocsConfig, HfConfig, MultimodalConfig, TextConfig, TokensConfig
 from lightning_compress.errors import CalibrationDataError
 
-Chat = list[dict[str, str]]
+Chat = list[dict[str, Any]]
 Document = str | Chat
 
 _Scope = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
@@ -173,6 +173,8 @@ def load_rows(config: HfConfig | MultimodalConfig) -> datasets.Dataset:
         if kind is not None:
             return datasets.load_dataset(kind, data_files=glob.escape(config.path), split=config.split)
         return datasets.load_dataset(config.path, config.name, split=config.split)
+    except StopIteration:  # what it says of an empty file
+        raise CalibrationDataError(f"data.path={config.path!r} has no rows.") from None
     except DatasetGenerationError as error:
         raise CalibrationDataError(f"data.path={config.path!r} cannot be read: {error.__cause__ or error}") from error
     except ValueError as error:
@@ -198,8 +200,8 @@ def _column(dataset: datasets.Dataset, config: HfConfig) -> Sequence[Document]:
     first = next((row for row in rows if row is not None), None)
     if not isinstance(first, str) and not is_chat(first):
         raise CalibrationDataError(
-            f"data.column={config.column!r} of {config.path!r} holds {type(first).__name__}; calibration reads "
-            "strings or chats (lists of {role, content})."
+            f"data.column={config.column!r} of {config.path!r} holds {type(first).__name__} ({str(first)[:60]}); "
+            "calibration reads strings or chats (lists of {role, content})."
         )
     return cast(Sequence[Document], dataset[config.column])
 
@@ -224,6 +226,22 @@ def is_chat(value: object) -> bool:
             isinstance(m, dict) and "role" in m and not m.keys().isdisjoint(("content", "tool_calls")) for m in value
         )
     )
+
+
+def rendered(chat: Chat, reader: Any) -> str:
+    """A chat as the template of a tokenizer or processor writes it.
+
+    Raises CalibrationDataError where the template, which is code of the model's makers, refuses it.
+    """
+    messages = without_nulls(chat)
+    try:
+        return cast(str, reader.apply_chat_template(messages, tokenize=False))
+    except Exception as error:
+        raise CalibrationDataError(
+            f"the chat template of {type(reader).__name__} refuses {str(messages)[:100]} with the roles "
+            f"{', '.join(str(message['role']) for message in messages)}: {error} ({type(error).__name__}). Leave such "
+            "rows out, or give them the roles that it knows."
+        ) from error
 
 
 def without_nulls(value: Any) -> Any:

@@ -263,3 +263,12 @@ def test_padding_without_any_token_to_pad_with(documents: tuple[str, ...], token
     config = TextConfig(files=documents, num_samples=10, max_length=20, packing=False)
     with pytest.raises(CalibrationDataError, match=r"neither a pad nor an eos token.*data.packing=true"):
         batches(config, tokenizer)
+
+
+def test_a_template_that_refuses_a_chat(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    """Such as one without a role for the system. Seen to fail: jinja's own error came, of no row and no remedy."""
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"chat": [{"role": "system", "content": "be kind"}]}))
+    tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
+    config = HfConfig(path=str(tmp_path / "chats.jsonl"), column="chat", num_samples=1, max_length=4)
+    with pytest.raises(CalibrationDataError, match=r"refuses .*be kind.* roles system: System role not supported"):
+        batches(config, tokenizer)

@@ -212,3 +212,24 @@ def test_a_loader_of_ones_own() -> None:
 def test_loaders_that_are_none(loader: dict[str, Any], message: str) -> None:
     with pytest.raises(CalibrationDataError, match=message):
         batches({"source": "custom", "loader": loader})
+
+
+def test_images_in_chats(pairs: Path) -> None:
+    """Without a column of images they are those that the messages name, as `apply_chat_template` has them. Seen to
+    fail: a template's image had none, and the processor refused it."""
+    chats = pairs.with_name("chats.jsonl")
+    images = [{"type": "image", "image": "1.png"}, {"type": "image", "path": "2.png"}]
+    content = [images[0], {"type": "text", "text": "a cat"}, images[1]]
+    chats.write_text(json.dumps({"chat": [{"role": "user", "content": content}]}))
+    template = (
+        "{% for m in messages %}USER: {% for c in m['content'] %}"
+        "{{ '<image> ' if c['type'] == 'image' else c['text'] }}{% endfor %}{% endfor %}"
+    )
+    of = processor(chat_template=template)
+    given = {"source": "multimodal", "path": str(chats), "text_column": "chat", "image_column": None}
+    (batch,) = batches({**given, "num_samples": 1, "batch_size": 1}, of)
+    seen = [Image.open(pairs.with_name(f"{number}.png")) for number in (1, 2)]
+    assert torch.equal(batch["pixel_values"], of.image_processor(seen, return_tensors="pt")["pixel_values"])
+    of.tokenizer.chat_template = template
+    with pytest.raises(CalibrationDataError, match=r"text_column='chat' .* has images, which .* does not read"):
+        batches({**given, "num_samples": 1, "batch_size": 1}, of.tokenizer)

@@ -211,7 +211,7 @@ def test_columns_that_cannot_be_used(tmp_path: Path) -> None:
     path.write_text('{"id": 1, "story": "one"}\n')
     with pytest.raises(CalibrationDataError, match=r"data.column='text': .* has the columns id, story\."):
         load_documents(HfConfig(path=str(path)))
-    with pytest.raises(CalibrationDataError, match=r"data.column='id' of .* holds int"):
+    with pytest.raises(CalibrationDataError, match=r"data.column='id' of .* holds int \(1\)"):
         load_documents(HfConfig(path=str(path), column="id"))
     path.write_text('{"id": 1, "story": null}\n' * 3)
     with pytest.raises(CalibrationDataError, match=r"data.column='story' of .* holds NoneType"):
@@ -233,3 +233,11 @@ def test_columns_that_cannot_be_used(tmp_path: Path) -> None:
 def test_a_configuration_that_is_no_source() -> None:
     with pytest.raises(TypeError, match="DataConfig is no source of text"):
         load_documents(DataConfig())
+
+
+@pytest.mark.parametrize("suffix", ["json", "jsonl"])
+def test_a_file_without_anything(suffix: str, tmp_path: Path) -> None:
+    """Seen to fail: with a StopIteration, which says nothing."""
+    (tmp_path / f"rows.{suffix}").touch()
+    with pytest.raises(CalibrationDataError, match=r"data.path='.*' has no rows"):
+        load_documents(HfConfig(path=str(tmp_path / f"rows.{suffix}")))

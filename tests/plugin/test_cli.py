@@ -437,3 +437,16 @@ def test_the_package_is_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     monkeypatch.delitem(sys.modules, "lightning_compress.__main__", raising=False)  # which doctests import
     runpy.run_module("lightning_compress", run_name="__main__")
     assert "compress" in capsys.readouterr().out
+
+
+def test_a_sentence_encoders_pooling_is_in_the_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
+    """Seen to fail: it was left behind, and readers took the mean."""
+    model = shutil.copytree(checkpoint, tmp_path / "model")
+    (model / "1_Pooling").mkdir()
+    (model / "1_Pooling" / "config.json").write_text('{"pooling_mode_cls_token": true}')
+    (model / "modules.json").write_text('[{"path": ""}, {"path": "1_Pooling"}]')
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        overrides = [f"model.path={model}", "output_dir=unused", *SMALL]
+        run_compress(compose("compress", overrides=overrides), tmp_path / "out")
+    for name in ("modules.json", "1_Pooling/config.json"):
+        assert (tmp_path / "out" / name).read_text() == (model / name).read_text()
