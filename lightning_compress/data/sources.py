@@ -131,7 +131,8 @@ def _read_text(path: str) -> str:
             return cast(str, file.read())  # without a byte order mark, which is no text
     except UnicodeDecodeError as error:
         raise CalibrationDataError(
-            f"data.files: {path!r} is not text in UTF-8 ({error}). Convert it, as with iconv -f LATIN1 -t UTF-8."
+            f"data.files: {path!r} is not text in UTF-8 ({error}). Convert it, as with iconv -f LATIN1 -t UTF-8, or "
+            "-f UTF-16."
         ) from error
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         if Path(path).suffix.lower() not in _PACKED:

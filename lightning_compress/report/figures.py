@@ -55,7 +55,7 @@ def error_figure(axes: "Axes", errors: Sequence[tuple[str, float]]) -> None:
     axes.set_xlabel("module, in the model's order")
     axes.set_ylabel("relative output error")
     axes.set_xlim(-0.7, len(errors) - 0.3)
-    axes.locator_params(axis="x", integer=True)
+    axes.locator_params(axis="x", integer=True, min_n_ticks=1)
     if len(kinds) <= 12:
         columns = min(len(kinds), 7)
         legend = axes.legend(ncols=columns, fontsize=8, frameon=False, loc="lower left", bbox_to_anchor=(0, 1))

@@ -17,7 +17,7 @@ _STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:70rem;margin:2rem auto;padding:0 1rem;color:#222}
 h1{font-size:1.5rem}h2{font-size:1.1rem;margin-top:2rem}table{border-collapse:collapse;width:100%;font-size:13px}
 th,td{padding:.25rem .6rem;border-bottom:1px solid #ddd;text-align:left;vertical-align:top}
-td.n,th.n{text-align:right;font-variant-numeric:tabular-nums}dl{display:grid;grid-template-columns:max-content
+td:first-child{overflow-wrap:anywhere;min-width:9rem}td.n,th.n{text-align:right;font-variant-numeric:tabular-nums}dl{display:grid;grid-template-columns:max-content
 auto;gap:.2rem 1.2rem}
 dt{color:#666}dd{margin:0}.bad{color:#b00020;font-weight:600}.good{color:#176b2c;font-weight:600}svg{max-width:100%;height:auto}
 """
@@ -28,7 +28,7 @@ def render_html(report: Mapping[str, Any]) -> str:
     modules = [{**module, "subgraph": part["name"]} for part in report["subgraphs"] for module in part["modules"]]
     rows = collapsed(modules)
     sections = [
-        f"<h1>{_text(report['model'])}: {len(modules)} modules quantized</h1>",
+        f"<h1>{_text(report['model'])}: {len(modules)} module{'s'[: len(modules) != 1]} quantized</h1>",
         _facts(report),
         *(_plan_sections(report) if report["plan"] else ()),
         "<h2>Error of each module</h2>",
