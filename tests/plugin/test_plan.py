@@ -304,7 +304,7 @@ def test_a_gib_more_is_one_of_the_node(
     """As the budget is. Seen to fail: one for each of its ranks."""
     given = (f"model.path={checkpoint}", "ranks=4", "host=100GiB", "disk=1GiB")
     asked: list[Resources] = []
-    monkeypatch.setattr(plan_module, "least_s", lambda _tried, _machine, each: (asked.append(each), 0.0)[1])
+    monkeypatch.setattr(plan_module, "least_s", lambda _tried, _machine, each, _known: (asked.append(each), 0.0)[1])
     command("plan", *given, *DATA, "choices.schedule=[staged]", "choices.batch_size=[1]")
     assert {each.host for each in asked} == {25 << 30, 101 << 28}
 
