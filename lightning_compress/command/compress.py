@@ -109,6 +109,7 @@ def _compress_among(ranks: Collective, trainer: pl.Trainer, config: DictConfig, 
         held_out = list(evaluation_dataloader(load_data_config(config.held_out), processor))
         before = measured_perplexity(model, held_out, weights, config.memory, device, ranks)
     saved = with_later_modules(processor, Path(config.model.path))
+    ranks.meet("reading model and data")  # the Trainer's own operations do not say why a rank does not come
     report = Compressor(trainer).compress(model, dataloaders=dataloader, tokenizer=saved, **options)
     if planned is not None and not report.is_partial:
         report = replace(report, plan=planned.best)

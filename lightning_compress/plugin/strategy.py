@@ -20,7 +20,7 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
-from lightning_compress.errors import CompressionError, UnsupportedModelError
+from lightning_compress.errors import CommunicationError, CompressionError, UnsupportedModelError
 from lightning_compress.memory.placement import MemoryConfig
 from lightning_compress.memory.source import is_on_meta, parameters_on_meta
 from lightning_compress.plugin import compat
@@ -211,16 +211,36 @@ class SequentialOnloadStrategy(DDPStrategy):
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         if self._needs_process_group:
-            super().barrier(*args, **kwargs)
+            with self._doing("a barrier"):
+                super().barrier(*args, **kwargs)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return super().broadcast(obj, src) if self._needs_process_group else obj
+        if not self._needs_process_group:
+            return obj
+        with self._doing("a broadcast"):
+            return super().broadcast(obj, src)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         return super().reduce_boolean_decision(decision, all) if self._needs_process_group else decision
 
     def reduce(self, tensor: torch.Tensor, group: Any = None, reduce_op: Any = "mean") -> torch.Tensor:
-        return super().reduce(tensor, group, reduce_op) if self._needs_process_group else tensor
+        if not self._needs_process_group:
+            return tensor
+        with self._doing("a reduction"):
+            return super().reduce(tensor, group, reduce_op)
+
+    @contextmanager
+    def _doing(self, what: str) -> Iterator[None]:
+        # around Lightning's own operations, between two of the compression's
+        try:
+            yield
+        except CommunicationError:
+            raise
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"Rank {self.global_rank} of {self.world_size} could not go on with {what} of the Trainer: another "
+                f"rank has ended (see what that says), did not come, or is cut off: {error}"
+            ) from error
 
     @property
     def _needs_process_group(self) -> bool:

@@ -288,6 +288,24 @@ def test_an_error_is_said_once(checkpoint: Path, texts: tuple[str, str]) -> None
     assert message not in here.stderr
 
 
+def test_data_that_one_rank_cannot_read(checkpoint: Path, texts: tuple[str, str], tmp_path: Path) -> None:
+    """Seen to fail: the other one, in an operation of the Trainer's by then, ended in its traceback, and did not say
+    why."""
+    given = ["compress", f"model.path={checkpoint}", "trainer=cpu", f"output_dir={tmp_path / 'out'}", "data=text"]
+    here, there = run_command([*given, texts[1]], [*given, "data.files=[/nowhere.txt]"])
+    assert (here.returncode, there.returncode) == (1, 1)
+    assert "lightning-compress: Rank 0 of 2 could not go on with reading model and data" in here.stderr
+    assert "Rank 1 failed:" in here.stderr
+    assert "/nowhere.txt" in there.stderr
+
+
+def test_a_rank_that_ends_in_the_trainers_own_operations(tmp_path: Path) -> None:
+    """Seen to fail: the error was one of gloo, which does not say that it was another rank that ended."""
+    here, there = run_script(Path(SCRIPT), *[[str(tmp_path / "out"), "--devices=2", "--leaving=1"]] * 2)
+    assert (here.returncode, there.returncode) == (1, 3)
+    assert "CommunicationError: Rank 0 of 2 could not go on with a barrier of the Trainer: another rank" in here.stderr
+
+
 def test_a_job_without_srun_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen in a job of a real cluster: the batch script's own process has the variables of the first task."""
     job = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "2"}

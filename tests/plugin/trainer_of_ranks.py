@@ -30,10 +30,11 @@ html.error_figure = lambda _: ""  # which would have a rank import matplotlib
 class Module(pl.LightningModule):
     """Eleven samples in batches of two, which Lightning's own samplers would pad and stride."""
 
-    def __init__(self, num_layers: int, failing: int = -1, shares: bool = False) -> None:
+    def __init__(self, num_layers: int, failing: int = -1, shares: bool = False, leaving: int = -1) -> None:
         super().__init__()
         self.model = tiny_llama(num_layers)
         self.failing = failing
+        self.leaving = leaving
         self.shares = shares
 
     def calibration_step(self, batch: Tensor) -> object:
@@ -46,6 +47,10 @@ class Module(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    def setup(self, stage: str) -> None:
+        if self.global_rank == self.leaving:
+            os._exit(3)
 
     def train_dataloader(self) -> DataLoader[Tensor]:
         if self.global_rank == self.failing:
@@ -95,6 +100,7 @@ def main() -> None:
     parser.add_argument("--keep-activations", action="store_true")
     parser.add_argument("--preempted", type=int, default=-1, help="the rank")
     parser.add_argument("--failing", type=int, default=-1, help="the rank whose data cannot be read")
+    parser.add_argument("--leaving", type=int, default=-1, help="the rank whose process ends before `fit` begins")
     parser.add_argument("--sharing", action="store_true", help="the data is a stream that gives each rank its share")
     parser.add_argument("--signals", nargs="*", default=["SIGTERM"])
     arguments = parser.parse_args()
@@ -119,7 +125,7 @@ def main() -> None:
         enable_progress_bar=False,
         enable_checkpointing=False,
     )
-    trainer.fit(Module(arguments.num_layers, arguments.failing, arguments.sharing))
+    trainer.fit(Module(arguments.num_layers, arguments.failing, arguments.sharing, arguments.leaving))
     if callback.report is None:
         print("no report in this process")
         return
