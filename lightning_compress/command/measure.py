@@ -46,7 +46,7 @@ class Measured:
         run: as prepared.
         table: a row per subgraph.
         end: rows of what comes behind them.
-        prepare_s: what preparing it took.
+        prepare_s: what preparing it took, whatever else ran on the machine.
     """
 
     run: Calibration
@@ -86,7 +86,7 @@ def measured(
     if traced is not None and any(violated_guards(traced, data.batches[number]) for number in (0, -1)):
         traced = None
     where = replace(placement(memory or MemoryConfig(), device, None), device_activation_budget=0)
-    has_data, start = needs_data(resolved), time.perf_counter()
+    has_data, start = needs_data(resolved), time.thread_time()
     with calibrating(target.root):
         try:
             run = prepare(
@@ -101,6 +101,6 @@ def measured(
             )
         except UntraceableModelError as error:
             raise UntraceableModelError(f"{error} {beyond_positions(model, job.max_length)}".rstrip()) from error
-        prepare_s = time.perf_counter() - start
+        prepare_s = time.thread_time() - start
         table = footprint(run, [flatten_batch(data.batches[number])[0] for number in run.flow.share])
         return Measured(run, table, tuple(at_the_end(run, data, verifies)), prepare_s)
