@@ -20,6 +20,7 @@ from lightning_compress.calibration.prepare import needs_data
 from lightning_compress.calibration.target import Target, find_target
 from lightning_compress.command.measure import READING, Measured, measured
 from lightning_compress.errors import BudgetError, CompressionError
+from lightning_compress.export.layout import checkpoint_bytes
 from lightning_compress.foresight.jobs import CalibrationJob, check_images
 from lightning_compress.foresight.machine import Machine, cache_file, load_machine, named_gpu, save_machine
 from lightning_compress.foresight.plan import Candidate, Choice, Plan
@@ -192,7 +193,7 @@ def _candidates(
 ) -> Iterator[Candidate]:
     """All that can be chosen with these sequential targets and parts; the model is recorded once for them."""
     traced: Traced | None = None
-    prepare_s = 0.0
+    prepare_s, output_bytes = 0.0, 0
     if needs_data(resolved):
         ways = list(product(choices.schedule, choices.batch_size))
     else:  # nothing runs
@@ -214,13 +215,16 @@ def _candidates(
         if found.run.flow.traced is not traced:
             prepare_s = found.prepare_s
             traced = found.run.flow.traced
+        output_bytes = output_bytes or checkpoint_bytes(target.root, found.run.flow.subgraphs, resolved)
         for load, depth in product(choices.load, choices.prefetch_depth):
             named = as_patterns(targets)
             choice = Choice(batch_size, schedule, depth, load, named, expert_parts)
-            yield _candidate(choice, found, target, device, prepare_s)
+            yield _candidate(choice, found, target, device, prepare_s, output_bytes)
 
 
-def _candidate(choice: Choice, found: Measured, target: Target, device: str, prepare_s: float) -> Candidate:
+def _candidate(
+    choice: Choice, found: Measured, target: Target, device: str, prepare_s: float, output_bytes: int
+) -> Candidate:
     weights = sum(parameter.nbytes for parameter in target.root.parameters())
     in_memory = choice.load == "memory"
     table, end = found.table, found.end
@@ -228,10 +232,6 @@ def _candidate(choice: Choice, found: Measured, target: Target, device: str, pre
         table, end = (tuple(replace(row, weights=0) for row in rows) for rows in (table, end))
     if not in_memory:  # the checkpoint is read back as it is written
         end = tuple(row for row in end if all(moment.what != "verification" for moment in row.moments))
-    shared, rest = (
-        sum(sum(moment.work.values()) for row in rows for moment in row.moments if moment.what == "write")
-        for rows in (table, end)
-    )
     return Candidate(
         choice=choice,
         table=table,
@@ -239,7 +239,7 @@ def _candidate(choice: Choice, found: Measured, target: Target, device: str, pre
         held=held_bytes(torch.device(device)) + READING + (weights if in_memory else 0),
         prepare_s=prepare_s,
         read_bytes=weights if in_memory else 0,
-        output_bytes=round(shared * found.run.collective.size + rest),  # one rank writes what no subgraph holds
+        output_bytes=output_bytes,
     )
 
 

@@ -31,6 +31,12 @@ def packed_bytes(key: str, tensor: Tensor, resolved: ResolvedRecipe) -> int:
     return int(-(-tensor.numel() * args.num_bits // 8) + scales)  # at least one
 
 
+def checkpoint_bytes(root: nn.Module, subgraphs: Sequence[Subgraph], resolved: ResolvedRecipe) -> int:
+    """About what all shards take together, tied tensors once."""
+    state = root.state_dict(keep_vars=True)
+    return sum(packed_bytes(key, state[key], resolved) for key in chain(*_parts(root, subgraphs)))
+
+
 def _is_quantized(key: str, resolved: ResolvedRecipe) -> bool:
     module, _, name = key.rpartition(".")
     return name == "weight" and module in resolved.assignments
