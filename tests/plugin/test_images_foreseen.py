@@ -181,9 +181,9 @@ def test_a_plan_with_images_is_made_and_run(command: Command, folder: Path, tmp_
         command, *of, *narrow, "num_images=1", "choices.batch_size=[3]"
     )
     assert "num_images=x is no number of images" in refused(command, *of, "num_images=x")
-    for given in ("num_images=1", "job.num_images=1"):
-        generation = ("plan", f"model.path={folder}", GIVEN[0], "job=inference", "gpu=t4", given)
-        assert "planned for one rank, for prompts without images" in refused(command, *generation)
+    generation = ("plan", f"model.path={folder}", GIVEN[0], "job=inference", "gpu=t4")
+    assert "num_images: of a calibration alone." in refused(command, *generation, "num_images=1")
+    assert "planned for one rank, for prompts without images" in refused(command, *generation, "job.num_images=1")
     command(*of, *narrow, "choices.batch_size=[2]")
     rows = [{"text": text, "image": f"{number}.png"} for number, text in enumerate(("a cat", "two dogs", "a", "cat"))]
     for row in rows:
