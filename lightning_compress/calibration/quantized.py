@@ -19,9 +19,10 @@ from compressed_tensors.quantization.lifecycle.forward import dequantize, fake_q
 from compressed_tensors.quantization.utils import calculate_range, compute_dynamic_scales_and_zp
 from torch import Tensor, nn
 
-from lightning_compress.algorithms.base import Solved
+from lightning_compress.algorithms.base import Solved, is_finite
 from lightning_compress.algorithms.grids import read_dtype
 from lightning_compress.calibration.static_inputs import NOT_STATIC, StaticInput
+from lightning_compress.errors import SolveError
 from lightning_compress.graph.compat import FakeTensor, Shapes, outside_modes
 from lightning_compress.graph.leaf import first_tensor
 from lightning_compress.memory.store import WeightStore
@@ -169,8 +170,18 @@ def _name(arguments: QuantizationArgs) -> str:
 
 
 def apply(quantized: QuantizedModule, root: nn.Module, store: WeightStore) -> None:
-    """Let the model compute with the quantized weight and, where the scheme says so, with quantized inputs."""
+    """Let the model compute with the quantized weight and, where the scheme says so, with quantized inputs.
+
+    Raises:
+        SolveError: what codes and scales stand for is beyond the weight's dtype (float16 ends at 65504).
+    """
     found = Restored(quantized.dequantized(), quantized.inputs)
+    if not is_finite(found.weight):
+        raise SolveError(
+            f"{quantized.module}: its weights {list(found.weight.shape)} reach so far that "
+            f"{describe_scheme(quantized.scheme)} rounds some of them to Inf in {found.weight.dtype}. Load the model "
+            f"in bfloat16 or float32, or add {quantized.module!r} to `ignore`."
+        )
     put(found, quantized.module, quantized.scheme, root, store)
 
 

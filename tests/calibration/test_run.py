@@ -391,6 +391,18 @@ def test_data_free_recipes_run_nothing() -> None:
         compress_in_memory(tiny_llama(1), token_batches(), recipe(4), schedule="datafree")
 
 
+def test_weights_that_are_rounded_to_infinity(tmp_path: Path) -> None:
+    """The step of values from -65000 to 65000 is 8667 at 4 bits, and the lowest code stands for -69333. Seen to fail:
+    the checkpoint held Inf, and was read back as identical."""
+    model = tiny_llama(2).half()
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[3, :2] = torch.tensor([65000.0, -65000.0])
+    with pytest.raises(SolveError, match=r"^model.layers.1.mlp.down_proj: .* W4A16 .* to Inf in torch.float16. Load"):
+        compress(model, None, recipe(4, "rtn"), tmp_path / "out")
+    assert model.model.layers[1].mlp.down_proj.weight.isfinite().all()
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
 def test_quantized_inputs_act_in_memory() -> None:
     """W8A8: later layers, and the user's own `trainer.test`, see what the checkpoint's runtime will compute."""
     scheme = {
