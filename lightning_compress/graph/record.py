@@ -8,7 +8,7 @@ they read values, or loop over a symbolic length. So there are three ways, the c
 - OBSERVED: not at all; the output's sizes are those of a real run of the whole step.
 
 In the latter two, the body is run for two batches of different sizes, and for true ones beside. An output size that is
-the same in both is a constant (unless a size of the batch did not change either); what the others may be, `observed`
+the same in both is a constant (unless a size of the batch did not change either); what the others may be, `symbolic`
 says. Neither tells what the body decides by, so what it returns later is compared with that.
 """
 
@@ -24,28 +24,19 @@ import torch
 from torch import Tensor, fx, nn
 
 from lightning_compress.graph import compat
-from lightning_compress.graph.aliases import note_viewed
+from lightning_compress.graph.aliases import Viewed, note_viewed, viewed
 from lightning_compress.graph.bounds import Sizes, deciding_otherwise
+from lightning_compress.graph.expected import expect
 from lightning_compress.graph.experts import GroupedLinear
 from lightning_compress.graph.failures import SetFromOutsideError, SpecializedSizeError, at
 from lightning_compress.graph.kept import Kept, Preset, changed, is_plain, what_is_kept
 from lightning_compress.graph.leaf import Leaf, Within
 from lightning_compress.graph.methods import Method, Unrecorded, original
-from lightning_compress.graph.observed import (
-    Seen,
-    as_in_all,
-    check_only_tensors,
-    expect,
-    known_sizes,
-    layouts,
-    of_another_form,
-    symbolic_like,
-    viewed,
-)
 from lightning_compress.graph.restore import attributes_restored
 from lightning_compress.graph.signatures import BUT_ITS_NUMBER, call_signature
+from lightning_compress.graph.symbolic import Seen, as_in_all, known_sizes, layouts, of_another_form, symbolic_like
 from lightning_compress.graph.trees import tensors_in, versions
-from lightning_compress.graph.values import all_symbolic_sizes, concrete, expression, symbolic_sizes
+from lightning_compress.graph.values import all_symbolic_sizes, concrete, expression, items_of, symbolic_sizes
 from lightning_compress.recipe.forms import Rows, has_forward_of
 
 PASS_THROUGH = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
@@ -88,8 +79,6 @@ class Cut:
     counted: tuple[frozenset[str], int] = (frozenset(), 0)
 
 
-Viewed = frozenset[tuple[int, bool]]
-"""Numbers of arguments (see `observed.viewed`)."""
 ANY_SIZE = 7
 """Stands for sizes that follow from values."""
 
@@ -217,7 +206,7 @@ class Attempt:
             try:
                 with compat.not_recording():
                     output, views = self._observed_output(name, args, kwargs)
-                check_only_tensors(output)
+                _check_only_tensors(output)
                 if method.writes:
                     raise TypeError("it changes what it is given, which a graph would not know")
                 owner = name.removesuffix(method.name)
@@ -370,6 +359,19 @@ def _contents(value: object) -> list[Any]:
     """Which tensors are in a nested value, and how often they have been written to."""
     leaves, structure = compat.pytree.tree_flatten(value)
     return [structure, *(id(leaf) for leaf in leaves), *versions(leaves)]
+
+
+def _check_only_tensors(value: Any) -> None:
+    """A number or a flag that a method returns may follow from values; a graph would hold that of the traced batch.
+
+    Raises:
+        TypeError: there is one.
+    """
+    items = items_of(value)
+    if not (isinstance(value, Tensor | dict | list | tuple) or value is None or items):
+        raise TypeError(f"it returns a {type(value).__name__}, which a graph would take for a constant")
+    for item in items:
+        _check_only_tensors(item)
 
 
 def _forget_inner_sizes(shapes: compat.Shapes, output: object) -> None:
