@@ -18,6 +18,7 @@ from torch import nn
 
 from lightning_compress.errors import UnsupportedModelError, UntraceableModelError
 from lightning_compress.graph.compat import GuardOnDataDependentSymNode
+from lightning_compress.graph.cut import Body, Cut
 from lightning_compress.graph.decisions import DifferentBranchesError
 from lightning_compress.graph.failures import ExchangeError, SetFromOutsideError, UnrecordedTensorError, at
 from lightning_compress.graph.leaf import place_of
@@ -25,7 +26,6 @@ from lightning_compress.graph.methods import Method, running_functions, running_
 from lightning_compress.graph.names import is_in
 from lightning_compress.graph.observed import Observed, observe
 from lightning_compress.graph.python_functions import line_of
-from lightning_compress.graph.record import Body, Cut
 from lightning_compress.graph.synthesize import Synthetic
 
 
