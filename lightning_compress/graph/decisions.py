@@ -13,8 +13,9 @@ from typing import final
 import sympy
 from torch import Tensor, fx
 
-from lightning_compress.graph.compat import Recorder, on_real_tensors
+from lightning_compress.graph.compat import on_real_tensors
 from lightning_compress.graph.computed import computed, sizes_of, values_told, what_computes
+from lightning_compress.graph.recorder import Recorder
 from lightning_compress.graph.values import SYMBOLIC_TYPES, is_symbolic
 
 

@@ -1,6 +1,6 @@
 """What real runs of the step tell of calls that cannot run on fake tensors."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -82,20 +82,12 @@ def observe(
 
         return call
 
-    usual = nn.Module.__getattr__
-
-    def passing_on(module: nn.Module, key: str) -> object:
-        if inside and module in names and (key in module._parameters or key in module._buffers):
-            for method in around():
-                method.reads.add(f"{names[module]}.{key}".lstrip("."))
-        return usual(module, key)
-
     every = {name: module for module, name in names.items() if name} if methods else {}
     with (
         attributes_restored(root),
         calls_replaced({**every, **leaves}, of_module),
         methods_replaced(root, methods, of_method),
-        assigned(nn.Module, __getattr__=passing_on),
+        _noting_reads(names, around),
         torch.no_grad(),
     ):
         run()
@@ -115,6 +107,20 @@ def _noting_changes(root: nn.Module, given: object, method: Observed) -> Iterato
             now = module.__dict__.items()
             method.sets |= {(module, key) for key, value in now if attributes.get(key, before) is not value}
         method.writes |= written != versions(given)
+
+
+@contextmanager
+def _noting_reads(names: Mapping[nn.Module, str], methods: Callable[[], Iterable[Observed]]) -> Iterator[None]:
+    usual = nn.Module.__getattr__
+
+    def passing_on(module: nn.Module, key: str) -> object:
+        if module in names and (key in module._parameters or key in module._buffers):
+            for method in methods():
+                method.reads.add(f"{names[module]}.{key}".lstrip("."))
+        return usual(module, key)
+
+    with assigned(nn.Module, __getattr__=passing_on):
+        yield
 
 
 def counted(

@@ -21,10 +21,10 @@ import sympy
 import torch
 from torch import Tensor, nn
 
-from lightning_compress.graph import compat
 from lightning_compress.graph.aliases import Viewed, viewed
 from lightning_compress.graph.bounds import Sizes, deciding_otherwise
 from lightning_compress.graph.cut import Body, Cut
+from lightning_compress.graph.fakes import Shapes, deciding_nothing
 from lightning_compress.graph.restore import attributes_restored
 from lightning_compress.graph.signatures import BUT_ITS_NUMBER, call_signature
 from lightning_compress.graph.symbolic import Seen, as_in_all, known_sizes, layouts, of_another_form, symbolic_like
@@ -48,7 +48,7 @@ class Outputs:
     """
 
     cut: Cut
-    shapes: compat.Shapes
+    shapes: Shapes
     sizes: Sequence[torch.SymInt]
     other: Mapping[sympy.Symbol, int]
     true: Sequence[Sizes]
@@ -121,7 +121,7 @@ class Outputs:
             known = self._known[key]
             return known.new_empty_strided(known.shape, known.stride()), frozenset()  # memory of its own
         before, given = versions((args, kwargs, list(module.buffers()))), versions((args, kwargs))
-        with compat.deciding_nothing(self.shapes) as asked:
+        with deciding_nothing(self.shapes) as asked:
             output = module._call_impl(*args, **kwargs)
         views = viewed((args, kwargs), output, given)  # this and the next have to be seen of each such module
         writes = before != versions((args, kwargs, list(module.buffers())))
@@ -148,7 +148,7 @@ class Outputs:
         return [(found, sizes) for found, sizes in seen if sizes not in unlike], views
 
 
-def _forget_inner_sizes(shapes: compat.Shapes, output: object) -> None:
+def _forget_inner_sizes(shapes: Shapes, output: object) -> None:
     """Behind the body of a leaf: sizes that it got from values and that are none of its output's are its own affair;
     torch would miss them there."""
     leaving = {symbol for each in tensors_in(output) for size in each.shape for symbol in expression(size).free_symbols}

@@ -17,6 +17,7 @@ from lightning_compress.graph.kept import KeptByLeaves
 from lightning_compress.graph.leaf import Leaf, Within
 from lightning_compress.graph.methods import Method, Unrecorded, original
 from lightning_compress.graph.outputs import Outputs
+from lightning_compress.graph.recorder import Recorder, active_recorder
 from lightning_compress.graph.trees import tensors_in, versions
 from lightning_compress.graph.values import items_of
 from lightning_compress.recipe.forms import Rows, has_forward_of
@@ -42,7 +43,7 @@ class Attempt:
     """
 
     cut: Cut
-    recorder: compat.Recorder
+    recorder: Recorder
     outputs: Outputs
     spans: list[tuple[str, list[fx.Node]]] = field(default_factory=list)
     failure: tuple[str, BaseException] | None = None
@@ -57,7 +58,7 @@ class Attempt:
         original: Callable[..., Any] = module._call_impl
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if compat.active_recorder() is not self.recorder:
+            if active_recorder() is not self.recorder:
                 return original(*args, **kwargs)
             self.check_sizes()  # outside the `try`: what the caller did is the caller's failure
             is_call = is_leaf and not self.kept.opens(name, module)
@@ -89,7 +90,7 @@ class Attempt:
             return args[0] if args else next(iter(kwargs.values()))
         try:
             with compat.not_recording():
-                compat.to_argument(self.recorder, (args, kwargs))
+                self.recorder.to_argument((args, kwargs))
         except NotImplementedError:  # modules, caches: no graph can hold them
             return module._call_impl(*args, **kwargs)
         # containers of its own: what the body puts into them must not be there yet when it is recorded
@@ -110,10 +111,8 @@ class Attempt:
     def _add_call(self, leaf: Leaf, args: Any, kwargs: Any, output: Any, views: Viewed) -> fx.Node:
         with compat.not_recording():
             given = tensors_in((args, kwargs))
-            values = [
-                (compat.to_argument(self.recorder, given[number]), is_write) for number, is_write in sorted(views)
-            ]
-        node = compat.add_call(self.recorder, leaf, args, kwargs, output)
+            values = [(self.recorder.to_argument(given[number]), is_write) for number, is_write in sorted(views)]
+        node = self.recorder.add_call(leaf, args, kwargs, output)
         note_viewed(node, values)
         return node
 
@@ -123,7 +122,7 @@ class Attempt:
         function = original(method)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if compat.active_recorder() is not self.recorder:
+            if active_recorder() is not self.recorder:
                 return function(*args, **kwargs)
             try:
                 with compat.not_recording():

@@ -15,9 +15,9 @@ import sympy
 import torch
 from torch import Tensor
 
-from lightning_compress.graph import compat
 from lightning_compress.graph.expected import described, text
 from lightning_compress.graph.failures import SpecializedSizeError
+from lightning_compress.graph.fakes import TRACE_DEVICE
 from lightning_compress.graph.kept import is_plain
 from lightning_compress.graph.values import (
     SYMBOLIC_TYPES,
@@ -101,7 +101,7 @@ def _fake(sizes: Sequence[int | torch.SymInt], strides: Sequence[int], dtype: to
         if is_symbolic(size) and depends_on_values(size):
             torch._check(size >= 0)
     order = sorted(range(len(sizes)), key=lambda dim: -strides[dim])
-    stored = torch.empty([sizes[dim] for dim in order], dtype=dtype, device=compat.TRACE_DEVICE)
+    stored = torch.empty([sizes[dim] for dim in order], dtype=dtype, device=TRACE_DEVICE)
     return stored.permute([order.index(dim) for dim in range(len(sizes))])
 
 

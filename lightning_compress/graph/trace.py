@@ -31,6 +31,7 @@ from lightning_compress.graph.configs import is_encoder_decoder, without_cache
 from lightning_compress.graph.cut import Cut, first_cut
 from lightning_compress.graph.decisions import Decision, decide
 from lightning_compress.graph.failures import about_a_size, at
+from lightning_compress.graph.fakes import fake_batch, new_fake_mode, replace_by_fakes, shapes_of
 from lightning_compress.graph.fallback import (
     OF_ONE_SIZE,
     Failure,
@@ -51,6 +52,7 @@ from lightning_compress.graph.observed import counted
 from lightning_compress.graph.outputs import Outputs
 from lightning_compress.graph.reads import Reads, watching
 from lightning_compress.graph.record import Attempt, LastCallRecorded
+from lightning_compress.graph.recorder import Recorder, recording
 from lightning_compress.graph.restore import (
     assigned,
     attributes_restored,
@@ -195,18 +197,18 @@ def _attempt(
     real: Sequence[Sequence[Tensor]],
     true: Sequence[Sequence[Tensor]],
 ) -> Traced | Failure:
-    fake_mode = compat.new_fake_mode(cached=len(cut.boundaries) >= _LAYERS_TO_CACHE)
+    fake_mode = new_fake_mode(cached=len(cut.boundaries) >= _LAYERS_TO_CACHE)
     synthetic, second = batches
-    inputs = compat.fake_batch(fake_mode, synthetic.tensors, synthetic.dynamic)
+    inputs = fake_batch(fake_mode, synthetic.tensors, synthetic.dynamic)
     other = sizes_by_symbol(inputs, second.tensors)
     packed = any(path.endswith("position_ids") for path in structure.paths)
     with attributes_restored(root), compat.traceable_transformers(root, packed_sequences=packed, experts="batched_mm"):
         originals = list(root.parameters())
-        recorder = compat.Recorder(compat.replace_by_fakes(root, fake_mode), fake_mode)
+        recorder = Recorder(replace_by_fakes(root, fake_mode), fake_mode)
         fakes = dict(zip(map(id, originals), root.parameters(), strict=True))  # no `getattr`, which is watched
         kept_elsewhere = substituted(originals, lambda original: fakes[id(original)])
         untouched = [(name, buffer, buffer._version) for name, buffer in root.named_buffers()]
-        shapes, decisions = compat.shapes_of(fake_mode), dict[sympy.Basic, Decision]()
+        shapes, decisions = shapes_of(fake_mode), dict[sympy.Basic, Decision]()
         observed = [sizes_by_symbol(inputs, tensors) for tensors in true]
         attempt = Attempt(cut, recorder, Outputs(cut, shapes, symbolic_sizes(inputs), other, observed))
         recorder.before_node = attempt.check_sizes
@@ -215,12 +217,12 @@ def _attempt(
         try:
             replaced = calls_replaced({**cut.leaves, **cut.containers}, attempt.wrap)
             methods = methods_replaced(root, cut.methods, attempt.wrap_method)
-            with replaced, methods, kept_elsewhere, compat.recording(recorder), assigned(shapes, decide=chosen):
+            with replaced, methods, kept_elsewhere, recording(recorder), assigned(shapes, decide=chosen):
                 attempt.kept.begin(cut.leaves.values())
                 for path, value in zip(structure.paths, inputs, strict=True):
-                    compat.add_placeholder(recorder, path.replace(".", "_") or "batch", value)
+                    recorder.add_placeholder(path.replace(".", "_") or "batch", value)
                 outputs, returned = _returned(step, structure.build(inputs))
-                recorder.create_node("output", "output", (compat.to_argument(recorder, tuple(outputs)),), {})
+                recorder.create_node("output", "output", (recorder.to_argument(tuple(outputs)),), {})
             spans, now = as_calls(recorder.graph, root, cut.multiplied, attempt.spans), set(root.buffers())
             written = tuple(n for n, each, version in untouched if each in now and each._version != version)
         except Exception as error:
