@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from lightning_compress.graph.bounds import Sizes, of_some, within_bounds
+from lightning_compress.graph.bounds import within_bounds
 from lightning_compress.graph.compat import (
     ConstantSource,
     FakeTensor,
@@ -19,11 +19,12 @@ from lightning_compress.graph.compat import (
     GuardOnDataDependentSymNode,
     SLoc,
 )
+from lightning_compress.graph.conditions import of_some, unlike_one
 from lightning_compress.graph.draws import draws
 from lightning_compress.graph.failures import ExchangeError, SpecializedSizeError
 from lightning_compress.graph.python_functions import line_of
 from lightning_compress.graph.restore import assigned
-from lightning_compress.graph.values import unlike_one
+from lightning_compress.graph.values import Sizes
 
 TRACE_DEVICE = torch.device("cpu")
 """Where fake tensors claim to be: one device, wherever the weights are, so that an offloaded model traces too."""

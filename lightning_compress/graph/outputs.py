@@ -22,14 +22,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_compress.graph.aliases import Viewed, viewed
-from lightning_compress.graph.bounds import Sizes, deciding_otherwise
+from lightning_compress.graph.conditions import deciding_otherwise
 from lightning_compress.graph.cut import Body, Cut
 from lightning_compress.graph.fakes import Shapes, deciding_nothing
 from lightning_compress.graph.restore import attributes_restored
 from lightning_compress.graph.signatures import BUT_ITS_NUMBER, call_signature
 from lightning_compress.graph.symbolic import Seen, as_in_all, known_sizes, layouts, of_another_form, symbolic_like
 from lightning_compress.graph.trees import tensors_in, versions
-from lightning_compress.graph.values import all_symbolic_sizes, concrete, expression, symbolic_sizes
+from lightning_compress.graph.values import Sizes, all_symbolic_sizes, concrete, expression, symbolic_sizes
 
 ANY_SIZE = 7
 """Stands for sizes that follow from values."""

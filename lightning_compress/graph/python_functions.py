@@ -19,10 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_compress.graph.bounds import Sizes, sizes_in
 from lightning_compress.graph.failures import SpecializedSizeError
 from lightning_compress.graph.restore import assigned
-from lightning_compress.graph.values import PLAIN, SYMBOLIC_TYPES, expression, is_symbolic
+from lightning_compress.graph.values import PLAIN, SYMBOLIC_TYPES, Sizes, expression, is_symbolic, sizes_in
 
 _NOT_OF_MODELS = frozenset(
     {*sys.stdlib_module_names, "lightning_compress", "torch", "torchgen", "functorch", "sympy", "mpmath", "numpy"}

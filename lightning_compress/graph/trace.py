@@ -26,7 +26,6 @@ from torch import Tensor, fx, nn
 from lightning_compress.errors import UntraceableModelError
 from lightning_compress.graph import compat
 from lightning_compress.graph.awaited import substituted
-from lightning_compress.graph.bounds import sizes_by_symbol
 from lightning_compress.graph.configs import is_encoder_decoder, without_cache
 from lightning_compress.graph.cut import Cut, first_cut
 from lightning_compress.graph.decisions import Decision, decide
@@ -61,7 +60,7 @@ from lightning_compress.graph.restore import (
     contents_restored,
 )
 from lightning_compress.graph.synthesize import Structure, Synthetic, flatten_batch, synthesize, true_ones
-from lightning_compress.graph.values import SIZE_READERS, expression, is_symbolic, symbolic_sizes
+from lightning_compress.graph.values import SIZE_READERS, expression, is_symbolic, sizes_by_symbol, symbolic_sizes
 
 _LAYERS_TO_CACHE = 20
 """Fake tensors' cache makes an operation's first run take twice as long, and later ones a third less."""

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from lightning_compress.errors import CalibrationDataError, UntraceableModelError
 from lightning_compress.graph import fallback
-from lightning_compress.graph.bounds import deciding_otherwise
+from lightning_compress.graph.conditions import deciding_otherwise
 from lightning_compress.graph.observed import observe
 from lightning_compress.graph.python_functions import taking_symbols
 from lightning_compress.graph.restore import assigned
