@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from lightning_compress.graph.failures import SpecializedSizeError
 from lightning_compress.graph.restore import assigned
@@ -64,7 +65,15 @@ def taking_symbols(batches: Sequence[Sizes], computed: Callable[..., Any]) -> It
             names[name] = own[name]
         of_math = {name: _of_symbols(getattr(math, name), computed) for name in _OF_MATH}
         of_torch = {name: _tensor_of(getattr(torch, name)) for name in ("tensor", "as_tensor")}
-        with assigned(torch.SymInt, __hash__=_hash), assigned(math, **of_math), assigned(torch, **of_torch):
+        like = _tensor_like(Tensor.new_tensor, of_torch["tensor"])
+        attention = _with_plain_flags(functional.scaled_dot_product_attention)
+        with (
+            assigned(torch.SymInt, __hash__=_hash),
+            assigned(math, **of_math),
+            assigned(torch, **of_torch),
+            assigned(Tensor, new_tensor=like),
+            assigned(functional, scaled_dot_product_attention=attention),
+        ):
             yield
     finally:
         for names, name in put:
@@ -105,6 +114,28 @@ def _tensor_of(usual: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return torch.full((), bool(data) if isinstance(data, torch.SymBool) else data, *args, **options)
 
     return tensor
+
+
+def _tensor_like(usual: Callable[..., Tensor], tensor: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`Tensor.new_tensor`, likewise."""
+
+    def new_tensor(self: Tensor, data: Any, **options: Any) -> Tensor:
+        if not _has_symbols(data):
+            return usual(self, data, **options)
+        given = {name: option for name, option in options.items() if option is not None}
+        return tensor(data, **{"dtype": self.dtype, "device": self.device, **given})
+
+    return new_tensor
+
+
+def _with_plain_flags(usual: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A flag decides what is computed, as a branch does."""
+
+    def call(*args: Any, **options: Any) -> Tensor:
+        named = {name: bool(each) if isinstance(each, torch.SymBool) else each for name, each in options.items()}
+        return usual(*args, **named)
+
+    return call
 
 
 def _has_symbols(value: Any) -> bool:

@@ -36,7 +36,7 @@ from lightning_compress.graph.failures import AutocastError, ExchangeError, Unre
 from lightning_compress.graph.fakes import fake_like, shapes_of
 from lightning_compress.graph.python_functions import taking_symbols
 from lightning_compress.graph.restore import assigned, autocast_restored
-from lightning_compress.graph.values import SYMBOLIC_TYPES, Made, attributes_of_dataclass, map_nested
+from lightning_compress.graph.values import SYMBOLIC_TYPES, Made, attributes_of_dataclass, is_symbolic, map_nested
 
 
 class Recorder(PythonKeyTracer):
@@ -158,6 +158,7 @@ def recording(recorder: Recorder) -> Iterator[None]:
         # a proxy mode defers sizes exactly while it runs an operation; torch's caches keep the shapes for good
         stack.enter_context(assigned(shapes, inside_operation=lambda: recorder.enable_thunkify))
         stack.enter_context(taking_symbols(shapes.batches, partial(_number, recorder)))
+        stack.enter_context(assigned(torch, linspace=partial(_linspace, recorder, torch.linspace)))
         stack.enter_context(autocast_restored())
         stack.enter_context(torch.no_grad())
         stack.enter_context(recorder.fake_mode)
@@ -183,3 +184,18 @@ def _number(recorder: Recorder, function: Callable[[float], float], size: torch.
     if active_recorder() is recorder:
         recorder.add_call(function, (size,), {}, number)
     return number
+
+
+def _linspace(
+    recorder: Recorder, usual: Callable[..., Tensor], start: Any, end: Any, steps: Any, **options: Any
+) -> Tensor:
+    """`torch.linspace`, whose kernel takes plain numbers, also of as many steps as a symbol says."""
+    numbers = (start, end, steps)
+    if not is_symbolic(steps) or any(isinstance(each, Tensor) for each in numbers) or "out" in options:
+        return usual(*numbers, **options)
+    with not_recording():
+        made = torch.empty(steps, **options)
+    if active_recorder() is recorder:
+        how = {"dtype": made.dtype, "device": made.device}
+        recorder.add_call(torch.ops.aten.linspace.default, numbers, how, made)
+    return made
