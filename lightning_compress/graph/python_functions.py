@@ -1,4 +1,4 @@
-"""What Python's own functions make of sizes that are symbols.
+"""What functions of Python, and some of torch, make of sizes that are symbols.
 
 `len(x)` has to be a plain number, `isinstance(x.shape[0], int)` is false, `min(length, 9)` decides for one of two, and
 a symbol is no key of a dict; to `math.sqrt` and `torch.tensor` it is the number that it has in the traced batch. So

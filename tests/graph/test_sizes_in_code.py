@@ -233,6 +233,7 @@ def test_numbers_of_sizes(
     is a condition as no number."""
     check_inputs(Between(code), batches(), monkeypatch, sequential_targets=targets)
     assert math.sqrt(4) == 2.0
+    assert "new_tensor" not in vars(Tensor)
 
 
 def test_lines_that_decide_are_told() -> None:
