@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_compress.graph.compat import new_fake_mode
 from lightning_compress.graph.cuda import AsOnCuda
+from lightning_compress.graph.fakes import new_fake_mode
 from lightning_compress.memory.tracker import LiveMemory
 from lightning_compress.statistics import InputGram, MinMax, Statistic
 

@@ -43,8 +43,8 @@ from lightning_compress.calibration.solve import bytes_together, stacked_groups,
 from lightning_compress.calibration.stand_ins import LikeQuantizing, failures_allowed
 from lightning_compress.errors import BudgetError
 from lightning_compress.graph.buffers import KeptBuffers
-from lightning_compress.graph.compat import fake_like, new_fake_mode, replace_by_fakes
 from lightning_compress.graph.cuda import AsOnCuda
+from lightning_compress.graph.fakes import fake_like, new_fake_mode, replace_by_fakes
 from lightning_compress.graph.leaf import leaf_input
 from lightning_compress.graph.names import weight_of
 from lightning_compress.graph.restore import attributes_restored, caches_restored

@@ -23,7 +23,8 @@ from lightning_compress.algorithms.base import Solved, is_finite
 from lightning_compress.algorithms.grids import read_dtype
 from lightning_compress.calibration.static_inputs import NOT_STATIC, StaticInput
 from lightning_compress.errors import SolveError
-from lightning_compress.graph.compat import FakeTensor, Shapes, outside_modes
+from lightning_compress.graph.compat import FakeTensor, outside_modes
+from lightning_compress.graph.fakes import Shapes
 from lightning_compress.graph.leaf import first_tensor
 from lightning_compress.memory.store import WeightStore
 

@@ -21,13 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_compress.errors import CompressionError
-from lightning_compress.graph.compat import (
-    fake_like,
-    new_fake_mode,
-    replace_by_fakes,
-    traceable_transformers,
-)
+from lightning_compress.graph.compat import traceable_transformers
 from lightning_compress.graph.cuda import as_on_cuda
+from lightning_compress.graph.fakes import fake_like, new_fake_mode, replace_by_fakes
 from lightning_compress.graph.restore import assigned, attributes_restored
 from lightning_compress.graph.stages import Schedule
 from lightning_compress.graph.trees import storage_bytes

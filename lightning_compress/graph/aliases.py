@@ -8,10 +8,22 @@ from typing import final
 import torch
 from torch import fx
 
+from lightning_compress.graph.trees import storages, tensors_in, versions
 from lightning_compress.graph.values import SIZE_READERS
 
 _OPERATOR = type(torch.ops.aten.add.Tensor)
 _VIEWED = "viewed"
+Viewed = frozenset[tuple[int, bool]]
+"""Of the tensors that a call is given, by number, those that have memory in common with what it returns, or that it
+writes to; and whether it does."""
+
+
+def viewed(given: object, output: object, before: tuple[int, ...]) -> Viewed:
+    """What a call is `Viewed` of; `before` are the `versions` of what it was given."""
+    memory = storages(output)
+    calls = zip(tensors_in(given), versions(given), before, strict=True)
+    found = [(now != then, not memory.isdisjoint(storages(tensor))) for tensor, now, then in calls]
+    return frozenset((number, is_write) for number, (is_write, is_view) in enumerate(found) if is_write or is_view)
 
 
 def note_viewed(node: fx.Node, values: Sequence[tuple[fx.Node, bool]]) -> None:

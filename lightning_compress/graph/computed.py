@@ -13,7 +13,7 @@ from lightning_compress.graph.aliases import memory_of
 from lightning_compress.graph.compat import pytree
 from lightning_compress.graph.execute import execute
 from lightning_compress.graph.leaf import Leaf
-from lightning_compress.graph.values import SYMBOLIC_TYPES, expression
+from lightning_compress.graph.values import SYMBOLIC_TYPES, sizes_by_symbol
 
 
 def what_computes(graph: fx.Graph, constants: Collection[str], wanted: Sequence[fx.Node]) -> fx.Graph | None:
@@ -50,15 +50,9 @@ def _is_random(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
-def sizes_of(graph: fx.Graph, batch: Sequence[Tensor]) -> dict[sympy.Symbol, int]:
+def sizes_of(graph: fx.Graph, batch: Sequence[Tensor]) -> dict[sympy.Basic, int]:
     """The symbols of a graph's sizes in a batch, whose tensors are in the order of the placeholders."""
-    found: dict[sympy.Symbol, int] = {}
-    placeholders = (node for node in graph.nodes if node.op == "placeholder")
-    for node, tensor in zip(placeholders, batch, strict=True):
-        for symbol, size in zip(map(expression, node.meta["val"].shape), tensor.shape, strict=True):
-            if symbol.is_Symbol:
-                found.setdefault(symbol, size)
-    return found
+    return sizes_by_symbol([node.meta["val"] for node in graph.nodes if node.op == "placeholder"], batch)
 
 
 def computed(part: fx.Graph, constants: Mapping[str, Tensor], batch: Sequence[Tensor]) -> list[Any]:

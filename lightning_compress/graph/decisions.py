@@ -13,8 +13,9 @@ from typing import final
 import sympy
 from torch import Tensor, fx
 
-from lightning_compress.graph.compat import Recorder, on_real_tensors
+from lightning_compress.graph.compat import on_real_tensors
 from lightning_compress.graph.computed import computed, sizes_of, values_told, what_computes
+from lightning_compress.graph.recorder import Recorder
 from lightning_compress.graph.values import SYMBOLIC_TYPES, is_symbolic
 
 
@@ -87,7 +88,7 @@ def decide(
 
 def _what_computes(recorder: Recorder, condition: sympy.Basic) -> fx.Graph | None:
     """A graph of the numbers in a condition, from the batch; None where weights or buffers are needed."""
-    nodes = [node for node in recorder.graph.nodes if _numbers(node) & condition.free_symbols]
+    nodes = [node for node in recorder.graph.nodes if _read_by(node) & condition.free_symbols]
     return what_computes(recorder.graph, recorder.constants, nodes)
 
 
@@ -102,7 +103,7 @@ def _fits(graph: fx.Graph, tensors: Sequence[Tensor]) -> bool:
     )
 
 
-def _numbers(node: fx.Node) -> set[sympy.Symbol]:
+def _read_by(node: fx.Node) -> set[sympy.Symbol]:
     """The symbols of what was read from a tensor by this node: a number, or whether it is one."""
     value = node.meta.get("val")
     if node.op != "call_function" or not isinstance(value, SYMBOLIC_TYPES) or value.node.hint is not None:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from lightning_compress.errors import CalibrationDataError
+from lightning_compress.graph.expected import check_expected
 from lightning_compress.graph.leaf import Leaf
-from lightning_compress.graph.observed import check_expected
 from lightning_compress.graph.values import map_nested
 
 

@@ -18,14 +18,14 @@ from torch import nn
 
 from lightning_compress.errors import UnsupportedModelError, UntraceableModelError
 from lightning_compress.graph.compat import GuardOnDataDependentSymNode
+from lightning_compress.graph.cut import Body, Cut
 from lightning_compress.graph.decisions import DifferentBranchesError
 from lightning_compress.graph.failures import ExchangeError, SetFromOutsideError, UnrecordedTensorError, at
 from lightning_compress.graph.leaf import place_of
-from lightning_compress.graph.methods import Behaviour, Method, behaviour, running_functions, running_methods
+from lightning_compress.graph.methods import Method, running_functions, running_methods
 from lightning_compress.graph.names import is_in
-from lightning_compress.graph.observed import observe
+from lightning_compress.graph.observed import Observed, observe
 from lightning_compress.graph.python_functions import line_of
-from lightning_compress.graph.record import Body, Cut
 from lightning_compress.graph.synthesize import Synthetic
 
 
@@ -119,13 +119,13 @@ def fall_back(
     if new and (failure.are_rows or not left) and not failure.is_ragged:
         return replace(cut, observed={}), fixed | new, one_size  # of other batches, of which nothing has been seen
     if left:
-        return _with_method(root, cut, left[0], name), fixed, [_told_of_method(left[0], reason)]
+        return _with_method(root, cut, left[0]), fixed, [_told_of_method(left[0], reason)]
     if isinstance(failure.error, GuardOnDataDependentSymNode) and not cut.decides:
         told = [Fallback(name, f"it takes the branches that all batches take: {reason}", how=OF_ONE_PATH)]
         return replace(cut, decides=True), fixed, told
     functions = running_functions(cut.containers[name], failure.error)
     if left := [each for each in functions if each not in cut.methods and each not in cut.given_up]:
-        return _with_method(root, cut, left[0], name), fixed, [_told_of_method(left[0], reason)]
+        return _with_method(root, cut, left[0]), fixed, [_told_of_method(left[0], reason)]
     if new:
         return replace(cut, observed={}), fixed | new, one_size
     if opaque:  # with all layers, which is the last resort
@@ -133,9 +133,9 @@ def fall_back(
     raise untraceable(root, failure)
 
 
-def _with_method(root: nn.Module, cut: Cut, method: str, caller: str) -> Cut:
+def _with_method(root: nn.Module, cut: Cut, method: str) -> Cut:
     """What is seen anew: calls within it are its own from now on."""
-    return replace(cut, methods={**cut.methods, method: Method(*place_of(root, method), caller)}, observed={})
+    return replace(cut, methods={**cut.methods, method: Method(*place_of(root, method))}, observed={})
 
 
 def _told_of_method(name: str, reason: str) -> Fallback:
@@ -192,15 +192,14 @@ def with_observations(
         raise untraceable(root, Failure(name, RuntimeError(f"{reason} (and the weights for a run are not here)")))
     try:
         found = [observe(root, cut.leaves, cut.methods, run) for run in runs]
-        both = [behaviour(root, methods, run) for run in runs] if methods else []
     except Exception as error:
         raise untraceable(root, Failure(min(names), error)) from error
-    seen = {name: [each[name] for each in found] for name in names}
-    knowing = {name: _knowing(method, [each[name] for each in both]) for name, method in methods.items()}
-    return replace(cut, observed={**cut.observed, **seen}, methods={**cut.methods, **knowing})
+    returned = {name: [each[name].returned for each in found] for name in names}
+    knowing = {name: _knowing(method, [each[name] for each in found]) for name, method in methods.items()}
+    return replace(cut, observed={**cut.observed, **returned}, methods={**cut.methods, **knowing})
 
 
-def _knowing(method: Method, seen: Sequence[Behaviour]) -> Method:
+def _knowing(method: Method, seen: Sequence[Observed]) -> Method:
     return replace(
         method,
         calls=tuple(sorted(set().union(*(each.calls for each in seen)))),

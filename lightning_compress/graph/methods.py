@@ -9,7 +9,7 @@ it mostly stands in a method of its own (`get_rope_index`, `get_image_features`)
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from inspect import unwrap
 from traceback import walk_tb
 from types import FunctionType, ModuleType
@@ -17,9 +17,7 @@ from typing import Any, final
 
 from torch import nn
 
-from lightning_compress.graph.names import is_in, outermost
-from lightning_compress.graph.restore import assigned, attributes_restored, calls_replaced, owning
-from lightning_compress.graph.trees import versions
+from lightning_compress.graph.restore import owning
 
 _RECORDING = ("lightning_compress.", "torch.fx.")
 _DECORATING = ("torch._", "torch.utils.")
@@ -34,7 +32,6 @@ class Method:
     Attributes:
         module: whose; of a function, Python's module.
         name: the attribute.
-        caller: name of the module whose code it is, or calls it.
         calls: names of the modules that it calls, outermost only, as far as they are known.
         sets: attributes of modules that it changes, likewise.
         reads: names of the parameters and buffers that it reads of modules that it does not call, likewise.
@@ -43,7 +40,6 @@ class Method:
 
     module: nn.Module | ModuleType
     name: str
-    caller: str = ""
     calls: tuple[str, ...] = ()
     sets: tuple[tuple[nn.Module, str], ...] = ()
     reads: tuple[str, ...] = ()
@@ -139,69 +135,3 @@ def original(method: Method) -> Callable[..., Any]:
     """The method, bound; ask before it is replaced."""
     bound: Callable[..., Any] = getattr(method.module, method.name)
     return bound
-
-
-@dataclass
-class Behaviour:
-    """What a method does beside returning something: modules that it calls, attributes that it sets, tensors of modules
-    that it reads, whether it writes to what it is given."""
-
-    calls: set[str]
-    sets: set[tuple[nn.Module, str]]
-    reads: set[str]
-    writes: bool = False
-
-
-def behaviour(root: nn.Module, methods: Mapping[str, Method], run: Callable[[], object]) -> dict[str, Behaviour]:
-    """Of each method during `run`; of modules the outermost, of tensors those that are none of theirs."""
-    found = {name: Behaviour(set(), set(), set()) for name in methods}
-    inside: list[str] = []
-    modules = {name: module for name, module in root.named_modules() if name}
-    owners = {id(module): f"{name}." if name else "" for name, module in root.named_modules()}
-    usual = nn.Module.__getattr__
-
-    def passing_on(module: nn.Module, key: str) -> object:
-        if inside and id(module) in owners and (key in module._parameters or key in module._buffers):
-            for method in inside:
-                found[method].reads.add(f"{owners[id(module)]}{key}")
-        return usual(module, key)
-
-    def note(name: str, module: nn.Module) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            for method in inside:
-                found[method].calls.add(name)
-            return module._call_impl(*args, **kwargs)
-
-        return call
-
-    def enter(name: str, method: Method) -> Callable[..., Any]:
-        function = original(method)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            before = {module: dict(module.__dict__) for module in root.modules()}
-            given = versions((args, kwargs))
-            inside.append(name)
-            try:
-                return function(*args, **kwargs)
-            finally:
-                inside.remove(name)
-                for module, attributes in before.items():
-                    changed = (
-                        key for key, value in module.__dict__.items() if attributes.get(key, before) is not value
-                    )
-                    found[name].sets.update((module, key) for key in changed)
-                found[name].writes |= given != versions((args, kwargs))
-
-        return call
-
-    read = assigned(nn.Module, __getattr__=passing_on)
-    with attributes_restored(root), calls_replaced(modules, note), methods_replaced(root, methods, enter), read:
-        run()
-    return {
-        name: replace(
-            each,
-            calls=set(outermost(sorted(each.calls))),
-            reads={read for read in each.reads if not is_in(read, each.calls)},
-        )
-        for name, each in found.items()
-    }

@@ -1,285 +1,126 @@
-"""What real runs of two batches tell of a call that cannot run on fake tensors, and whether later batches keep to it.
+"""What real runs of the step tell of calls that cannot run on fake tensors."""
 
-A size that is the same in both batches is a constant (unless a size of the batch did not change either); others are a
-size of the batch or of the call's inputs, a product of two of them, or one of those plus, times or divided by a
-constant; or, for a call that was observed, any number that is read when it is needed. So it is with numbers and flags
-that a module returns.
-"""
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import combinations, repeat
-from typing import Any, cast
-
-import sympy
 import torch
-from torch import Tensor, fx, nn
+from torch import nn
 
-from lightning_compress.errors import CalibrationDataError
-from lightning_compress.graph import compat
+from lightning_compress.graph.aliases import Viewed, viewed
 from lightning_compress.graph.experts import GroupedLinear
-from lightning_compress.graph.failures import SpecializedSizeError
-from lightning_compress.graph.kept import is_plain
 from lightning_compress.graph.methods import Method, methods_replaced, original
-from lightning_compress.graph.restore import attributes_restored, calls_replaced
-from lightning_compress.graph.trees import storages, tensors_in, versions
-from lightning_compress.graph.values import (
-    SYMBOLIC_TYPES,
-    concrete,
-    depends_on_values,
-    expression,
-    is_symbolic,
-    items_of,
-    map_nested,
-)
+from lightning_compress.graph.names import is_in, outermost
+from lightning_compress.graph.restore import assigned, attributes_restored, calls_replaced
+from lightning_compress.graph.symbolic import layouts
+from lightning_compress.graph.trees import versions
 from lightning_compress.recipe.forms import reader
 
-_EXPECTED = "expected"
-_FEW_MORE = 4
-"""So many tokens more or fewer than a size are taken for a rule (a class token, a label less), not for chance."""
 
+@dataclass
+class Observed:
+    """The calls of a module or of a method in one run.
 
-@dataclass(frozen=True)
-class _Shape:
-    sizes: tuple[sympy.Expr, ...]
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class Layout:
-    """What a real run tells about a tensor: enough to make a fake one."""
-
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-
-
-Known = tuple[torch.SymInt, int, int]
-"""A symbolic size, its value in the traced batch and its value in the second batch."""
-
-
-def known_sizes(symbols: Sequence[torch.SymInt], other: Mapping[sympy.Symbol, int]) -> list[Known]:
-    """Each size and each product of two, without repetition."""
-    known: dict[sympy.Expr, Known] = {}
-    singles = {expression(symbol): symbol for symbol in symbols}
-    for symbol in [*singles.values(), *(left * right for left, right in combinations(singles.values(), 2))]:
-        known.setdefault(expression(symbol), (symbol, concrete(symbol), concrete(symbol, other)))
-    return list(known.values())
-
-
-def layouts(value: Any) -> Any:
-    """A nested value with each tensor replaced by its `Layout`."""
-    if isinstance(value, Tensor):
-        return Layout(tuple(value.shape), value.stride(), value.dtype)
-    return map_nested(value, layouts)
-
-
-def viewed(given: object, output: object, before: tuple[int, ...]) -> frozenset[tuple[int, bool]]:
-    """Which of the tensors that a call is given, by number, have memory in common with what it returns, or were written
-    to, as their `versions` before it tell; and whether they were."""
-    memory, pairs = storages(output), zip(versions(given), before, strict=True)
-    found = [
-        (now != then, not memory.isdisjoint(storages(e)))
-        for e, (now, then) in zip(tensors_in(given), pairs, strict=True)
-    ]
-    return frozenset((number, is_write) for number, (is_write, is_view) in enumerate(found) if is_write or is_view)
-
-
-def symbolic_like(first: Any, second: Any, known: Sequence[Known], other: Callable[[type], Any] | None = None) -> Any:
-    """A nested value with each `Layout` (seen in both batches) replaced by a tensor with symbolic sizes, and numbers
-    that are not the same in both by symbols; a mean is the same in two that repeat the same rows.
-
-    Args:
-        first, second: what two batches gave.
-        known: sizes of them.
-        other: makes a number of a type that none of these tell; None: there must be none.
-
-    Raises:
-        SpecializedSizeError: the values differ by more than sizes that can be told.
+    Attributes:
+        returned: of each call that is not within another that is observed, the output's layouts, and which arguments
+            it is `viewed` of.
+        calls: names of the modules that it calls, outermost only. This and what follows: of a method.
+        reads: names of the parameters and buffers that it reads of modules that it does not call.
+        sets: attributes of modules that it changes.
+        writes: it changes tensors that it is given.
     """
-    is_one = is_plain(first) and not isinstance(first, tuple)
-    if is_one and (first != second or (type(first) is float and other is not None)):
-        return _symbolic_number(first, second, known, other)
-    if not isinstance(first, Layout):
-        if type(first) is not type(second) or (isinstance(first, dict) and first.keys() != second.keys()):
-            raise SpecializedSizeError(
-                f"it returns a {type(first).__name__}, in another batch a {type(second).__name__} or other keys"
-            )
-        ours, theirs = len(list(items_of(first))), len(list(items_of(second)))
-        if ours != theirs:
-            size = next((expression(symbol) for symbol, a, b in known if (a, b) == (ours, theirs)), None)
-            symbol = size if isinstance(size, sympy.Symbol) else None
-            raise SpecializedSizeError(f"it returns {ours} values, {theirs} in another batch", symbol)
-        seconds = iter(items_of(second))
-        return map_nested(first, lambda item: symbolic_like(item, next(seconds), known, other))
-    if not isinstance(second, Layout) or len(first.sizes) != len(second.sizes):
-        raise SpecializedSizeError("it returns a tensor, in another batch none or one of other dimensions")
-    sizes = [_symbolic_size(a, b, known, other) for a, b in zip(first.sizes, second.sizes, strict=True)]
-    return _fake(sizes, first.strides, first.dtype)
 
-
-def _fake(sizes: Sequence[int | torch.SymInt], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A tensor with symbolic sizes, dense, with its dimensions in the order of these strides."""
-    for size in sizes:
-        if is_symbolic(size) and depends_on_values(size):
-            torch._check(size >= 0)
-    order = sorted(range(len(sizes)), key=lambda dim: -strides[dim])
-    stored = torch.empty([sizes[dim] for dim in order], dtype=dtype, device=compat.TRACE_DEVICE)
-    return stored.permute([order.index(dim) for dim in range(len(sizes))])
-
-
-Seen = Sequence[tuple[Any, Mapping[sympy.Basic, int]]]
-"""What was returned for batches with these sizes, with each tensor replaced by its `Layout`."""
-
-
-def as_in_all(value: Any, seen: Seen, other: Callable[[type], Any]) -> Any:
-    """What a module returns on the traced batch, with symbolic sizes; those that are not what they say in other
-    batches, and numbers and flags that are not the same there, replaced by what is read when it is needed.
-
-    Args:
-        value: what it returns on the traced batch.
-        seen: what it returns on others, in which it decides otherwise.
-        other: makes a number of a type.
-
-    Raises:
-        SpecializedSizeError: it returns something else there.
-    """
-    if not seen:
-        return value
-    if isinstance(value, Tensor):
-        return _tensor_as_in_all(value, seen, other)
-    if isinstance(value, SYMBOLIC_TYPES) or (is_plain(value) and not isinstance(value, tuple)):
-        if all(_is_told(value, found, sizes) for found, sizes in seen):
-            return value
-        kind = type(concrete(value))
-        unlike = next(found for found, sizes in seen if not _is_told(value, found, sizes))
-        if kind not in (int, float, bool) or any(type(found) is not kind for found, _ in seen):
-            another = "a tensor" if isinstance(unlike, Layout) else _text(unlike)
-            raise SpecializedSizeError(f"it returns {_text(_described(value))}, in another batch {another}")
-        return other(kind)
-    items = items_of(value)
-    for found, _ in seen:
-        is_alike = type(found) is type(value) and len(items_of(found)) == len(items)
-        if not is_alike or (isinstance(value, dict) and found.keys() != value.keys()):
-            raise SpecializedSizeError(
-                f"it returns a {type(value).__name__}, in another batch a {type(found).__name__} or other items"
-            )
-    parts = iter(list(zip(*(items_of(found) for found, _ in seen), strict=True)))
-    given = [sizes for _, sizes in seen]
-    return map_nested(value, lambda item: as_in_all(item, list(zip(next(parts), given, strict=True)), other))
-
-
-def of_another_form(value: Any, seen: Seen) -> list[Mapping[sympy.Basic, int]]:
-    """The sizes of batches on which a module returns tensors of other dimensions, as `squeeze` makes them of sizes of
-    one."""
-    return [sizes for found, sizes in seen if not _has_form(value, found)]
-
-
-def _has_form(value: Any, found: Any) -> bool:
-    if isinstance(value, Tensor):
-        return isinstance(found, Layout) and len(found.sizes) == value.ndim
-    pairs = zip(items_of(value), items_of(found), strict=False)
-    return all(_has_form(ours, theirs) for ours, theirs in pairs)
-
-
-def _tensor_as_in_all(value: Tensor, seen: Seen, other: Callable[[type], Any]) -> Tensor:
-    for found, _ in seen:
-        if not isinstance(found, Layout) or (len(found.sizes), found.dtype) != (value.ndim, value.dtype):
-            raise SpecializedSizeError("it returns a tensor, in another batch none or one of other dimensions")
-    given = [sizes for _, sizes in seen]
-    found_sizes = zip(*(found.sizes for found, _ in seen), strict=True)
-    is_told = [
-        all(map(_is_told, repeat(size), found, given)) for size, found in zip(value.shape, found_sizes, strict=True)
-    ]
-    if all(is_told):
-        return value
-    new = [size if told else other(int) for size, told in zip(value.shape, is_told, strict=True)]
-    return _fake(new, concrete(value.stride()), value.dtype)
-
-
-def _is_told(value: Any, found: Any, sizes: Mapping[sympy.Basic, int]) -> bool:
-    """Whether a size or number of the traced batch comes to what was found where the batch has these sizes; those that
-    depend on values do: they are read."""
-    if isinstance(value, SYMBOLIC_TYPES) and not value.node.expr.free_symbols <= sizes.keys():
-        return True
-    return bool(concrete(value, sizes) == found)
-
-
-def _symbolic_number(first: Any, second: Any, known: Sequence[Known], other: Callable[[type], Any] | None) -> Any:
-    """What is `first` in one batch and `second` in the other: a size, or something that can be read.
-
-    Raises:
-        SpecializedSizeError: it is neither.
-    """
-    kind = type(first)
-    if kind is not type(second) or kind not in (int, float, bool):
-        raise SpecializedSizeError(f"it returns {first!r}, in another batch {second!r}")
-    is_size = kind is int and (other is None or any((a, b) == (first, second) for _, a, b in known))
-    if is_size:
-        return _symbolic_size(first, second, known, other)
-    if other is None:
-        raise SpecializedSizeError(f"it returns {first}, in another batch {second}, which is no size")
-    return other(kind)
-
-
-def _symbolic_size(
-    first: int, second: int, known: Sequence[Known], other: Callable[[type], Any] | None
-) -> int | torch.SymInt:
-    """The size that is `first` in one batch and `second` in the other.
-
-    Raises:
-        SpecializedSizeError: no rule fits.
-    """
-    exact = next((symbol for symbol, a, b in known if (a, b) == (first, second)), None)
-    if exact is not None:
-        return exact
-    if first == second:
-        return first
-    changed = ((symbol, a, b) for symbol, a, b in known if a != b)
-    for symbol, a, b in changed:
-        if first - a == second - b and (other is None or abs(first - a) <= _FEW_MORE):
-            return symbol + (first - a)
-        if first % a == 0 and first * b == second * a:
-            return symbol * (first // a)
-        if first and a % first == 0 and first * b == second * a:
-            return cast(torch.SymInt, symbol // (a // first))
-    if other is not None:
-        return cast(torch.SymInt, other(int))
-    raise SpecializedSizeError(
-        f"its output has a size of {first}, {second} in another batch, which follows no simple rule"
-    )
+    returned: list[tuple[Any, Viewed]] = field(default_factory=list)
+    calls: set[str] = field(default_factory=set)
+    reads: set[str] = field(default_factory=set)
+    sets: set[tuple[nn.Module, str]] = field(default_factory=set)
+    writes: bool = False
 
 
 def observe(
-    root: nn.Module, modules: Mapping[str, nn.Module], methods: Mapping[str, Method], run: Callable[[], object]
-) -> dict[str, list[Any]]:
-    """Of every call of `modules` and `methods` during a real `run` its output's layouts and what is `viewed`; those
-    within such calls are left out."""
+    root: nn.Module, leaves: Mapping[str, nn.Module], methods: Mapping[str, Method], run: Callable[[], object]
+) -> dict[str, Observed]:
+    """Of `leaves` and `methods` what they do during a real `run`."""
+    found = {name: Observed() for name in (*leaves, *methods)}
+    names = {module: name for name, module in root.named_modules()}
     inside: list[str] = []
-    seen: dict[str, list[Any]] = {name: [] for name in (*modules, *methods)}
 
-    def seeing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def around() -> list[Observed]:
+        return [found[name] for name in inside if name in methods]
+
+    def seen(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
+            is_outermost, given = not inside, versions((args, kwargs))
             inside.append(name)
-            before = versions((args, kwargs))
             try:
                 output = function(*args, **kwargs)
             finally:
                 inside.pop()
-            if not inside:
-                seen[name].append((layouts(output), viewed((args, kwargs), output, before)))
+            if is_outermost:
+                found[name].returned.append((layouts(output), viewed((args, kwargs), output, given)))
             return output
 
         return call
 
+    def of_module(name: str, module: nn.Module) -> Callable[..., Any]:
+        function = seen(name, module._call_impl) if name in leaves else module._call_impl
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for method in around():
+                method.calls |= {names[module]} if names.get(module) else set()
+            return function(*args, **kwargs)
+
+        return call
+
+    def of_method(name: str, method: Method) -> Callable[..., Any]:
+        function = seen(name, original(method))
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with _noting_changes(root, (args, kwargs), found[name]):
+                return function(*args, **kwargs)
+
+        return call
+
+    every = {name: module for module, name in names.items() if name} if methods else {}
     with (
         attributes_restored(root),
-        calls_replaced(modules, lambda name, module: seeing(name, module._call_impl)),
-        methods_replaced(root, methods, lambda name, method: seeing(name, original(method))),
+        calls_replaced({**every, **leaves}, of_module),
+        methods_replaced(root, methods, of_method),
+        _noting_reads(names, around),
         torch.no_grad(),
     ):
         run()
-    return seen
+    for each in found.values():
+        each.calls = set(outermost(sorted(each.calls)))
+        each.reads = {read for read in each.reads if not is_in(read, each.calls)}
+    return found
+
+
+@contextmanager
+def _noting_changes(root: nn.Module, given: object, method: Observed) -> Iterator[None]:
+    before, written = {module: dict(module.__dict__) for module in root.modules()}, versions(given)
+    try:
+        yield
+    finally:
+        for module, attributes in before.items():
+            now = module.__dict__.items()
+            method.sets |= {(module, key) for key, value in now if attributes.get(key, before) is not value}
+        method.writes |= written != versions(given)
+
+
+@contextmanager
+def _noting_reads(names: Mapping[nn.Module, str], methods: Callable[[], Iterable[Observed]]) -> Iterator[None]:
+    usual = nn.Module.__getattr__
+
+    def passing_on(module: nn.Module, key: str) -> object:
+        if module in names and (key in module._parameters or key in module._buffers):
+            for method in methods():
+                method.reads.add(f"{names[module]}.{key}".lstrip("."))
+        return usual(module, key)
+
+    with assigned(nn.Module, __getattr__=passing_on):
+        yield
 
 
 def counted(
@@ -290,107 +131,4 @@ def counted(
     grouped = {name for name, module in leaves.items() if isinstance(module, GroupedLinear)}
     around = {name for name, module in leaves.items() if any(id(part) in targets for part in module.modules())}
     seen = observe(root, {name: leaves[name] for name in grouped | around}, {}, run)
-    return frozenset(seen), sum(map(len, seen.values()))
-
-
-def check_only_tensors(value: Any) -> None:
-    """A number or a flag that a method returns may follow from values; a graph would hold that of the traced batch.
-
-    Raises:
-        TypeError: there is one.
-    """
-    items = items_of(value)
-    if not (isinstance(value, Tensor | dict | list | tuple) or value is None or items):
-        raise TypeError(f"it returns a {type(value).__name__}, which a graph would take for a constant")
-    for item in items:
-        check_only_tensors(item)
-
-
-def expect(node: fx.Node, output: Any) -> None:
-    """Note what a call that was observed returns, for `check_expected`."""
-    node.meta[_EXPECTED] = _copied(output)
-
-
-def _copied(value: Any) -> Any:
-    """The same tensors in containers of its own: the model may put something else into those that it got."""
-    return value if isinstance(value, Tensor) else map_nested(value, _copied)
-
-
-def expected(node: fx.Node) -> Any:
-    """What a call that was observed returns, with symbolic sizes; None where nothing was noted."""
-    return node.meta.get(_EXPECTED)
-
-
-def check_expected(node: fx.Node, values: Mapping[Any, object], output: Any) -> None:
-    """Whether a call returns what was recorded of it: as many values, of as many dimensions, of the sizes that follow
-    from those of what it reads or are constants of the graph, as numbers, flags and words are.
-
-    Args:
-        node: of the call; nothing is expected of most.
-        values: of the nodes that it reads, among others.
-        output: what it returned.
-
-    Raises:
-        CalibrationDataError: it does not; the graph does not serve this batch.
-    """
-    if _EXPECTED not in node.meta:
-        return
-    sizes: dict[sympy.Expr, sympy.Expr] = {}
-    for read in node.all_input_nodes:
-        traced, value = read.meta.get("val"), values.get(read)
-        if isinstance(traced, Tensor) and isinstance(value, Tensor):
-            sizes.update(zip(map(expression, traced.shape), map(expression, value.shape), strict=True))
-        elif is_symbolic(traced) and isinstance(value, int):
-            sizes[expression(traced)] = expression(value)
-    wanted, found = _described(node.meta[_EXPECTED]), _described(output)
-    if not _fits(wanted, found, {size: number for size, number in sizes.items() if size.is_Symbol}):
-        raise CalibrationDataError(
-            f"{getattr(node.target, 'name', node.name)} takes another way on a batch than on those that the model was "
-            f"recorded with: it gives {_text(found)}, recorded was {_text(wanted)}. Bring the batches to one form: "
-            "as many images in each, of one size; or, where it says how long rows are, one as long as the batch."
-        )
-
-
-def _described(value: Any) -> Any:
-    """Types, keys, sizes and plain values."""
-    if isinstance(value, SYMBOLIC_TYPES):
-        return sympy.sympify(value.node.expr)
-    if isinstance(value, Tensor):
-        return _Shape(tuple(map(expression, value.shape)), value.dtype)
-    if isinstance(value, dict):
-        return {key: _described(item) for key, item in value.items()}
-    items = items_of(value)
-    return [_described(item) for item in items] if items else value if is_plain(value) else type(value).__name__
-
-
-def _fits(expected: Any, found: Any, sizes: Mapping[sympy.Expr, sympy.Expr]) -> bool:
-    if isinstance(expected, _Shape):
-        if not isinstance(found, _Shape) or (len(expected.sizes), expected.dtype) != (len(found.sizes), found.dtype):
-            return False
-        return all(_is_as_told(size, other, sizes) for size, other in zip(expected.sizes, found.sizes, strict=True))
-    if isinstance(expected, sympy.Basic):
-        return is_plain(found) and _is_as_told(expected, found, sizes)
-    if isinstance(expected, dict):
-        is_alike = isinstance(found, dict) and expected.keys() == found.keys()
-        return is_alike and all(_fits(item, found[key], sizes) for key, item in expected.items())
-    if isinstance(expected, list):
-        is_alike = isinstance(found, list) and len(expected) == len(found)
-        return is_alike and all(_fits(*pair, sizes) for pair in zip(expected, found, strict=True))
-    return bool(expected == found)
-
-
-def _is_as_told(told: sympy.Basic, found: object, sizes: Mapping[sympy.Expr, sympy.Expr]) -> bool:
-    """Whether a number is what an expression of sizes says, if they are all known."""
-    number = told.xreplace(sizes)
-    return bool(number == found or number.free_symbols)
-
-
-def _text(described: Any) -> str:
-    if isinstance(described, _Shape):
-        return f"[{', '.join(map(str, described.sizes))}]"
-    if isinstance(described, dict):
-        return "{" + ", ".join(f"{key}: {_text(item)}" for key, item in described.items()) + "}"
-    if isinstance(described, list):
-        more = ", ..." if len(described) > 3 else ""
-        return f"{len(described)} values ({', '.join(map(_text, described[:3]))}{more})"
-    return str(described)
+    return frozenset(seen), sum(len(each.returned) for each in seen.values())

@@ -1,4 +1,4 @@
-"""What Python's own functions make of sizes that are symbols.
+"""What functions of Python, and some of torch, make of sizes that are symbols.
 
 `len(x)` has to be a plain number, `isinstance(x.shape[0], int)` is false, `min(length, 9)` decides for one of two, and
 a symbol is no key of a dict; to `math.sqrt` and `torch.tensor` it is the number that it has in the traced batch. So
@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from lightning_compress.graph.bounds import Sizes, sizes_in
 from lightning_compress.graph.failures import SpecializedSizeError
 from lightning_compress.graph.restore import assigned
-from lightning_compress.graph.values import PLAIN, SYMBOLIC_TYPES, expression, is_symbolic
+from lightning_compress.graph.values import PLAIN, SYMBOLIC_TYPES, Sizes, expression, is_symbolic, sizes_in
 
 _NOT_OF_MODELS = frozenset(
     {*sys.stdlib_module_names, "lightning_compress", "torch", "torchgen", "functorch", "sympy", "mpmath", "numpy"}
@@ -65,7 +65,15 @@ def taking_symbols(batches: Sequence[Sizes], computed: Callable[..., Any]) -> It
             names[name] = own[name]
         of_math = {name: _of_symbols(getattr(math, name), computed) for name in _OF_MATH}
         of_torch = {name: _tensor_of(getattr(torch, name)) for name in ("tensor", "as_tensor")}
-        with assigned(torch.SymInt, __hash__=_hash), assigned(math, **of_math), assigned(torch, **of_torch):
+        like = _tensor_like(Tensor.new_tensor, of_torch["tensor"])
+        attention = _with_plain_flags(functional.scaled_dot_product_attention)
+        with (
+            assigned(torch.SymInt, __hash__=_hash),
+            assigned(math, **of_math),
+            assigned(torch, **of_torch),
+            assigned(Tensor, new_tensor=like),
+            assigned(functional, scaled_dot_product_attention=attention),
+        ):
             yield
     finally:
         for names, name in put:
@@ -106,6 +114,28 @@ def _tensor_of(usual: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return torch.full((), bool(data) if isinstance(data, torch.SymBool) else data, *args, **options)
 
     return tensor
+
+
+def _tensor_like(usual: Callable[..., Tensor], tensor: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`Tensor.new_tensor`, likewise."""
+
+    def new_tensor(self: Tensor, data: Any, **options: Any) -> Tensor:
+        if not _has_symbols(data):
+            return usual(self, data, **options)
+        given = {name: option for name, option in options.items() if option is not None}
+        return tensor(data, **{"dtype": self.dtype, "device": self.device, **given})
+
+    return new_tensor
+
+
+def _with_plain_flags(usual: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A flag decides what is computed, as a branch does."""
+
+    def call(*args: Any, **options: Any) -> Tensor:
+        named = {name: bool(each) if isinstance(each, torch.SymBool) else each for name, each in options.items()}
+        return usual(*args, **named)
+
+    return call
 
 
 def _has_symbols(value: Any) -> bool:

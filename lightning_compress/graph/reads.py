@@ -17,7 +17,7 @@ from lightning_compress.recipe.forms import reader
 
 _NUMBER = re.compile(r"\d+")
 _PASSING_ON = ("__getattr__", "attribute_of_either", "passing_on")
-"""Functions that are asked in a reader's name: of a subclass, and of `methods.behaviour`."""
+"""Functions that are asked in a reader's name: of a subclass, and of `observed.observe`."""
 
 
 @dataclass

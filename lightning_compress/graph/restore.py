@@ -50,6 +50,7 @@ def attributes_of(modules: Iterable[nn.Module]) -> Iterator[None]:
 def assigned(target: Any, **attributes: object) -> Iterator[None]:
     """Within: attributes have these values."""
     before = {name: getattr(target, name) for name in attributes}
+    inherited = [name for name in attributes if isinstance(target, type) and name not in vars(target)]
     try:
         for name, value in attributes.items():
             setattr(target, name, value)
@@ -57,6 +58,8 @@ def assigned(target: Any, **attributes: object) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(target, name, value)
+        for name in inherited:
+            delattr(target, name)
 
 
 @contextmanager

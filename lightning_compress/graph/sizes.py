@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, fx
 
 from lightning_compress.graph.computed import computed, sizes_of, values_read, values_told, what_computes
+from lightning_compress.graph.expected import expected
 from lightning_compress.graph.leaf import Leaf
-from lightning_compress.graph.observed import expected
 from lightning_compress.graph.trace import Traced
 from lightning_compress.graph.trees import tensors_in
 from lightning_compress.graph.values import concrete

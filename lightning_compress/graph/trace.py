@@ -22,15 +22,15 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx, nn
-from torchmetrics import Metric
 
 from lightning_compress.errors import UntraceableModelError
 from lightning_compress.graph import compat
 from lightning_compress.graph.awaited import substituted
-from lightning_compress.graph.bounds import sizes_by_symbol
 from lightning_compress.graph.configs import is_encoder_decoder, without_cache
+from lightning_compress.graph.cut import Cut, first_cut
 from lightning_compress.graph.decisions import Decision, decide
 from lightning_compress.graph.failures import about_a_size, at
+from lightning_compress.graph.fakes import fake_batch, new_fake_mode, replace_by_fakes, shapes_of
 from lightning_compress.graph.fallback import (
     OF_ONE_SIZE,
     Failure,
@@ -48,8 +48,10 @@ from lightning_compress.graph.leaf import Leaf
 from lightning_compress.graph.methods import methods_replaced
 from lightning_compress.graph.multiplied import as_calls
 from lightning_compress.graph.observed import counted
+from lightning_compress.graph.outputs import Outputs
 from lightning_compress.graph.reads import Reads, watching
-from lightning_compress.graph.record import Attempt, Cut, LastCallRecorded
+from lightning_compress.graph.record import Attempt, LastCallRecorded
+from lightning_compress.graph.recorder import Recorder, recording
 from lightning_compress.graph.restore import (
     assigned,
     attributes_restored,
@@ -58,8 +60,7 @@ from lightning_compress.graph.restore import (
     contents_restored,
 )
 from lightning_compress.graph.synthesize import Structure, Synthetic, flatten_batch, synthesize, true_ones
-from lightning_compress.graph.values import SIZE_READERS, expression, is_symbolic, symbolic_sizes
-from lightning_compress.recipe.forms import reader
+from lightning_compress.graph.values import SIZE_READERS, expression, is_symbolic, sizes_by_symbol, symbolic_sizes
 
 _LAYERS_TO_CACHE = 20
 """Fake tensors' cache makes an operation's first run take twice as long, and later ones a third less."""
@@ -145,7 +146,7 @@ def trace(
     tensors, structure = flatten_batch(batch)
     others_flat = [flatten_batch(other)[0] for other in others]
     made = partial(synthesize, structure.paths, tensors, separate_decoder=is_encoder_decoder(root), others=others_flat)
-    first = cut = replace(_first_cut(root, leaf_names, boundary_names), multiplied=frozenset(multiplied))
+    first = cut = replace(first_cut(root, leaf_names, boundary_names), multiplied=frozenset(multiplied))
     lengths, rows = made()[0].lengths, made()[0].rows
     fallbacks, ways, run = dict[str, Fallback](), list[Way](), partial(_run, root, step, structure, onloading)
     with attributes_restored(root), without_cache(root), watching(root, leaf_names) as reads:
@@ -186,59 +187,6 @@ def _only_read(graph: fx.Graph, names: Collection[str], reads: Reads) -> tuple[s
     return reads.without_call([name for name in names if name not in called])
 
 
-def _first_cut(root: nn.Module, leaf_names: Collection[str], boundary_names: Collection[str]) -> Cut:
-    """Leaves: targets, and modules with neither targets nor boundaries inside. Containers: what holds those. Neither
-    are modules that have no `forward` (lists of modules), but those in them may be; and metrics, which a step has count
-    nothing while it is recorded."""
-    chosen = {id(root.get_submodule(name)): name for name in boundary_names}
-    targets: set[int] = set()
-    for name in leaf_names:
-        module = root.get_submodule(name)
-        targets.add(id(reader(module)))
-        chosen[id(reader(module))] = name if reader(module) is module else f"{name}.rows"
-    leaves: dict[str, nn.Module] = {}
-    containers: dict[str, nn.Module] = {}
-    holds = _holders(root, set(chosen))
-    seen: set[int] = set()
-
-    def visit(name: str, module: nn.Module) -> None:
-        if id(module) in seen or isinstance(module, Metric):
-            return
-        seen.add(id(module))
-        name = chosen.get(id(module), name)
-        is_called = not name or _has_forward(module)
-        if id(module) in targets or (is_called and id(module) not in holds):
-            leaves[name] = module
-            return
-        if is_called:
-            containers[name] = module
-        for key, child in module.named_children():
-            visit(f"{name}.{key}" if name else key, child)
-
-    visit("", root)
-    return Cut(leaves, containers, frozenset(boundary_names), {}, {})
-
-
-def _has_forward(module: nn.Module) -> bool:
-    # classes are not asked for it: those of scripted modules cannot tell
-    kinds = (vars(kind) for kind in type(module).__mro__ if kind is not nn.Module)
-    return any("forward" in names for names in (vars(module), *kinds))
-
-
-def _holders(root: nn.Module, chosen: set[int]) -> set[int]:
-    """Ids of the modules that are chosen or have a chosen module inside; the root always."""
-    holds = {id(root)}
-
-    def visit(module: nn.Module) -> bool:
-        inside = [visit(child) for child in module.children()]
-        if any(inside) or id(module) in chosen:
-            holds.add(id(module))
-        return id(module) in holds
-
-    visit(root)
-    return holds
-
-
 def _attempt(
     root: nn.Module,
     step: Callable[[Any], Any],
@@ -248,41 +196,38 @@ def _attempt(
     real: Sequence[Sequence[Tensor]],
     true: Sequence[Sequence[Tensor]],
 ) -> Traced | Failure:
-    fake_mode = compat.new_fake_mode(cached=len(cut.boundaries) >= _LAYERS_TO_CACHE)
+    fake_mode = new_fake_mode(cached=len(cut.boundaries) >= _LAYERS_TO_CACHE)
     synthetic, second = batches
-    inputs = compat.fake_batch(fake_mode, synthetic.tensors, synthetic.dynamic)
+    inputs = fake_batch(fake_mode, synthetic.tensors, synthetic.dynamic)
     other = sizes_by_symbol(inputs, second.tensors)
     packed = any(path.endswith("position_ids") for path in structure.paths)
     with attributes_restored(root), compat.traceable_transformers(root, packed_sequences=packed, experts="batched_mm"):
         originals = list(root.parameters())
-        recorder = compat.Recorder(compat.replace_by_fakes(root, fake_mode), fake_mode)
+        recorder = Recorder(replace_by_fakes(root, fake_mode), fake_mode)
         fakes = dict(zip(map(id, originals), root.parameters(), strict=True))  # no `getattr`, which is watched
         kept_elsewhere = substituted(originals, lambda original: fakes[id(original)])
         untouched = [(name, buffer, buffer._version) for name, buffer in root.named_buffers()]
+        shapes, decisions = shapes_of(fake_mode), dict[sympy.Basic, Decision]()
         observed = [sizes_by_symbol(inputs, tensors) for tensors in true]
-        attempt = Attempt(cut, recorder, frozenset(other), symbolic_sizes(inputs), other, observed)
+        attempt = Attempt(cut, recorder, Outputs(cut, shapes, symbolic_sizes(inputs), other, observed))
         recorder.before_node = attempt.check_sizes
-        decisions: dict[sympy.Basic, Decision] = {}
-        shapes = compat.shapes_of(fake_mode)
         shapes.batches = [sizes_by_symbol(inputs, tensors) for tensors in (synthetic.tensors, *real)]
         chosen = partial(decide, recorder, real, decisions) if cut.decides else shapes.decide
         try:
             replaced = calls_replaced({**cut.leaves, **cut.containers}, attempt.wrap)
-            methods, deciding = (
-                methods_replaced(root, cut.methods, attempt.wrap_method),
-                assigned(shapes, decide=chosen),
-            )
-            with replaced, methods, kept_elsewhere, compat.recording(recorder), deciding, attempt.watching():
+            methods = methods_replaced(root, cut.methods, attempt.wrap_method)
+            with replaced, methods, kept_elsewhere, recording(recorder), assigned(shapes, decide=chosen):
+                attempt.kept.begin(cut.leaves.values())
                 for path, value in zip(structure.paths, inputs, strict=True):
-                    compat.add_placeholder(recorder, path.replace(".", "_") or "batch", value)
+                    recorder.add_placeholder(path.replace(".", "_") or "batch", value)
                 outputs, returned = _returned(step, structure.build(inputs))
-                recorder.create_node("output", "output", (compat.to_argument(recorder, tuple(outputs)),), {})
+                recorder.create_node("output", "output", (recorder.to_argument(tuple(outputs)),), {})
             spans, now = as_calls(recorder.graph, root, cut.multiplied, attempt.spans), set(root.buffers())
             written = tuple(n for n, each, version in untouched if each in now and each._version != version)
         except Exception as error:
             name = attempt.failure[0] if attempt.failure is not None and attempt.failure[1] is error else ""
             return _failure(name, error, inputs, real)
-    guards = {each: line for each, line in reversed(shapes.decisions) if each.free_symbols <= attempt.symbols}
+    guards = {each: line for each, line in reversed(shapes.decisions) if each.free_symbols <= other.keys()}
     return Traced(
         recorder.graph,
         _tidy(recorder.graph, spans),
@@ -295,8 +240,8 @@ def _attempt(
         written=written,
         draws=fake_mode.draws,
         unlike_one=frozenset(shapes.unlike_one),
-        presets=tuple(attempt.presets),
-        remembering=frozenset(attempt.remembering),
+        presets=tuple(attempt.kept.presets),
+        remembering=frozenset(attempt.kept.remembering),
     )
 
 

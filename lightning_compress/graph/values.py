@@ -1,6 +1,6 @@
 """Nested values and symbolic sizes: what fx and pytree have no one function for."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, TypeGuard, final
 
@@ -16,6 +16,8 @@ SIZE_READERS = (
     torch.ops.aten.sym_storage_offset.default,
 )
 """Targets of nodes that ask a tensor for a number and do not need its data."""
+Sizes = Mapping[sympy.Basic, int]
+"""Of one batch, by symbol."""
 PLAIN = dict(zip(SYMBOLIC_TYPES, (int, float, bool), strict=True))
 
 
@@ -32,23 +34,6 @@ def depends_on_values(size: torch.SymInt) -> bool:
 def expression(size: int | torch.SymInt) -> sympy.Expr:
     """A size as a sympy expression, so that sizes can be compared without adding a guard."""
     return size.node.expr if is_symbolic(size) else sympy.Integer(size)
-
-
-def unlike_one(condition: sympy.Basic, outcome: sympy.Basic) -> set[sympy.Symbol]:
-    """The sizes in a condition that has another outcome where they are 1.
-
-    >>> size = sympy.Symbol("size")
-    >>> unlike_one(size > 1, sympy.true), unlike_one(sympy.Eq(sympy.Mod(8, size - 1), 0), sympy.true)
-    ({size}, set())
-    """
-
-    def at_one(size: sympy.Symbol) -> sympy.Basic | None:
-        try:
-            return condition.xreplace({size: sympy.Integer(1)})
-        except ZeroDivisionError:
-            return None
-
-    return {size for size in condition.free_symbols if at_one(size) == sympy.Not(outcome)}
 
 
 def map_nested(value: Any, function: Callable[[Any], Any]) -> Any:
@@ -149,3 +134,16 @@ def all_symbolic_sizes(value: Any) -> list[torch.SymInt]:
     if isinstance(value, Tensor):
         return [size for size in value.shape if is_symbolic(size)]
     return [size for item in items_of(value) for size in all_symbolic_sizes(item)]
+
+
+def sizes_by_symbol(inputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> dict[sympy.Basic, int]:
+    """What the symbolic sizes of the recorded inputs are in a batch."""
+    both = zip(inputs, tensors, strict=False)
+    pairs = [pair for mine, yours in both for pair in zip(mine.shape, yours.shape, strict=False)]
+    return {expression(size): number for size, number in pairs if expression(size).is_Symbol}
+
+
+def sizes_in(batches: Sequence[Sizes], size: int | torch.SymInt) -> list[int]:
+    """A size in each batch; none where it depends on values."""
+    found = [sympy.sympify(expression(size).xreplace(dict(batch))) for batch in batches]
+    return [] if any(number.free_symbols for number in found) else [int(number) for number in found]

@@ -23,13 +23,8 @@ from torch.utils.data import DataLoader
 
 from lightning_compress.errors import CompressionError
 from lightning_compress.foresight.jobs import Phase
-from lightning_compress.graph.compat import (
-    FakeTensor,
-    fake_like,
-    new_fake_mode,
-    replace_by_fakes,
-    traceable_transformers,
-)
+from lightning_compress.graph.compat import FakeTensor, traceable_transformers
+from lightning_compress.graph.fakes import fake_like, new_fake_mode, replace_by_fakes
 from lightning_compress.graph.restore import (
     attributes_restored,
     caches_restored,

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_compress.graph.compat import new_fake_mode
 from lightning_compress.graph.cuda import AsOnCuda, as_on_cuda, temporary_bytes
+from lightning_compress.graph.fakes import new_fake_mode
 from lightning_compress.memory.tracker import LiveMemory
 
 FLASH = "aten._scaled_dot_product_flash_attention.default"

@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import flex_attention
 
 from lightning_compress.graph import products
-from lightning_compress.graph.compat import fake_like, new_fake_mode
+from lightning_compress.graph.fakes import fake_like, new_fake_mode
 from lightning_compress.graph.products import in_float32, slow_dtypes
 from lightning_compress.memory.work import WorkMeter
 

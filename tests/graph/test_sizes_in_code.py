@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from lightning_compress.errors import CalibrationDataError, UntraceableModelError
 from lightning_compress.graph import fallback
-from lightning_compress.graph.bounds import deciding_otherwise
+from lightning_compress.graph.conditions import deciding_otherwise
 from lightning_compress.graph.observed import observe
 from lightning_compress.graph.python_functions import taking_symbols
 from lightning_compress.graph.restore import assigned
@@ -216,6 +216,11 @@ NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
     "tensor": lambda x: x / torch.tensor(x.shape[1]),
     "tensor of several": lambda x: x * torch.tensor([[x.shape[1], 2.5], [1, x.shape[0]]], dtype=torch.float32).sum(),
     "tensor of a condition": lambda x: x * torch.as_tensor(x.shape[1] > 3),
+    "tensor like another": lambda x: (
+        x / x.new_tensor(x.shape[1]) * x.new_tensor([x.shape[0], 1], dtype=torch.int).sum()
+    ),
+    "steps": lambda x: x * torch.linspace(-1, 1, x.shape[1])[:, None] + torch.linspace(0, x.shape[1], steps=4).sum(),
+    "flag of attention": lambda x: functional.scaled_dot_product_attention(x, x, x, is_causal=x.shape[1] > 1),
 }
 
 
@@ -228,6 +233,7 @@ def test_numbers_of_sizes(
     is a condition as no number."""
     check_inputs(Between(code), batches(), monkeypatch, sequential_targets=targets)
     assert math.sqrt(4) == 2.0
+    assert "new_tensor" not in vars(Tensor)
 
 
 def test_lines_that_decide_are_told() -> None:
@@ -242,7 +248,7 @@ def test_lines_that_decide_are_told() -> None:
         return x / int(x.shape[1])
 
     def of_other_type(x: Tensor) -> Tensor:
-        return functional.scaled_dot_product_attention(x, x, x, is_causal=x.shape[1] > 1)
+        return x.softmax(x.shape[1] > 1)
 
     file = __file__.rpartition("/")[2]
     assert f"(batch 0: its sizes do not satisfy s63 > 8 (at {file}:{mean_of_many.__code__.co_firstlineno + 1}))" in (

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn.functional import grouped_mm, scaled_dot_product_attention, silu
 
-from lightning_compress.graph.compat import fake_like, new_fake_mode, replace_by_fakes
+from lightning_compress.graph.fakes import fake_like, new_fake_mode, replace_by_fakes
 from lightning_compress.memory.heap import LARGEST_IN_HEAP
 from lightning_compress.memory.work import WorkMeter
 
