@@ -29,7 +29,7 @@ from lightning_compress.distributed.collective import Collective
 from lightning_compress.distributed.folder import shared_folder
 from lightning_compress.errors import CompressionError, RunWarning
 from lightning_compress.export.checkpoint import check_output_dir
-from lightning_compress.export.processors import with_later_modules
+from lightning_compress.export.processors import with_other_files
 from lightning_compress.plugin.callback import CompressionCallback
 from lightning_compress.plugin.compressor import Compressor
 from lightning_compress.plugin.job import plan_recipe
@@ -108,7 +108,7 @@ def _compress_among(ranks: Collective, trainer: pl.Trainer, config: DictConfig, 
     if config.get("held_out") is not None:
         held_out = list(evaluation_dataloader(load_data_config(config.held_out), processor))
         before = measured_perplexity(model, held_out, weights, config.memory, device, ranks)
-    saved = with_later_modules(processor, Path(config.model.path))
+    saved = with_other_files(processor, Path(config.model.path))
     ranks.meet("reading model and data")  # the Trainer's own operations do not say why a rank does not come
     report = Compressor(trainer).compress(model, dataloaders=dataloader, tokenizer=saved, **options)
     if planned is not None and not report.is_partial:

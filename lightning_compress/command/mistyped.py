@@ -6,12 +6,14 @@ the node and the options that there are.
 
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import fields
 from typing import cast
 
 from hydra.errors import HydraException, InstantiationException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, InterpolationResolutionError, OmegaConfBaseException
 
+from lightning_compress.algorithms.catalog import ALGORITHMS
 from lightning_compress.command.chosen import CHOICES
 from lightning_compress.errors import CompressionError, nearest
 from lightning_compress.recipe.load import config_dir
@@ -19,6 +21,7 @@ from lightning_compress.recipe.load import config_dir
 _NO_NAME = re.compile(r"null|true|false|[-+]?(\d[\d_]*\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
 """What Hydra's grammar does not take for a string."""
 _OVERRIDE = re.compile(r"Could not override '([^']+)'")
+_TWICE = re.compile(r"Multiple values for ([^.]+)\. To override a value use 'override [^:]+: ([^']*)'")
 _OF_PLANS = {
     **{key: f"choices.{name}=[...]" for key, name in CHOICES.items()},
     "calibration.verify": "verify=...",
@@ -60,6 +63,9 @@ def mistyped(error: HydraException | OmegaConfBaseException, command: str = "") 
         said = str(error).splitlines()[0]
         said = said.partition("interpolation: ")[2].strip('"') or said
         return f"{error.full_key}: {said}."
+    if (given_twice := _TWICE.match(str(error))) is not None:
+        group, option = given_twice.groups()
+        return f"+{group}={option}: {group} is a group that the command has, and is given once, without +: {group}=..."
     if command and (override := _OVERRIDE.match(str(error))) is not None:  # a group of other commands
         own = cast(DictConfig, OmegaConf.load(config_dir() / f"{command}.yaml"))
         return _unknown_at_the_top(override[1], override[1], own, command)
@@ -148,7 +154,17 @@ def _unknown_key(key: str, full_key: str, node: DictConfig) -> str:
     if not known:
         parent = full_key.rpartition(".")[0]
         return f"{full_key} is not known: {parent} is a single value, with nothing in it. Give all: '{parent}={{...}}'"
-    return f"{full_key} is not known{nearest(key, known)} What is not there yet is added with +, as +{full_key}=..."
+    options = _options(group, node)
+    if key in options:
+        return f"{full_key} is not there yet, and is added with +, as +{full_key}=..."
+    said = nearest(key, sorted({*known, *options}))
+    return f"{full_key} is not known{said} What is not there yet is added with +, as +{full_key}=..."
+
+
+def _options(group: str, node: DictConfig) -> list[str]:
+    """Of a modifier, those of its algorithm."""
+    algorithm = ALGORITHMS.get(str(node.get("algorithm"))) if group == "recipe" else None
+    return [] if algorithm is None else [option.name for option in fields(algorithm)]
 
 
 def _unknown_at_the_top(key: str, override: str, node: DictConfig, command: str) -> str:

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lightning_compress.data.config import CustomConfig, DataConfig, MultimodalConfig, TokensConfig
 from lightning_compress.data.custom import custom_batches
 from lightning_compress.data.multimodal import multimodal_dataloader
-from lightning_compress.data.sources import Document, is_chat, load_documents, rendered
+from lightning_compress.data.sources import Document, WithTools, is_chat, load_documents, rendered
 from lightning_compress.errors import CalibrationDataError
 
 Batch = dict[str, Tensor]
@@ -156,7 +156,7 @@ def _encode(documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase) -
 
     Rows without a document (an empty cell of a table, an empty line) are left out.
     """
-    remaining = (document for document in documents if document is not None and document != "")
+    remaining = (document for document in documents if not _is_empty(document))
     adds_special = bool(tokenizer("")["input_ids"])
     ending = [] if adds_special or tokenizer.eos_token_id is None else [cast(int, tokenizer.eos_token_id)]
     first = next(remaining, None)
@@ -167,6 +167,11 @@ def _encode(documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase) -
         encoded = tokenizer(texts, add_special_tokens=not are_chats, verbose=False)["input_ids"]
         for ids in cast(list[list[int]], encoded):
             yield torch.tensor(ids if are_chats else ids + ending, dtype=torch.int64)
+
+
+def _is_empty(document: Document | None) -> bool:
+    text = document.chat if isinstance(document, WithTools) else document
+    return text is None or text == ""
 
 
 def _at_a_time(texts: Iterable[str]) -> Iterator[list[str]]:
@@ -185,9 +190,10 @@ def _at_a_time(texts: Iterable[str]) -> Iterator[list[str]]:
 def _render(document: Document, tokenizer: PreTrainedTokenizerBase) -> str:
     if isinstance(document, str):
         return document
-    if not is_chat(document):
+    chat, tools = (document.chat, document.tools) if isinstance(document, WithTools) else (document, None)
+    if not is_chat(chat):
         raise CalibrationDataError(
-            f"the data holds {str(document)[:50]!r} ({type(document).__name__}) where strings or chats (lists of "
+            f"the data holds {str(chat)[:50]!r} ({type(chat).__name__}) where strings or chats (lists of "
             "{role, content}, not empty) are to be: leave such rows out."
         )
     if tokenizer.chat_template is None:
@@ -195,7 +201,7 @@ def _render(document: Document, tokenizer: PreTrainedTokenizerBase) -> str:
             f"the data holds chats, and the tokenizer {tokenizer.name_or_path!r} has no chat template: use the "
             "instruction-tuned model's tokenizer, set tokenizer.chat_template, or choose a column of strings."
         )
-    return rendered(document, tokenizer)
+    return rendered(chat, tokenizer, tools)
 
 
 def _windows(encoded: Iterator[Tensor], config: TokensConfig, least_documents: int) -> list[Tensor]:

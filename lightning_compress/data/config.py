@@ -124,7 +124,8 @@ class HfConfig(TokensConfig):
         (.gz, .bz2, .xz) or not.
     name: the data set's configuration, where it has several.
     split: e.g. "train" or "train[:1000]".
-    column: a string, or a chat (list of {role, content}), which goes through the tokenizer's chat template.
+    column: a string, or a chat (list of {role, content}), which goes through the tokenizer's chat template; a column
+        `tools` beside it has the tools that the chat may call, as a list of JSON schemas or as JSON.
     """
 
     source: ClassVar[str] = "hf"

@@ -15,7 +15,7 @@ from transformers import ImageProcessingMixin, SequenceFeatureExtractor
 
 from lightning_compress.data.config import MultimodalConfig
 from lightning_compress.data.sounds import decoded, undecoded
-from lightning_compress.data.sources import check_columns, is_chat, load_rows, rendered
+from lightning_compress.data.sources import TOOLS, check_columns, is_chat, load_rows, rendered
 from lightning_compress.errors import CalibrationDataError
 
 _WORD = "image"
@@ -230,7 +230,9 @@ class _Collate:
             tokens += [getattr(self.processor, "audio_token", "")] * num_sounds
             return " ".join([*(token for token in tokens if token), text])
         content = [{"type": "image"}] * num_images + [{"type": "audio"}] * num_sounds + [{"type": "text", "text": text}]
-        return rendered([{"role": "user", "content": content}] if isinstance(text, str) else text, self.processor)
+        if isinstance(text, str):
+            return rendered([{"role": "user", "content": content}], self.processor)
+        return rendered(text, self.processor, row.get(TOOLS))
 
 
 def _sampling_rate(processor: Any) -> int | None:

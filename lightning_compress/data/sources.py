@@ -9,17 +9,19 @@ import bz2
 import glob
 import gzip
 import inspect
+import json
 import lzma
 import os
 import sysconfig
 import tokenize
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Any, cast
+from typing import Any, cast, final
 
 import datasets
 from datasets.exceptions import DatasetGenerationError
@@ -28,7 +30,20 @@ from lightning_compress.data.config import DocsConfig, HfConfig, MultimodalConfi
 from lightning_compress.errors import CalibrationDataError
 
 Chat = list[dict[str, Any]]
-Document = str | Chat
+TOOLS = "tools"
+"""The column beside chats with the tools that they may call, as trl has it."""
+
+
+@final
+@dataclass(frozen=True)
+class WithTools:
+    """A chat, and the tools that its row has: a list of their descriptions, or that as JSON."""
+
+    chat: Any
+    tools: Any
+
+
+Document = str | Chat | WithTools
 
 _Scope = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 _Statement = ast.stmt | ast.excepthandler | ast.match_case
@@ -38,6 +53,7 @@ _TEST_EVERY = 20
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 # Characters of a document that is part of a text file: a tokenizer takes some 150 bytes for each of those it reads.
 _LONGEST = 2**16
+_CONVERT = "Convert it, as with iconv -f LATIN1 -t UTF-8, or -f UTF-16."
 _PACKED: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 _LOADERS = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet", ".csv": "csv"}
 
@@ -130,10 +146,7 @@ def _read_text(path: str) -> str:
         with _PACKED.get(Path(path).suffix.lower(), open)(path, "rt", encoding="utf-8-sig") as file:
             return cast(str, file.read())  # without a byte order mark, which is no text
     except UnicodeDecodeError as error:
-        raise CalibrationDataError(
-            f"data.files: {path!r} is not text in UTF-8 ({error}). Convert it, as with iconv -f LATIN1 -t UTF-8, or "
-            "-f UTF-16."
-        ) from error
+        raise CalibrationDataError(f"data.files: {path!r} is not text in UTF-8 ({error}). {_CONVERT}") from error
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         if Path(path).suffix.lower() not in _PACKED:
             raise
@@ -177,8 +190,12 @@ def load_rows(config: HfConfig | MultimodalConfig) -> datasets.Dataset:
     except StopIteration:  # what it says of an empty file
         raise CalibrationDataError(f"data.path={config.path!r} has no rows.") from None
     except DatasetGenerationError as error:
-        raise CalibrationDataError(f"data.path={config.path!r} cannot be read: {error.__cause__ or error}") from error
+        cause = error.__cause__ or error
+        remedy = f". {_CONVERT}" if isinstance(cause, UnicodeDecodeError) else ""
+        raise CalibrationDataError(f"data.path={config.path!r} cannot be read: {cause}{remedy}") from error
     except ValueError as error:
+        if type(error) is not ValueError:  # pyarrow's, of what a file holds
+            raise CalibrationDataError(f"data.path={config.path!r} cannot be read: {error}") from error
         raise CalibrationDataError(f"data.split={config.split!r} of {config.path!r}: {error}") from error
 
 
@@ -204,7 +221,25 @@ def _column(dataset: datasets.Dataset, config: HfConfig) -> Sequence[Document]:
             f"data.column={config.column!r} of {config.path!r} holds {type(first).__name__} ({str(first)[:60]}); "
             "calibration reads strings or chats (lists of {role, content})."
         )
-    return cast(Sequence[Document], dataset[config.column])
+    if isinstance(first, str) or TOOLS not in dataset.column_names:
+        return cast(Sequence[Document], dataset[config.column])
+    return _ChatsWithTools(dataset, config.column)
+
+
+@final
+class _ChatsWithTools(Sequence[Document]):
+    """Chats of a column, each with its row's tools; rows are read when they are asked for."""
+
+    def __init__(self, dataset: datasets.Dataset, column: str) -> None:
+        self._rows = dataset.select_columns([column, TOOLS])
+        self._column = column
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, number: Any) -> Any:
+        row = self._rows[number]
+        return WithTools(row[self._column], row[TOOLS])
 
 
 def check_columns(dataset: datasets.Dataset, config: HfConfig | MultimodalConfig, **wanted: str | None) -> None:
@@ -229,20 +264,43 @@ def is_chat(value: object) -> bool:
     )
 
 
-def rendered(chat: Chat, reader: Any) -> str:
-    """A chat as the template of a tokenizer or processor writes it.
+def rendered(chat: Chat, reader: Any, tools: Any = None) -> str:
+    """A chat as the template of a tokenizer or processor writes it, with the descriptions of the tools that it may
+    call (a list, or that as JSON), if any.
 
-    Raises CalibrationDataError where the template, which is code of the model's makers, refuses it.
+    Raises CalibrationDataError where the template, which is code of the model's makers, refuses it, or the tools are
+    no list of descriptions.
     """
     messages = without_nulls(chat)
+    described = _tools(tools)
     try:
-        return cast(str, reader.apply_chat_template(messages, tokenize=False))
+        return cast(str, reader.apply_chat_template(messages, tokenize=False, **described))
     except Exception as error:
         raise CalibrationDataError(
             f"the chat template of {type(reader).__name__} refuses {str(messages)[:100]} with the roles "
             f"{', '.join(str(message['role']) for message in messages)}: {error} ({type(error).__name__}). Leave such "
             "rows out, or give them the roles that it knows."
         ) from error
+
+
+def _tools(given: Any) -> dict[str, Any]:
+    """The argument of a template that they are, if there are any."""
+    try:
+        tools = json.loads(given or "[]") if isinstance(given, str) else given
+    except ValueError as error:
+        raise _no_tools(given) from error
+    if not tools:
+        return {}
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise _no_tools(given)
+    return {"tools": without_nulls(tools)}
+
+
+def _no_tools(given: Any) -> CalibrationDataError:
+    return CalibrationDataError(
+        f"the column {TOOLS!r} beside the chats holds {str(given)[:60]!r} ({type(given).__name__}) where a list of the "
+        "tools' JSON schemas is to be, which the chat template writes. Rename the column if it is something else."
+    )
 
 
 def without_nulls(value: Any) -> Any:

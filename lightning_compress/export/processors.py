@@ -1,6 +1,7 @@
 """Tokenizers and processors, which go with a checkpoint, as a folder has them."""
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import transformers
 
 from lightning_compress.export.checkpoint import SavesPretrained
 
+_LICENCE = re.compile(r"(LICEN[SC]E|NOTICE|COPYING|USE_POLICY)\b", re.IGNORECASE)
 _CONFIGS = ("processor_config.json", "preprocessor_config.json")
 
 
@@ -32,11 +34,22 @@ def load_processor(folder: str | PathLike[str], trust_remote_code: bool = False)
         return transformers.AutoFeatureExtractor.from_pretrained(folder)
 
 
-def with_later_modules(processor: SavesPretrained | None, folder: Path) -> SavesPretrained | None:
-    """A model's processor, saved along with what its folder says of how sentence-transformers goes on from the model
-    (pooling, prompts), if that is there: without it another pooling would be taken, and vectors be others."""
-    files = tuple(_later_modules(folder))
+def with_other_files(processor: SavesPretrained | None, folder: Path) -> SavesPretrained | None:
+    """A model's processor, saved along with what its folder has beside a model, if anything:
+
+    - its licence and notices, which most ask to be passed on with what is made of it (its README is about another);
+    - how sentence-transformers goes on from the model (pooling, prompts): without it another pooling would be taken,
+      and vectors be others.
+    """
+    files = (*_licences(folder), *_later_modules(folder))
     return _WithFiles(processor, folder, files) if files else processor
+
+
+def _licences(folder: Path) -> Iterator[Path]:
+    """The files, relative to the folder."""
+    if folder.is_dir():
+        found = (path for path in sorted(folder.iterdir()) if _LICENCE.match(path.name) and path.is_file())
+        yield from (path.relative_to(folder) for path in found)
 
 
 def _later_modules(folder: Path) -> Iterator[Path]:

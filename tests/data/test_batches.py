@@ -272,3 +272,33 @@ def test_a_template_that_refuses_a_chat(tokenizer: PreTrainedTokenizerFast, tmp_
     config = HfConfig(path=str(tmp_path / "chats.jsonl"), column="chat", num_samples=1, max_length=4)
     with pytest.raises(CalibrationDataError, match=r"refuses .*be kind.* roles system: System role not supported"):
         batches(config, tokenizer)
+
+
+TOOLS = [{"type": "function", "function": {"name": "clock", "parameters": {"zone": "string"}}}, {"type": "retrieval"}]
+
+
+@pytest.mark.parametrize("given", [TOOLS, json.dumps(TOOLS)], ids=["list", "json"])
+def test_tools_of_chats(tokenizer: PreTrainedTokenizerFast, tmp_path: Path, given: object) -> None:
+    """A template writes what the row's column `tools` has, without the keys that only other rows have. Seen to fail:
+    the model was calibrated on prompts without the tools that it always sees."""
+    names = "{% for tool in tools or [] %}<{{ tool.keys() | list | length }} {{ tool.type }}>{% endfor %}"
+    tokenizer.chat_template = f"{names}{{{{ messages[0].content }}}}"
+    chat = [{"role": "user", "content": "now?"}]
+    rows = [{"chat": chat, "tools": tools} for tools in (given, None)]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    config = HfConfig(path=str(path), column="chat", num_samples=2, max_length=60, packing=False, batch_size=1)
+    texts = {tokenizer.decode(batch["input_ids"][0]) for batch in calibration_dataloader(config, tokenizer)}
+    assert texts == {"<2 function><1 retrieval>now?", "now?"}
+
+
+@pytest.mark.parametrize("given", ["a hammer", "{}x", '{"name": "clock"}', '["clock"]'])
+def test_tools_that_are_none(tokenizer: PreTrainedTokenizerFast, tmp_path: Path, given: str) -> None:
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    path = tmp_path / "chats.jsonl"
+    path.write_text(json.dumps({"chat": [{"role": "user", "content": "now?"}], "tools": given}))
+    config = HfConfig(path=str(path), column="chat", num_samples=1, max_length=4)
+    with pytest.raises(
+        CalibrationDataError, match=r"the column 'tools' beside the chats holds .* \(str\) where a list"
+    ):
+        calibration_dataloader(config, tokenizer)

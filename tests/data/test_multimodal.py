@@ -80,6 +80,17 @@ def test_chats_of_text_alone(tmp_path: Path) -> None:
     assert of.tokenizer.chat_template is None
 
 
+def test_tools_of_chats_with_images(pairs: Path) -> None:
+    """Seen to fail: the template was not given them."""
+    of = processor(chat_template="{% if tools %}USER: {% endif %}<image> {{ messages[0].content[1].text }}")
+    chats = pairs.with_name("chats.jsonl")
+    content = [{"type": "image", "path": str(pairs.with_name("0.png"))}, {"type": "text", "text": "a cat"}]
+    chats.write_text(json.dumps({"chat": [{"role": "user", "content": content}], "tools": [{"name": "clock"}]}))
+    given = {"source": "multimodal", "path": str(chats), "text_column": "chat", "image_column": None}
+    (batch,) = batches({**given, "num_samples": 1, "batch_size": 1}, of)
+    assert WORDS.index("USER:") in batch["input_ids"][0].tolist()
+
+
 def test_the_beginning_is_not_said_twice(pairs: Path) -> None:
     """A template that renders it, and a tokenizer that adds it. Seen to fail: with special tokens added."""
     of = processor(chat_template="<eos>{% for c in messages[0]['content'] %}{{ c['text'] or '<image> ' }}{% endfor %}")

@@ -241,3 +241,19 @@ def test_a_file_without_anything(suffix: str, tmp_path: Path) -> None:
     (tmp_path / f"rows.{suffix}").touch()
     with pytest.raises(CalibrationDataError, match=r"data.path='.*' has no rows"):
         load_documents(HfConfig(path=str(tmp_path / f"rows.{suffix}")))
+
+
+def test_a_file_that_is_no_parquet(tmp_path: Path) -> None:
+    """Seen to fail: the split was named as what is wrong."""
+    path = tmp_path / "rows.parquet"
+    path.write_text("text\n" * 9)
+    with pytest.raises(CalibrationDataError, match=r"data.path='.*rows.parquet' cannot be read: Parquet magic bytes"):
+        load_documents(HfConfig(path=str(path)))
+
+
+def test_a_table_that_is_not_utf8(tmp_path: Path) -> None:
+    """Seen to fail: without what to do."""
+    path = tmp_path / "rows.csv"
+    path.write_bytes("text\ngrün\n".encode("latin1"))
+    with pytest.raises(CalibrationDataError, match=r"rows.csv' cannot be read: .*utf-8.*Convert it, as with iconv"):
+        load_documents(HfConfig(path=str(path)))

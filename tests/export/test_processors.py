@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from lightning_compress.export.processors import with_later_modules
+from lightning_compress.export.processors import with_other_files
 
 
 class Tokenizer:
@@ -24,7 +24,7 @@ def test_pooling_of_a_sentence_encoder(tmp_path: Path) -> None:
         (model / name).parent.mkdir(parents=True, exist_ok=True)
         (model / name).write_text(text)
     out.mkdir()
-    saved = with_later_modules(Tokenizer(), model)
+    saved = with_other_files(Tokenizer(), model)
     assert saved is not None
     saved.save_pretrained(str(out))
     written = {str(path.relative_to(out)): path.read_text() for path in out.rglob("*") if path.is_file()}
@@ -33,7 +33,23 @@ def test_pooling_of_a_sentence_encoder(tmp_path: Path) -> None:
 
 def test_models_of_no_sentence_encoder(tmp_path: Path) -> None:
     """Also one whose model is in a folder of its own: its weights are not copied."""
-    assert with_later_modules(None, tmp_path) is None
+    assert with_other_files(None, tmp_path) is None
     (tmp_path / "modules.json").write_text(json.dumps([{"idx": 0, "path": "0_Transformer"}]))
     tokenizer = Tokenizer()
-    assert with_later_modules(tokenizer, tmp_path) is tokenizer
+    assert with_other_files(tokenizer, tmp_path) is tokenizer
+
+
+def test_the_licence_of_a_model(tmp_path: Path) -> None:
+    """It goes with what is made of the model; the model's card, which is about another, does not. Seen to fail."""
+    model, out = tmp_path / "model", tmp_path / "out"
+    licences = ["LICENSE", "Notice.txt", "USE_POLICY.md", "licence.md"]
+    for name in [*licences, "README.md", "LICENSES/other", "licensed.py"]:
+        (model / name).parent.mkdir(parents=True, exist_ok=True)
+        (model / name).write_text(name)
+    out.mkdir()
+    saved = with_other_files(Tokenizer(), model)
+    assert saved is not None
+    saved.save_pretrained(str(out))
+    written = sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.is_file())
+    assert written == sorted([*licences, "tokenizer.json"])
+    assert (out / "LICENSE").read_text() == "LICENSE"

@@ -324,8 +324,13 @@ def test_an_unfinished_compression_is_not_read(command: Command, checkpoint: Pat
         (["recipe.modifiers.0.ignroe=[]"], "recipe.modifiers.0.ignroe is not known; did you mean 'ignore'?"),
         (
             ["recipe.modifiers.0.damping=1"],
-            "is added with +, as +recipe.modifiers.0.damping=...",
+            "recipe.modifiers.0.damping is not there yet, and is added with +, as +recipe.modifiers.0.damping=...",
         ),
+        (
+            ["+experiment=multi_node"],
+            "experiment is a group that the command has, and is given once, without +: experime",
+        ),
+        (["recipe.modifiers.0.dampign=1"], "recipe.modifiers.0.dampign is not known; did you mean 'damping'? What is"),
         (
             ["recipe.modifiers.0.scheme.weights.num_bits=3"],
             "recipe.modifiers.0.scheme is a single value, with nothing in it. Give all: 'recipe.modifiers.0.scheme={",
