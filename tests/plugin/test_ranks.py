@@ -15,6 +15,7 @@ import pytest
 import torch
 from helpers import contents, recipe
 from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.utilities import rank_zero_only
 from processes import Ended, Script
 from torch import Tensor, nn
 
@@ -27,7 +28,7 @@ from lightning_compress.plugin.job import prepare_job
 from lightning_compress.plugin.settings import Settings
 from lightning_compress.recipe.load import load_recipe
 
-from .conftest import TinyModule
+from .conftest import Command, TinyModule, refused
 
 SCRIPT = str(Path(__file__).with_name("trainer_of_ranks.py"))
 COMMAND = Path(sys.executable).with_name("lightning-compress")
@@ -333,3 +334,24 @@ def test_where_the_port_is_taken_nobody_stays(monkeypatch: pytest.MonkeyPatch) -
         with pytest.raises(RuntimeError, match="address already in use"):
             trainer.strategy.setup_environment()
         assert started.wait(10) == -signal.SIGKILL
+
+
+def test_other_devices_than_torchrun_has_started(
+    command: Command, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Seen to fail: with a traceback of Lightning's."""
+    started = {"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in {**started, "TORCHELASTIC_RUN_ID": "7", "GROUP_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    given = (f"model.path={checkpoint}", "trainer=cpu", "trainer.devices=3", f"output_dir={tmp_path / 'out'}")
+    message = refused(command, "compress", *given)
+    assert "compress: trainer.devices=3 and trainer.num_nodes=1 are not what the launcher" in message
+    assert "does not match the world size (2). Leave both out" in message
+
+
+def test_commands_of_one_process(command: Command, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the processes that a launcher starts the first one does what they do. Seen to fail: with a table of each."""
+    given = ("estimate", f"model.path={checkpoint}", "job=inference")
+    assert "LlamaForCausalLM" in command(*given)
+    monkeypatch.setattr(rank_zero_only, "rank", 1)
+    assert command(*given) == ""
