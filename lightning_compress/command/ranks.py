@@ -43,7 +43,7 @@ def _met(trainer: pl.Trainer) -> Iterator[Collective]:
         trainer.accelerator.setup_device(strategy.root_device)  # of several cards the one that is meant
         yield SingleProcess()  # other strategies are refused by `fit`; what is spawned has no script of its own
         return
-    check_srun(strategy.cluster_environment)
+    check_srun(strategy.cluster_environment, strategy.num_nodes)
     _check_launched(strategy)
     if strategy.launcher is None:
         strategy.setup_environment()
