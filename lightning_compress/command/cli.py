@@ -97,6 +97,8 @@ def main() -> None:
 
     def task(config: DictConfig) -> None:
         sys.argv = given  # with which Lightning starts the other ranks
+        if command not in _OF_RANKS and not is_first_rank():
+            return
         needs_weights = command in ("compress", "evaluate") or (command == "inspect" and config.get("data") is not None)
         _reporting_errors(lambda: _COMMANDS[command](_completed(config, needs_weights)))
 
@@ -272,6 +274,8 @@ def _end(text: str) -> NoReturn:
     sys.exit(text if is_first_to_say(text) else 1)
 
 
+_OF_RANKS = ("compress", "evaluate")
+"""Commands in which all ranks that a launcher starts take part; the others are one process, the first."""
 _COMMANDS: dict[str, Callable[[DictConfig], None]] = {
     "compress": compress,
     "evaluate": evaluate,

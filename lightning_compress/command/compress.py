@@ -78,6 +78,7 @@ def _compress_among(ranks: Collective, trainer: pl.Trainer, config: DictConfig, 
     check_number("data.num_samples", config.data.num_samples, 1)
     check_output_dir(output_dir)
     check_not_quantized(config.model)
+    _check_alike(config, ranks)
     planned = None
     if config.plan is not None:
         planned = plan_for_run(config, trainer, onload_device(trainer), output_dir, ranks)
@@ -122,6 +123,22 @@ def _compress_among(ranks: Collective, trainer: pl.Trainer, config: DictConfig, 
     if report.plan is not None or report.extra or left:
         _save_again(report, output_dir, ranks)
     return report
+
+
+def _check_alike(config: DictConfig, ranks: Collective) -> None:
+    """
+    Raises:
+        CompressionError: some ranks are given what has them exchange something, and others are not.
+    """
+    given = {name: config.get(key) is not None for name, key in (("plan", "plan"), ("data@held_out", "held_out"))}
+    of_ranks = ranks.gather(given, "comparing what the ranks were given")
+    for name in given:
+        having = [str(rank) for rank, theirs in enumerate(of_ranks) if theirs[name]]
+        if having and len(having) < ranks.size:
+            raise CompressionError(
+                f"{name} is given on ranks {', '.join(having)} of {ranks.size} only. Every rank has to be given the "
+                "same."
+            )
 
 
 def _check(trainer: pl.Trainer, model: nn.Module, settings: Settings) -> bool:

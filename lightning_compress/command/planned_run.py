@@ -24,7 +24,8 @@ from lightning_compress.data.config import CustomConfig
 from lightning_compress.distributed.collective import Collective
 from lightning_compress.distributed.folder import shared_folder
 from lightning_compress.errors import CompressionError, OutputDirectoryError
-from lightning_compress.export.checkpoint import PLAN, check_output_dir, is_unfinished
+from lightning_compress.export.checkpoint import PLAN, is_unfinished
+from lightning_compress.export.claim import claimed
 from lightning_compress.foresight.plan import Plan
 from lightning_compress.foresight.planned import Planned, Situation, load_planned, save_planned, tensors_on
 from lightning_compress.memory.files import free_bytes, has_safetensors
@@ -103,19 +104,20 @@ def _begun(config: DictConfig, output_dir: Path, ranks: Collective) -> Planned |
 
 
 def keep_plan(planned: Planned, output_dir: Path, ranks: Collective) -> None:
-    """Write it into the output folder, on every disk that has one.
+    """Write it into the output folder, on every disk that has one, when no other run writes there, whose plan it would
+    replace.
 
     Raises:
-        OutputDirectoryError: the folder is not ours, or cannot be written to.
+        OutputDirectoryError: the folder is not ours, or another run's all the time, or cannot be written to.
     """
-    check_output_dir(output_dir)
-    if shared_folder(output_dir, ranks).is_first:
-        try:
-            output_dir.mkdir(parents=True, exist_ok=True)
-            with replacing(output_dir / PLAN) as partial:
-                save_planned(planned, partial)
-        except OSError as error:
-            raise OutputDirectoryError(f"{output_dir / PLAN} cannot be written: {error}") from error
+    with claimed(output_dir, ranks):
+        if shared_folder(output_dir, ranks).is_first:
+            try:
+                with replacing(output_dir / PLAN) as partial:
+                    save_planned(planned, partial)
+            except OSError as error:
+                raise OutputDirectoryError(f"{output_dir / PLAN} cannot be written: {error}") from error
+        ranks.meet("keeping the plan")  # while the folder is ours
 
 
 def _found(

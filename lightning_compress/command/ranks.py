@@ -23,7 +23,8 @@ def ranks_of(trainer: pl.Trainer) -> Iterator[Collective]:
     and warnings are shown by the first.
 
     Raises:
-        CompressionError: a multirun, which every rank would run anew; a SLURM job's tasks that srun has not started.
+        CompressionError: a multirun, which every rank would run anew; a SLURM job's tasks that srun has not started;
+            other ranks than the launcher has started.
     """
     if compat.starts_scripts(trainer) and HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
         raise CompressionError(
@@ -42,13 +43,30 @@ def _met(trainer: pl.Trainer) -> Iterator[Collective]:
         trainer.accelerator.setup_device(strategy.root_device)  # of several cards the one that is meant
         yield SingleProcess()  # other strategies are refused by `fit`; what is spawned has no script of its own
         return
-    check_srun(strategy.cluster_environment)
+    check_srun(strategy.cluster_environment, strategy.num_nodes)
+    _check_launched(strategy)
     if strategy.launcher is None:
         strategy.setup_environment()
     else:
         strategy.launcher.launch(strategy.setup_environment, trainer=trainer)
     with closing_all(compat.collective(trainer)) as ranks, bars_of_first(ranks.rank), warned_by_first(ranks.rank):
         yield ranks
+
+
+def _check_launched(strategy: DDPStrategy) -> None:
+    """
+    Raises:
+        CompressionError: the launcher has started other ranks than the trainer is told of.
+    """
+    devices, nodes = strategy.num_processes, strategy.num_nodes
+    try:
+        assert strategy.cluster_environment is not None
+        strategy.cluster_environment.validate_settings(num_devices=devices, num_nodes=nodes)
+    except ValueError as error:
+        raise CompressionError(
+            f"trainer.devices={devices} and trainer.num_nodes={nodes} are not what the launcher (torchrun, srun) has "
+            f"started: {error} Leave both out, and they are taken from the launcher."
+        ) from error
 
 
 def is_first_rank() -> bool:

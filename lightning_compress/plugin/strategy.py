@@ -14,6 +14,7 @@ from typing import Any, TypeGuard, final
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
@@ -31,6 +32,7 @@ from lightning_compress.plugin.offloaded import offloaded
 from lightning_compress.plugin.progress import saved_progress
 
 NAME = "sequential_onload"
+_INTERACTIVE = ("bash", "interactive")  # see `SLURMEnvironment.detect`
 _DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
 
 
@@ -73,7 +75,7 @@ class SequentialOnloadStrategy(DDPStrategy):
     def setup_distributed(self) -> None:
         # called before data and model are prepared
         if self._needs_process_group:
-            check_srun(self.cluster_environment)
+            check_srun(self.cluster_environment, self.num_nodes)
             try:
                 super().setup_distributed()
             except Exception:  # ranks that this one has started would wait for it
@@ -275,12 +277,26 @@ def check_precision(precision: str, model: nn.Module) -> None:
         )
 
 
-def check_srun(environment: ClusterEnvironment | None) -> None:
+def check_srun(environment: ClusterEnvironment | None, num_nodes: int) -> None:
     """Called before ranks look for one another.
+
+    Args:
+        environment: of the trainer.
+        num_nodes: of the trainer.
 
     Raises:
         CompressionError: a SLURM job of several tasks, none of which srun has started: Lightning would wait for them.
+            Or an interactive one, in which Lightning takes each process for one that starts the others of its node.
     """
+    name = os.environ.get("SLURM_JOB_NAME")
+    if isinstance(environment, LightningEnvironment) and name in _INTERACTIVE and "NODE_RANK" not in os.environ:
+        number = int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
+        if number > 1 or num_nodes > 1:
+            raise CompressionError(
+                f"In an interactive SLURM job (SLURM_JOB_NAME={name}) Lightning does not see what srun starts, and "
+                f"ranks would wait for others (tasks of srun: {number}; nodes of the Trainer: {num_nodes}). Put "
+                "SLURM_JOB_NAME=compress srun before the command; for this node alone give the Trainer num_nodes=1."
+            )
     if not isinstance(environment, SLURMEnvironment) or "SLURM_STEP_ID" in os.environ:
         return
     if (number := environment.world_size()) > 1:

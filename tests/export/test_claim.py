@@ -6,16 +6,19 @@ import fcntl
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from helpers import compress, contents, prepare, recipe, tiny_llama, token_batches
 
+from lightning_compress.command import planned_run
 from lightning_compress.distributed.collective import SingleProcess
 from lightning_compress.errors import OutputDirectoryError, RunWarning
-from lightning_compress.export.checkpoint import CLAIM
+from lightning_compress.export.checkpoint import CLAIM, PLAN
 from lightning_compress.export.claim import claimed
+from lightning_compress.foresight.planned import Planned
 from lightning_compress.plugin.run import run_job
 
 OTHER = """
@@ -53,6 +56,24 @@ def other() -> Iterator[Other]:
     for process in started:
         process.kill()
         process.communicate()
+
+
+def test_a_plan_in_use_is_left(other: Other, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Another run's with plan=auto could not be continued by it. Seen to fail: with the plan written before the folder
+    was asked for."""
+    monkeypatch.setattr(planned_run, "claimed", partial(claimed, patience=0.1))
+    monkeypatch.setattr(planned_run, "save_planned", lambda _, path: path.write_text("of this one"))
+    process, plan, planned = other(tmp_path / "out"), tmp_path / "out" / PLAN, cast(Planned, None)
+    plan.write_text("of the other")
+    with (
+        pytest.warns(RunWarning, match="process 7 on elsewhere"),
+        pytest.raises(OutputDirectoryError, match="Another run is writing"),
+    ):
+        planned_run.keep_plan(planned, plan.parent, SingleProcess())
+    assert plan.read_text() == "of the other"
+    process.communicate()
+    planned_run.keep_plan(planned, plan.parent, SingleProcess())
+    assert plan.read_text() == "of this one"
 
 
 def test_a_folder_is_another_process_s(other: Other, tmp_path: Path) -> None:

@@ -111,6 +111,17 @@ def test_ranks_that_are_told_different_things(checkpoint: Path, data: Data, tmp_
 
 
 @pytest.mark.slow
+def test_what_is_measured_on_one_rank_only(checkpoint: Path, data: Data, tmp_path: Path) -> None:
+    """Seen to fail: with the batches of the one taken for what the other has to say next."""
+    given = ("compress", f"model.path={checkpoint}", *data, f"output_dir={tmp_path / 'out'}")
+    ends = on_two_ranks(*given, of_rank=((), ("data@held_out=text", f"held_out.{data[1].removeprefix('data.')}")))
+    assert [end.returncode for end in ends] == [1, 1]
+    assert "".join(end.stderr for end in ends).count("compress: data@held_out is given on ranks 1 of 2 only.") == 1
+    ends = on_two_ranks(*given, of_rank=(("plan=auto",), ()))
+    assert any("compress: plan is given on ranks 0 of 2 only." in end.stderr for end in ends)
+
+
+@pytest.mark.slow
 def test_a_plan_is_for_the_ranks_that_run_it(command: Command, checkpoint: Path, data: Data, tmp_path: Path) -> None:
     """Lightning starts the other one here. Of one node's memory each of its ranks has its share."""
     where, file = (f"model.path={checkpoint}", *data), tmp_path / "plan.json"

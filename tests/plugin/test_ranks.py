@@ -14,7 +14,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from helpers import contents, recipe
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.utilities import rank_zero_only
 from processes import Ended, Script
 from torch import Tensor, nn
 
@@ -25,9 +27,10 @@ from lightning_compress.errors import CompressionError, UnsupportedModelError
 from lightning_compress.plugin.agreement import check_same, check_settings, unlike_threads
 from lightning_compress.plugin.job import prepare_job
 from lightning_compress.plugin.settings import Settings
+from lightning_compress.plugin.strategy import check_srun
 from lightning_compress.recipe.load import load_recipe
 
-from .conftest import TinyModule
+from .conftest import Command, TinyModule, refused
 
 SCRIPT = str(Path(__file__).with_name("trainer_of_ranks.py"))
 COMMAND = Path(sys.executable).with_name("lightning-compress")
@@ -333,3 +336,45 @@ def test_where_the_port_is_taken_nobody_stays(monkeypatch: pytest.MonkeyPatch) -
         with pytest.raises(RuntimeError, match="address already in use"):
             trainer.strategy.setup_environment()
         assert started.wait(10) == -signal.SIGKILL
+
+
+def test_other_devices_than_torchrun_has_started(
+    command: Command, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Seen to fail: with a traceback of Lightning's."""
+    started = {"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in {**started, "TORCHELASTIC_RUN_ID": "7", "GROUP_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    given = (f"model.path={checkpoint}", "trainer=cpu", "trainer.devices=3", f"output_dir={tmp_path / 'out'}")
+    message = refused(command, "compress", *given)
+    assert "compress: trainer.devices=3 and trainer.num_nodes=1 are not what the launcher" in message
+    assert "does not match the world size (2). Leave both out" in message
+
+
+def test_commands_of_one_process(command: Command, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the processes that a launcher starts the first one does what they do. Seen to fail: with a table of each."""
+    given = ("estimate", f"model.path={checkpoint}", "job=inference")
+    assert "LlamaForCausalLM" in command(*given)
+    monkeypatch.setattr(rank_zero_only, "rank", 1)
+    assert command(*given) == ""
+
+
+@pytest.mark.parametrize("started", [{}, {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}])
+def test_an_interactive_slurm_job(
+    started: dict[str, str], command: Command, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Seen to fail: with ranks that waited for others for good."""
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "interactive", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1"}
+    for name, value in {**job, "SLURM_NNODES": "2", **started}.items():
+        monkeypatch.setenv(name, value)
+    given = ("evaluate", f"model.path={checkpoint}", "trainer=cpu", "device=cpu")
+    message = refused(command, *given)
+    assert "(SLURM_JOB_NAME=interactive) Lightning does not see what srun starts" in message
+    assert "Put SLURM_JOB_NAME=compress srun before the command" in message
+
+
+def test_one_node_of_an_interactive_slurm_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_NAME", "bash")
+    check_srun(LightningEnvironment(), 1)
+    monkeypatch.setenv("NODE_RANK", "0")  # by hand on each
+    check_srun(LightningEnvironment(), 2)
