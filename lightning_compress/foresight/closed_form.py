@@ -98,8 +98,9 @@ def decoder_of(model: PreTrainedModel) -> Decoder | None:
     found = decoder(model.config, num_parameters, model.dtype.itemsize)
     if found is None:
         return None
-    norms = [each for each in model.modules() if type(each).__name__.endswith("Norm")]
-    widths = [each.weight.numel() for each in norms if isinstance(getattr(each, "weight", None), Tensor)]
+    norms = (each for each in model.modules() if type(each).__name__.endswith("Norm"))
+    weights = (getattr(each, "weight", None) for each in norms)
+    widths = [weight.numel() for weight in weights if isinstance(weight, Tensor)]
     of_layer = widths[: len(widths) // found.layers]  # the last one of the model is one more
     head_dim, of_heads = found.queries // found.heads, [found.queries, found.keys]
     if head_dim not in (found.hidden, found.keys, found.queries):  # one weight for all heads
