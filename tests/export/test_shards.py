@@ -237,7 +237,7 @@ def test_a_large_subgraph_takes_several_shards(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("num_bits", [2, 4])
 def test_the_bytes_of_shards_are_foreseen(num_bits: int, tmp_path: Path) -> None:
-    """Seconds of writing come from them. Seen to fail: with codes and scales as they are in memory, 30 % more."""
+    """Seconds of writing come from them."""
     sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "tie_word_embeddings": True}
     model = tiny_llama(1, dtype=torch.bfloat16, **sizes)
     what = token_batches(), recipe(num_bits, "rtn")
