@@ -35,6 +35,7 @@ from lightning_compress.algorithms.tiling import tiling_of
 from lightning_compress.calibration import amounts
 from lightning_compress.calibration.batches import num_elements
 from lightning_compress.calibration.flow import Values, run_step
+from lightning_compress.calibration.layout import stored_bytes
 from lightning_compress.calibration.loop import Calibration
 from lightning_compress.calibration.observe import Statistics, begin_statistics, observing
 from lightning_compress.calibration.reference import differences
@@ -95,7 +96,7 @@ def footprint(run: Calibration, batches: Sequence[Sequence[Tensor]]) -> tuple[Ne
                         meter.keep(group, index)
                 moments += as_one(solves)
                 meter.forget(step)
-            moments.append(meter.write(subgraph, packed))
+            moments.append(meter.write(index, packed))
             meter.forget_originals(index)
             rows.append(Needs(subgraph.name, meter.brought(subgraph), tuple(moments), meter.requests(subgraph)))
     return tuple(rows)
@@ -110,6 +111,7 @@ class _Meter:
         self._structure = structures(self._root)
         away_bytes, parts = run.flow.store.away_bytes, run.flow.subgraphs
         self._brought = {part.name: away_bytes(part.modules, part.tensors) for part in parts}
+        self._stored = stored_bytes(self._root, parts, run.resolved)
         self._statistics: Statistics = {}
         self._memory = LiveMemory(on_cuda=run.flow.device.type == "cuda")
         self._largest = max(batches, key=num_elements, default=())
@@ -297,8 +299,9 @@ class _Meter:
         )
         return moment, added
 
-    def write(self, subgraph: Subgraph, packed: int) -> Moment:
+    def write(self, index: int, packed: int) -> Moment:
         """The moment at which a subgraph's shard, with `packed` bytes of modules, is read back tensor by tensor."""
+        subgraph = self._run.flow.subgraphs[index]
         held, tensors = self.held(), amounts.tensors_of(self._root, subgraph)
         solved = {f"{name}.weight" for name in subgraph.solved}
         kept = [tensor.nbytes for name, tensor in tensors.items() if name not in solved]
@@ -311,7 +314,7 @@ class _Meter:
             statistics=held.statistics,
             workspace=workspace,
             on_host=on_host,
-            work=amounts.work_of_writing(packed + sum(kept), len(solved), self._run.collective.size),
+            work=amounts.work_of_writing(self._stored[index], len(solved), self._run.collective.size),
         )
 
     def requests(self, subgraph: Subgraph) -> Requests:

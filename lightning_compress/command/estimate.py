@@ -22,7 +22,7 @@ from lightning_compress.foresight.allocator import replay, reserved_by_calibrati
 from lightning_compress.foresight.closed_form import (
     Decoder,
     calibration_forms,
-    decoder,
+    decoder_of,
     deepspeed,
     finetuning_phases,
     inference_phases,
@@ -113,16 +113,18 @@ def _of_one_rank_or_shared(
     check_shares(model, job, layout)
     if isinstance(job, FineTuningJob) and (reason := nobody_has(layout, job)):
         raise CompressionError(f"{layout}: {reason}.")
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    sizes = decoder(model.config, num_parameters, model.dtype.itemsize)
+    num_parameters, sizes = sum(parameter.numel() for parameter in model.parameters()), decoder_of(model)
     followed = LiveMemory(on_cuda=place == "device")
     phases, forms = _on_fakes(model, job, followed, where, place), list[Phase]()
     writes = sizes is not None and place == "device" and sizes.writes_scores and not _is_mixed(job)
-    if sizes is not None and not writes:
+    drops = isinstance(job, FineTuningJob) and place == "host" and getattr(model.config, "attention_dropout", 0) > 0
+    if sizes is not None and not writes and not drops:
         forms = inference_phases(sizes, job) if isinstance(job, InferenceJob) else finetuning_phases(sizes, job)
     notes = [_FAKES]
     if writes:
         notes.append("There is no closed form with scores, which CUDA writes down in float32 where heads share keys.")
+    elif sizes is not None and drops:
+        notes.append("There is no closed form with attention's dropout, for which a CPU writes scores down.")
     elif sizes is not None and not forms:
         notes.append("There is no closed form for adapters beside some linear layers only, or under autocast.")
     notes += filter(None, [images_left_out(model, _num_images(job))])
@@ -335,7 +337,7 @@ def _calibration_forms(
     model: PreTrainedModel, job: CalibrationJob, resolved: ResolvedRecipe, memory: MemoryConfig
 ) -> Mapping[str, int]:
     """By kind of moment what the closed form has of a device; empty where there is none."""
-    sizes = decoder(model.config, sum(parameter.numel() for parameter in model.parameters()), model.dtype.itemsize)
+    sizes = decoder_of(model)
     whole = sizes is not None and len(resolved.assignments) == 7 * sizes.layers
     ways = {(each.algorithm, each.scheme.input_activations is None) for each in resolved.assignments.values()}
     plain = (job.schedule, job.sequential_targets, memory.device_activation_budget, memory.device_budget)

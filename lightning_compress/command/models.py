@@ -263,8 +263,13 @@ def load_config_only(config: DictConfig) -> PreTrainedModel:
     try:
         dequantize = _dequantizes(config)
         model = _on_meta(auto_class, dequantize, config.path, config.dtype, config.trust_remote_code, **extra)
-    except (OSError, ValueError, AttributeError, ImportError) as error:
-        raise CompressionError(f"model.path={config.path} cannot be built: {_told(error, config)}") from error
+    except CompressionError:
+        raise
+    except Exception as error:  # the model's own code, of what its configuration says
+        said = _told(error, config)
+        if not isinstance(error, OSError | ValueError | AttributeError | ImportError):  # which say little by themselves
+            said = f"{type(error).__name__}: {said}"
+        raise CompressionError(f"model.path={config.path} cannot be built: {said}") from error
     if told := left_out(config, model):
         warnings.warn(told, RunWarning, stacklevel=2)
     model.eval()

@@ -16,11 +16,11 @@ import torch
 from transformers import PreTrainedModel
 
 from lightning_compress.algorithms.rtn import Rtn
+from lightning_compress.calibration.layout import stored_bytes
 from lightning_compress.calibration.prepare import needs_data
 from lightning_compress.calibration.target import Target, find_target
 from lightning_compress.command.measure import READING, Measured, measured
 from lightning_compress.errors import BudgetError, CompressionError
-from lightning_compress.export.layout import checkpoint_bytes
 from lightning_compress.foresight.jobs import CalibrationJob, check_images
 from lightning_compress.foresight.machine import Machine, cache_file, load_machine, named_gpu, save_machine
 from lightning_compress.foresight.plan import Candidate, Choice, Plan
@@ -215,7 +215,7 @@ def _candidates(
         if found.run.flow.traced is not traced:
             prepare_s = found.prepare_s
             traced = found.run.flow.traced
-        output_bytes = output_bytes or checkpoint_bytes(target.root, found.run.flow.subgraphs, resolved)
+        output_bytes = output_bytes or sum(stored_bytes(target.root, found.run.flow.subgraphs, resolved))
         for load, depth in product(choices.load, choices.prefetch_depth):
             named = as_patterns(targets)
             choice = Choice(batch_size, schedule, depth, load, named, expert_parts)

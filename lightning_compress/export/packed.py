@@ -17,12 +17,12 @@ from compressed_tensors.utils.match import match_targets
 from torch import Tensor, nn
 
 from lightning_compress.algorithms.grids import read_dtype
+from lightning_compress.calibration.layout import added_to_state, identity
 from lightning_compress.calibration.quantized import InputQuantizer, quantize_inputs, read_whole
 from lightning_compress.calibration.static_inputs import StaticInput
 from lightning_compress.calibration.target import owner
 from lightning_compress.errors import CompressionError, listed
 from lightning_compress.export.checkpoint import check_finished
-from lightning_compress.export.layout import added_to_state, identity
 from lightning_compress.export.packing import PACKED_NAMES, packed_names, unpack
 from lightning_compress.graph.unfold import unfolded
 from lightning_compress.memory.dequantized import METHODS, dequantized

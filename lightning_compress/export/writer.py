@@ -26,6 +26,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from lightning_compress.calibration.boundary import FOLDER as ACTIVATIONS
 from lightning_compress.calibration.boundary import forget_boundaries
+from lightning_compress.calibration.layout import packed_bytes, shard_keys
 from lightning_compress.calibration.quantized import QuantizedModule, Restored
 from lightning_compress.calibration.records import SubgraphRecord
 from lightning_compress.calibration.resume import (
@@ -47,7 +48,6 @@ from lightning_compress.distributed.folder import shared_folder
 from lightning_compress.errors import CompressionError, OutputDirectoryError, listed
 from lightning_compress.export.beside import FILES, config_files, copied, partly_written, written_before
 from lightning_compress.export.checkpoint import INCOMPLETE, MARKER, PLAN, SavesPretrained, check_output_dir
-from lightning_compress.export.layout import packed_bytes, shard_keys
 from lightning_compress.export.packing import (
     PACKED_NAMES,
     PackedModule,

@@ -60,7 +60,7 @@ def targets_of(model: nn.Module, targets: str | Sequence[str] | None) -> dict[st
             `all-linear` or None: all but the output embedding.
 
     Raises:
-        CompressionError: no linear layer is meant, or one of several targets means none.
+        CompressionError: no linear layer is meant, or one of several targets means none; no regular expression.
     """
     if targets is None or targets == ALL_LINEAR:
         found = linears(model)
@@ -87,7 +87,10 @@ def targets_of(model: nn.Module, targets: str | Sequence[str] | None) -> dict[st
 
 def _means(target: str, name: str, is_pattern: bool) -> bool:
     if is_pattern:
-        return re.fullmatch(target, name) is not None
+        try:
+            return re.fullmatch(target, name) is not None
+        except re.error as error:
+            raise CompressionError(f"job.lora_targets={target} is no regular expression: {error}.") from error
     return name == target or name.endswith(f".{target}")
 
 

@@ -6,8 +6,11 @@ token and layer, what is alive at the widest moment of a layer. Those of calibra
 docstrings say of its arrays.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
+
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from lightning_compress.algorithms.tiling import ON_GPU
 from lightning_compress.foresight.adapters import ALL_LINEAR, packed_bytes
@@ -44,6 +47,8 @@ class Decoder:
         num_parameters: of the whole model.
         itemsize: bytes of a parameter and of an activation.
         is_tied: the input's embeddings are the output's, too.
+        inner_norms: channels of each norm of a layer beside the two of `hidden`: of queries and keys, or ahead of a
+            linear layer.
     """
 
     hidden: int
@@ -56,6 +61,7 @@ class Decoder:
     num_parameters: int
     itemsize: int
     is_tied: bool
+    inner_norms: tuple[int, ...] = ()
 
     @property
     def writes_scores(self) -> bool:
@@ -86,6 +92,25 @@ def decoder(config: Any, num_parameters: int, itemsize: int) -> Decoder | None:
     return found if _is_plain(found) else None
 
 
+def decoder_of(model: PreTrainedModel) -> Decoder | None:
+    """As `decoder`, with the norms that the layers of a model have, by the shapes of their weights."""
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    found = decoder(model.config, num_parameters, model.dtype.itemsize)
+    if found is None:
+        return None
+    norms = (each for each in model.modules() if type(each).__name__.endswith("Norm"))
+    weights = (getattr(each, "weight", None) for each in norms)
+    widths = [weight.numel() for weight in weights if isinstance(weight, Tensor)]
+    of_layer = widths[: len(widths) // found.layers]  # the last one of the model is one more
+    head_dim, of_heads = found.queries // found.heads, [found.queries, found.keys]
+    if head_dim not in (found.hidden, found.keys, found.queries):  # one weight for all heads
+        of_layer = [of_heads.pop(0) if width == head_dim and of_heads else width for width in of_layer]
+    for _ in range(2):
+        if found.hidden in of_layer:
+            of_layer.remove(found.hidden)
+    return replace(found, inner_norms=tuple(of_layer))
+
+
 def _is_plain(sizes: Decoder) -> bool:
     """Whether layers have the parameters that are counted, but for norms, biases and the like."""
     counted = sizes.layers * sum(rows * columns for rows, columns in _linear_shapes(sizes))
@@ -101,10 +126,13 @@ def inference_phases(sizes: Decoder, job: InferenceJob) -> list[Phase]:
     # the embeddings, the layer's input, the residual and its norm; gate's activation, up, and their product
     feed_forward = (4 * sizes.hidden + 3 * sizes.intermediate) * size
     norm = sizes.hidden * size + 3 * sizes.hidden * 4  # in float32
-    attention = (4 * sizes.hidden + 2 * sizes.queries + 2 * sizes.keys) * size
+    # its end, or queries, what is turned of them twice, and their sum
+    attention = max(4 * sizes.hidden + 2 * sizes.queries, 2 * sizes.hidden + 4 * sizes.queries) + 2 * sizes.keys
+    inner = max(sizes.inner_norms, default=0) * (size + 8)  # in float32, before and after
+    widest = max(feed_forward, norm, attention * size, 4 * sizes.hidden * size + inner)
     length = job.context + max(job.new_tokens - 1, 1)  # the last one is not read again
     return [
-        Phase("prefill", weights, cache=tokens * row, working=tokens * max(feed_forward, norm, attention)),
+        Phase("prefill", weights, cache=tokens * row, working=tokens * widest),
         Phase(
             "decode",
             weights,
@@ -255,7 +283,8 @@ def _kept_beside_adapters(sizes: Decoder, rank: int) -> int:
     attention = (2 * sizes.queries + 2 * sizes.keys) * size + 4 * sizes.heads
     inputs = (5 * sizes.hidden + sizes.queries + sizes.intermediate) * casts
     shared = 0 if casts else (2 * sizes.hidden + sizes.intermediate) * size  # results of norms; down's input
-    return norms + attention + 3 * sizes.intermediate * size + inputs + shared + 7 * 4 * rank
+    inner = sum(4 * width for width in sizes.inner_norms)
+    return norms + inner + attention + 3 * sizes.intermediate * size + inputs + shared + 7 * 4 * rank
 
 
 def _kept_per_token(sizes: Decoder, computed: int) -> int:
@@ -267,6 +296,7 @@ def _kept_per_token(sizes: Decoder, computed: int) -> int:
     """
     readers = 5 if computed < sizes.itemsize else 2  # of the two results: autocast makes a copy for each linear layer
     norms = 2 * ((4 + sizes.itemsize) * sizes.hidden + 4) + readers * computed * sizes.hidden
+    norms += sum((4 + sizes.itemsize) * width for width in sizes.inner_norms)
     attention = (2 * sizes.queries + 2 * sizes.keys) * computed + 4 * sizes.heads
     return norms + attention + 4 * sizes.intermediate * computed
 

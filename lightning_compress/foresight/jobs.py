@@ -151,6 +151,11 @@ class FineTuningJob:
         for name, known in literals.items():
             if getattr(self, name) not in get_args(known):
                 raise CompressionError(f"job.{name}={getattr(self, name)} is none of {', '.join(get_args(known))}.")
+        if self.method == "full" and self.lora_targets is not None:
+            raise CompressionError(
+                f"job.lora_targets={self.lora_targets} is of adapters, and job.method=full trains all parameters: give "
+                "job.method=lora or qlora."
+            )
 
 
 @final

@@ -13,11 +13,11 @@ from lightning_compress.calibration.amounts import statistics_bytes
 from lightning_compress.calibration.batches import CalibrationSet
 from lightning_compress.calibration.flow import cached_inputs
 from lightning_compress.calibration.footprint import footprint
+from lightning_compress.calibration.layout import rest_sizes
 from lightning_compress.calibration.loop import Calibration
 from lightning_compress.calibration.observe import Statistics, begin_statistics
 from lightning_compress.calibration.solve import stacked_shape
 from lightning_compress.errors import BudgetError
-from lightning_compress.export.layout import rest_sizes
 from lightning_compress.graph.cuda import AsOnCuda
 from lightning_compress.graph.names import weight_of
 from lightning_compress.graph.sizes import binding, traced_bytes

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lightning_compress.calibration.batches import CalibrationSet
+from lightning_compress.calibration.layout import added_to_state
 from lightning_compress.calibration.prepare import calibrating, check_layout, evaluating
 from lightning_compress.calibration.resume import fingerprints
 from lightning_compress.calibration.target import Target, find_target
@@ -16,7 +17,6 @@ from lightning_compress.distributed.collective import Collective, SingleProcess
 from lightning_compress.errors import UnsupportedModelError, listed
 from lightning_compress.export.beside import check_exported
 from lightning_compress.export.checkpoint import check_output_dir
-from lightning_compress.export.layout import added_to_state
 from lightning_compress.export.verify import ReadBackWarning, why_unreadable
 from lightning_compress.graph.restore import contents_restored
 from lightning_compress.graph.unfold import unfolded

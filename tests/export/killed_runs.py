@@ -25,9 +25,9 @@ from typing import Any
 from helpers import contents, manifest, prepare, recipe, run, saved, tiny_llama, token_batches
 from tqdm import tqdm
 
-from lightning_compress.calibration import amounts, resume
+from lightning_compress.calibration import amounts, layout, resume
 from lightning_compress.calibration.resume import MANIFEST, Finished
-from lightning_compress.export import layout, shards, writer
+from lightning_compress.export import shards, writer
 from lightning_compress.plugin.job import Job
 from lightning_compress.report import html
 

@@ -15,11 +15,12 @@ from pathlib import Path
 import pytest
 from helpers import contents, prepare, recipe, run, saved, tiny_llama, token_batches
 
+from lightning_compress.calibration import layout
 from lightning_compress.calibration.resume import MANIFEST
 from lightning_compress.command.compress import _save_again
 from lightning_compress.distributed.collective import SingleProcess
 from lightning_compress.errors import CompressionError, OutputDirectoryError
-from lightning_compress.export import layout, writer
+from lightning_compress.export import writer
 from lightning_compress.export.checkpoint import CLAIM, INCOMPLETE
 from lightning_compress.memory import activations
 from lightning_compress.memory.placement import MemoryConfig

@@ -18,12 +18,11 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from lightning_compress.calibration import amounts
+from lightning_compress.calibration import amounts, layout
 from lightning_compress.calibration.footprint import footprint
 from lightning_compress.calibration.prepare import calibrating
 from lightning_compress.calibration.resume import MANIFEST
 from lightning_compress.errors import OutputDirectoryError
-from lightning_compress.export import layout
 from lightning_compress.export.checkpoint import INCOMPLETE
 from lightning_compress.export.verify import READ_BACK, verify_files
 from lightning_compress.graph.synthesize import flatten_batch
@@ -234,6 +233,21 @@ def test_a_large_subgraph_takes_several_shards(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(amounts, "_LEAST_SPLIT_BYTES", 1)
     compress(tiny_llama(1), token_batches(), recipe(4), tmp_path / "most", verify=False)
     assert 5 <= max(len(line["shards"]) for line in shards(tmp_path / "most")) <= 7
+
+
+@pytest.mark.parametrize("num_bits", [2, 4])
+def test_the_bytes_of_shards_are_foreseen(num_bits: int, tmp_path: Path) -> None:
+    """Seconds of writing come from them."""
+    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "tie_word_embeddings": True}
+    model = tiny_llama(1, dtype=torch.bfloat16, **sizes)
+    what = token_batches(), recipe(num_bits, "rtn")
+    compress(model, *what, tmp_path / "out", verify=False)
+    taken = [sum(shard["nbytes"] for shard in line["shards"]) for line in shards(tmp_path / "out") if line["record"]]
+    job = prepare(tiny_llama(1, dtype=torch.bfloat16, **sizes), *what, tmp_path / "again")
+    with calibrating(job.target.root):
+        table = footprint(job.run, [flatten_batch(batch)[0] for batch in token_batches()])
+    foreseen = [sum(moment.work.values()) for row in table for moment in row.moments if moment.what == "write"]
+    assert foreseen == pytest.approx(taken, rel=0.02)
 
 
 def test_shards_are_written_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,6 +172,7 @@ def test_states_of_8_bits() -> None:
     [
         ("q_proj", "'q_proj' means no linear layer of LlamaForCausalLM"),
         ([], "none means no linear layer"),
+        ("(", r"job.lora_targets=\( is no regular expression: missing \)"),
         (["q_proj", "embed_tokens"], "'embed_tokens' means no linear layer .* q_proj, k_proj, v_proj, o_proj"),
     ],
 )
@@ -186,7 +187,9 @@ def test_no_linear_layers() -> None:
         targets_of(nn.Embedding(2, 3), None)
 
 
-@pytest.mark.parametrize("options", [{"method": "dora"}, {"lora_rank": 0}, {"optimizer": "adamw_4bit"}])
+@pytest.mark.parametrize(
+    "options", [{"method": "dora"}, {"lora_rank": 0}, {"optimizer": "adamw_4bit"}, {"lora_targets": []}]
+)
 def test_wrong_options(options: dict[str, Any]) -> None:
     with pytest.raises(CompressionError, match=next(iter(options))):
         FineTuningJob(**options)

@@ -16,6 +16,7 @@ from transformers import (
     Dots1Config,
     Dots1ForCausalLM,
     GPT2Config,
+    HunYuanDenseV1Config,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -224,6 +225,24 @@ def test_what_is_no_model_for_it(estimate: Any, tmp_path: Path) -> None:
     LlamaConfig(**SIZES, quantization_config={"quant_method": "gptq", "bits": 4}).save_pretrained(tmp_path / "packed")
     with pytest.raises(SystemExit, match="is quantized, and its weights would be counted as if it was not"):
         estimate(f"model.path={tmp_path / 'packed'}", "job=inference")
+
+
+def test_a_configuration_that_its_model_cannot_be_built_of(estimate: Any, tmp_path: Path) -> None:
+    """Seen to fail: a traceback out of the model's code."""
+    HunYuanDenseV1Config(**SIZES).save_pretrained(tmp_path / "hunyuan")  # no head_dim
+    with pytest.raises(SystemExit, match="hunyuan cannot be built: TypeError: unsupported operand"):
+        estimate(f"model.path={tmp_path / 'hunyuan'}", "job=inference")
+
+
+def test_dropout_of_attention_on_a_cpu_has_no_closed_form(estimate: Any, tmp_path: Path) -> None:
+    """A CPU writes the scores down."""
+    LlamaConfig(**SIZES, attention_dropout=0.1).save_pretrained(tmp_path / "drops")
+    options = ("job=finetuning", "job.length=64", f"model.path={tmp_path / 'drops'}")
+    on_cpu, said = estimate(*options, "device=cpu")
+    assert {row["closed_form"] for row in on_cpu["rows"]} == {None}
+    assert "no closed form with attention's dropout" in said
+    on_cuda, _ = estimate(*options)
+    assert None not in {row["closed_form"] for row in on_cuda["rows"]}
 
 
 def test_models_that_do_not_read_tokens_alone(estimate: Any, tmp_path: Path) -> None:

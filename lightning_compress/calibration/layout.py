@@ -31,10 +31,10 @@ def packed_bytes(key: str, tensor: Tensor, resolved: ResolvedRecipe) -> int:
     return int(-(-tensor.numel() * args.num_bits // 8) + scales)  # at least one
 
 
-def checkpoint_bytes(root: nn.Module, subgraphs: Sequence[Subgraph], resolved: ResolvedRecipe) -> int:
-    """About what all shards take together, tied tensors once."""
+def stored_bytes(root: nn.Module, subgraphs: Sequence[Subgraph], resolved: ResolvedRecipe) -> list[int]:
+    """About what the shards of each part take (see `shard_keys`), tied tensors once."""
     state = root.state_dict(keep_vars=True)
-    return sum(packed_bytes(key, state[key], resolved) for key in chain(*_parts(root, subgraphs)))
+    return [sum(packed_bytes(key, state[key], resolved) for key in keys) for keys in _parts(root, subgraphs)]
 
 
 def _is_quantized(key: str, resolved: ResolvedRecipe) -> bool:
