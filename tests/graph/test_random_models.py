@@ -61,7 +61,7 @@ STATEMENTS: Mapping[str, Sequence[str]] = {
 
 BODIES: Mapping[str, Sequence[str]] = {
     "writes": ["x.transpose(0, 1)[0].add_(1)", "return x.view(-1, 16)"],
-    "views": ["return {'v': x[:, -1]}['v']"],
+    "views": ["k = int(x.abs().argmax()) % 2", "return {'v': x[:, k]}['v']"],  # values decide: run for real
     "loops": [
         "h, rows = x[:, 0], []",
         "for t in range(x.shape[1]):",
