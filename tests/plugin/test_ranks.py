@@ -363,7 +363,7 @@ def test_commands_of_one_process(command: Command, checkpoint: Path, monkeypatch
 def test_an_interactive_slurm_job(
     started: dict[str, str], command: Command, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Seen to fail: with ranks that waited for others for good."""
+    """Seen to fail, without srun: with ranks that waited for others for good."""
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "interactive", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1"}
     for name, value in {**job, "SLURM_NNODES": "2", **started}.items():
         monkeypatch.setenv(name, value)
